@@ -144,6 +144,29 @@ pub struct Remote {
     /// Least time a page is in the compressed store before it is sent, in seconds.
     #[serde(default = "five_minutes")]
     pub after_s: u64,
+    /// Connections are under TLS.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tls: Option<RemoteTls>,
+    /// Pages are sealed with a key of their VM before they leave this host.
+    #[serde(default)]
+    pub encrypt: bool,
+}
+
+/// How servers of the cluster are told from others.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemoteTls {
+    /// Certificates (PEM) of authorities that sign the servers'.
+    pub ca_file: PathBuf,
+    /// Our own certificate (PEM), if servers ask for one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cert_file: Option<PathBuf>,
+    /// Its key.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key_file: Option<PathBuf>,
+    /// The name that servers' certificates are for; without one, the host in each one's address.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
 }
 
 const fn one() -> u32 {
@@ -268,12 +291,24 @@ impl Remote {
             "remote.after_s = {} is out of range: 1 to 604800",
             self.after_s
         );
-        Ok(())
+        self.tls.as_ref().map_or(Ok(()), RemoteTls::validate)
     }
 
     /// The part of the cluster that may be used.
     pub fn budget(&self) -> Bytes {
         self.budget.unwrap_or(Bytes(0))
+    }
+}
+
+impl RemoteTls {
+    fn validate(&self) -> anyhow::Result<()> {
+        let files = [&self.cert_file, &self.key_file].into_iter().flatten().chain([&self.ca_file]);
+        for file in files {
+            ensure!(file.is_absolute(), "remote.tls: {file:?} must be an absolute path");
+        }
+        let both = self.cert_file.is_some() == self.key_file.is_some();
+        ensure!(both, "remote.tls.cert_file and remote.tls.key_file go together");
+        Ok(())
     }
 }
 
@@ -350,6 +385,11 @@ mod tests {
             ("[remote]\nnodes = [\"a:1\"]\nbudget = \"1G\"\nreplicas = 0", "remote.replicas"),
             ("[remote]\nnodes = [\"a:1\"]\nbudget = \"1G\"\nuser = \"x\"", "password_file"),
             ("[remote]\nnodes = [\"a:1\"]\nbudget = \"1G\"\npassword_file = \"x\"", "password_file"),
+            ("[remote]\nnodes = [\"a:1\"]\nbudget = \"1G\"\n[remote.tls]\nca_file = \"x\"", "absolute path"),
+            (
+                "[remote]\nnodes = [\"a:1\"]\nbudget = \"1G\"\n[remote.tls]\nca_file = \"/x\"\nkey_file = \"/y\"",
+                "go together",
+            ),
             ("[policy]\nname = \"best\"", "best"),
             ("[policy]\ntick_ms = 1", "tick"),
             ("[policy]\nthreshold = 0.0", "threshold"),

@@ -12,7 +12,7 @@ use ballast_keeper::Options;
 use ballast_policy::Setup;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Compression, Config};
+use crate::config::{self, Compression, Config};
 use crate::tracking::Tracking;
 
 /// The settings of an engine.
@@ -36,6 +36,28 @@ pub struct Settings {
     pub remote: Option<Remoting>,
     /// The pool; `None` if the keeper is older than it.
     pub pool: Option<Pooling>,
+    /// What others may see of pages that go to a cluster; all, if the keeper is older than this.
+    pub privacy: Privacy,
+}
+
+/// What others may see of pages that go to a cluster.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Privacy {
+    /// Connections are under TLS.
+    pub tls: Option<TlsFiles>,
+    /// Pages are sealed.
+    pub encrypt: bool,
+}
+
+/// The files of TLS.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TlsFiles {
+    /// Authorities.
+    pub ca: PathBuf,
+    /// Our own certificate, and its key.
+    pub own: Option<(PathBuf, PathBuf)>,
+    /// The name of servers.
+    pub name: Option<String>,
 }
 
 /// How pages go to a cluster.
@@ -108,7 +130,19 @@ impl Settings {
                 socket: config.pool_socket(),
                 gid: config.attach_gid,
             }),
+            privacy: config.remote.as_ref().map_or_else(Privacy::default, Privacy::of),
         }
+    }
+}
+
+impl Privacy {
+    fn of(remote: &config::Remote) -> Self {
+        let tls = remote.tls.clone().map(|tls| TlsFiles {
+            ca: tls.ca_file,
+            own: tls.cert_file.zip(tls.key_file),
+            name: tls.name,
+        });
+        Self { tls, encrypt: remote.encrypt }
     }
 }
 
@@ -127,7 +161,7 @@ pub fn for_keeper(config: &Config) -> Options {
 }
 
 impl Message for Settings {
-    const FORMAT: Format = Format { version: 3, least_reader: 1, oldest: 1 };
+    const FORMAT: Format = Format { version: 4, least_reader: 1, oldest: 1 };
 }
 
 #[cfg(test)]
@@ -157,13 +191,18 @@ mod tests {
                 after_s: 3,
             }),
             pool: Some(Pooling { dir: "/p".into(), socket: "/s".into(), gid: Some(3) }),
+            privacy: Privacy {
+                tls: Some(TlsFiles { ca: "/c".into(), own: Some(("/o".into(), "/k".into())), name: Some("n".into()) }),
+                encrypt: true,
+            },
         };
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let expected = (
-            3,
+            4,
             "040005010601022f6407080900000000000000e03f01000501010203000000000000e03f04".to_owned()
                 + "0101016e0001022f70010203"
-                + "01022f70022f730103",
+                + "01022f70022f730103"
+                + "01022f6301022f6f022f6b01016e01",
         );
         assert_eq!((Settings::FORMAT.version, said), expected, "raise FORMAT, and put what is said now here");
     }

@@ -6,7 +6,6 @@
 
 mod common;
 
-use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::process::Command;
 use std::sync::atomic::Ordering;
@@ -14,7 +13,7 @@ use std::sync::atomic::Ordering;
 use ballast_base::PAGE_SIZE;
 use ballast_needs::skip;
 use ballast_sys::{Mapping, memfd};
-use common::raw::{Ram, no_uffd};
+use common::raw::{Ram, files, no_uffd, open};
 use common::{Daemon, until};
 
 const PAGES: u64 = 4096;
@@ -23,47 +22,6 @@ const WORDS: u64 = 512;
 const LIMIT: u64 = 2 << 20;
 const HEADER: u64 = 32 * 1024;
 const INJECT: &str = "BALLAST_TEST_FAIL";
-
-/// What the guest reads in a page; `None` is a memory error. A system call reads it on the guest's behalf.
-fn read(ram: &Ram, page: u64, sink: &File) -> Option<u64> {
-    let end = sink.metadata().expect("stat").len();
-    ram.map.send_to(sink, page as usize * PAGE_SIZE, 8).ok()?;
-    let mut word = [0; 8];
-    sink.read_exact_at(&mut word, end).expect("read");
-    Some(u64::from_le_bytes(word))
-}
-
-/// How many of these pages are lost; none of the others has wrong bytes.
-fn lost(ram: &Ram, pages: impl Iterator<Item = u64>) -> u64 {
-    let sink = File::from(memfd::create("sink", ballast_base::Bytes(0)).expect("memfd"));
-    let look = |page: u64| match read(ram, page, &sink) {
-        Some(word) => {
-            assert_eq!(word, page * 7919 + 1, "page {page} has wrong bytes");
-            0
-        }
-        None => 1,
-    };
-    pages.map(look).sum()
-}
-
-/// The engine's files with this name, in the order of their descriptors.
-fn files(engine: u32, name: &str) -> Vec<String> {
-    let mut found: Vec<(u32, String)> = std::fs::read_dir(format!("/proc/{engine}/fd"))
-        .expect("descriptors")
-        .filter_map(|entry| {
-            let path = entry.ok()?.path();
-            let target = std::fs::read_link(&path).ok()?;
-            let number = path.file_name()?.to_str()?.parse().ok()?;
-            target.to_str()?.contains(name).then(|| (number, path.to_str().expect("ascii").to_owned()))
-        })
-        .collect();
-    found.sort();
-    found.into_iter().map(|(_, path)| path).collect()
-}
-
-fn open(path: &str) -> File {
-    File::options().read(true).write(true).open(path).expect("open the engine's file")
-}
 
 /// Have the page at this offset of a file fail; false if memory cannot fail here. A process of its own does it, since
 /// the kernel tells it in a way that ends it.
@@ -121,10 +79,10 @@ impl Rig {
     /// which finds the first as it was left.
     fn check_the_rest(&self, lost_before: u64) {
         assert_eq!(self.daemon.engine_pid(), Some(self.engine), "{}", self.daemon.log());
-        assert_eq!(lost(&self.calm, 0..PAGES), 0);
+        assert_eq!(self.calm.lost(0..PAGES), 0);
         let old = self.daemon.kill_engine();
         self.daemon.wait_for_engine_after(old);
-        assert_eq!((lost(&self.calm, 0..PAGES), lost(&self.ram, 0..PAGES)), (0, lost_before), "{}", self.daemon.log());
+        assert_eq!((self.calm.lost(0..PAGES), self.ram.lost(0..PAGES)), (0, lost_before), "{}", self.daemon.log());
         assert!(!self.daemon.log().contains("panicked"), "{}", self.daemon.log());
     }
 }
@@ -142,9 +100,9 @@ fn memory_that_fails_under_the_words_of_a_vm_costs_what_they_alone_knew_of_and_n
         state.set_len(size - PAGE_SIZE as u64).expect("cut");
     }
     let known = 0..PAGES - WORDS;
-    let unknown = lost(&rig.ram, known.end..PAGES);
+    let unknown = rig.ram.lost(known.end..PAGES);
     assert!((1..=WORDS).contains(&unknown), "what was far of these is lost: {unknown}");
-    assert_eq!(lost(&rig.ram, known), 0, "{}", rig.daemon.log());
+    assert_eq!(rig.ram.lost(known), 0, "{}", rig.daemon.log());
     assert_eq!(rig.events("memory-mended").len(), 1, "{}", rig.daemon.log());
     let said = rig.events("memory-error");
     assert!(said.iter().any(|said| said.contains("the state of pages 3584 to 4095 of region 0")), "{said:?}");
@@ -153,7 +111,7 @@ fn memory_that_fails_under_the_words_of_a_vm_costs_what_they_alone_knew_of_and_n
     until("it is held to its limit again", || {
         rig.daemon.api.vm("hit").is_ok_and(|vm| vm.resident_bytes <= LIMIT + (1 << 20))
     });
-    let lost_now = lost(&rig.ram, 0..PAGES);
+    let lost_now = rig.ram.lost(0..PAGES);
     assert!(lost_now <= WORDS && lost_now >= unknown);
     rig.check_the_rest(lost_now);
 }
@@ -185,13 +143,13 @@ fn memory_that_fails_under_an_arena_or_a_header_costs_what_was_in_it_and_no_othe
         }
         // Whatever the engine does now, it meets the page.
         rig.daemon.api.set_limit("hit", Some(LIMIT - (64 << 10))).expect("limit");
-        let lost_now = lost(&rig.ram, 0..PAGES);
+        let lost_now = rig.ram.lost(0..PAGES);
         assert!(lost_now <= most, "{what}: {lost_now} pages are lost\n{}", rig.daemon.log());
         until(&format!("{what}: it was said"), || {
             assert_eq!(rig.daemon.engine_pid(), Some(rig.engine), "{what}: {}", rig.daemon.log());
             // There may be more events of lost pages than an engine remembers.
             rig.daemon.log().contains("memory of the host failed, and with it was lost")
         });
-        rig.check_the_rest(lost(&rig.ram, 0..PAGES));
+        rig.check_the_rest(rig.ram.lost(0..PAGES));
     }
 }

@@ -3,14 +3,25 @@
 
 mod common;
 
+use std::os::unix::fs::FileExt;
+
 use ballast_api::{UpgradeRequest, UpgradeStage};
-use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
+use ballast_handover::secret::Secret;
+use ballast_handover::state_file::StateFile;
+use ballast_testvm::valkey::{self, Layout, Valkey, valkey_missing};
 
 use common::guest::Guest;
+use common::raw::{Ram, files, no_uffd, open};
 use common::{Daemon, missing, until};
 
 /// More is far than the store in RAM holds.
 const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
+
+const PAGES: u64 = 4096;
+const LIMIT: u64 = 2 << 20;
+/// Where a state file has the VM's name, and its key.
+const NAME_AT: u64 = 512;
+const KEY_AT: u64 = 384;
 
 fn remote(valkey: &Valkey) -> String {
     let (first, last) = (valkey.addr(0), valkey.addr(valkey.len() - 1));
@@ -46,6 +57,110 @@ fn an_engine_and_a_keeper_die_and_no_byte_in_the_cluster_is_lost() {
     assert!(remote.far_bytes > 0 && remote.used_bytes > 0 && remote.nodes.len() >= 3, "{remote:?}");
     guest.finish();
     until("nothing of it is left in the cluster", || valkey.keys().is_ok_and(|keys| keys == 0));
+}
+
+/// The same under TLS, and pages are sealed.
+fn private(valkey: &Valkey) -> String {
+    let (dir, settings) = (valkey.dir().display(), remote(valkey).replace(&valkey.addr(0), &valkey.tls_addr(0)));
+    let settings = settings.replace(&valkey.addr(valkey.len() - 1), &valkey.tls_addr(valkey.len() - 1));
+    format!(
+        "{settings}encrypt = true\n[remote.tls]\nca_file = \"{dir}/ca.pem\"\ncert_file = \"{dir}/client.pem\"\n\
+         key_file = \"{dir}/client.key\"\n"
+    )
+}
+
+/// Does a value of another form than a sealed page's begin as a blob's does? Of a page that was sealed nothing is
+/// known.
+fn plain_values(valkey: &Valkey) -> usize {
+    let mut plain = 0;
+    for node in (0..valkey.len()).filter(|node| valkey.is_primary(*node)) {
+        let keys: Vec<String> = valkey::read(valkey.say(node, &["KEYS", "b{*"]).expect("KEYS")).expect("keys");
+        for key in keys {
+            let value: Vec<u8> = valkey::read(valkey.say(node, &["GET", &key]).expect("GET")).unwrap_or_default();
+            // A blob says its own length, at 12.
+            plain += usize::from(
+                value.len() >= 16 && value.len() == 16 + usize::from(value[12]) + (usize::from(value[13]) << 8),
+            );
+        }
+    }
+    plain
+}
+
+#[test]
+fn sealed_pages_survive_engine_keeper_and_an_upgrade_and_none_is_plain_in_a_server() {
+    if missing("valkey", valkey_missing()) {
+        return;
+    }
+    let valkey = Valkey::start(Layout { tls: true, ..Layout::default() }).expect("a cluster");
+    let mut daemon = Daemon::start(&private(&valkey));
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    daemon.goes_to_file_and_back("victim");
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    daemon.goes_to_file_and_back("victim");
+    daemon.kill_and_restart_keeper(true);
+    until("the guest is attached again", || daemon.api.vm("victim").is_ok());
+    daemon.goes_to_file_and_back("victim");
+    let program = Some(env!("CARGO_BIN_EXE_ballastd").to_owned());
+    daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("it begins");
+    until("it is over", || daemon.api.upgrade().is_ok_and(|now| now.stage == UpgradeStage::Done));
+    daemon.goes_to_file_and_back("victim");
+    assert!(daemon.vm("victim").far_remote_bytes > 0);
+    assert!(valkey.keys().expect("keys") > 1);
+    // By chance one of 65,536 looks like one.
+    assert!(plain_values(&valkey) <= 2);
+    assert_eq!(daemon.vm("victim").poisoned_bytes, 0);
+    guest.finish();
+    until("nothing of it is left in the cluster", || valkey.keys().is_ok_and(|keys| keys == 0));
+}
+
+#[test]
+fn a_key_that_is_damaged_or_another_costs_what_it_sealed_and_is_said_and_no_other_vm_loses_a_page() {
+    if no_uffd() {
+        return;
+    }
+    let Some(valkey) = start() else { return };
+    let daemon = Daemon::start(&format!("{}encrypt = true\n", remote(&valkey)));
+    let names = ["damaged", "another", "calm"];
+    let rams = names.map(|_| Ram::new(PAGES));
+    let attach = |(ram, name): (&Ram, &str)| {
+        ram.mark();
+        ram.vm(&daemon, name).limit(LIMIT).attach().expect("attach")
+    };
+    let _clients: Vec<_> = rams.iter().zip(names).map(attach).collect();
+    for name in names {
+        until("its pages are in the cluster", || daemon.vm(name).far_remote_bytes > PAGES * 4096 / 2);
+    }
+    let engine = daemon.engine_pid().expect("an engine");
+    for path in files(engine, "ballast-state") {
+        let (file, mut name) = (open(&path), [0; 7]);
+        file.read_exact_at(&mut name, NAME_AT).expect("read its name");
+        let state = StateFile::open(open(&path).into()).expect("a state file");
+        let Secret::Kept { since, .. } = state.secret() else { panic!("{path} has no key") };
+        match &name {
+            b"damaged" => file.write_all_at(b"damage", KEY_AT + 8).expect("damage it"),
+            b"another" => {
+                file.write_all_at(&[0; 48], KEY_AT).expect("forget it");
+                state.keep_secret(since, &[9; 32]);
+            }
+            _ => {}
+        }
+    }
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    until("the lost key is an event of its VM", || {
+        let is_it =
+            |event: &ballast_api::Event| event.kind == "remote-key-lost" && event.vm.as_deref() == Some("damaged");
+        daemon.api.events().is_ok_and(|events| events.iter().any(is_it))
+    });
+    let lost = [0, 1, 2].map(|at| rams[at].lost(0..PAGES));
+    assert!(lost[0] > PAGES / 2 && lost[1] > PAGES / 2 && lost[2] == 0, "{lost:?}");
+    for (name, lost) in names.iter().zip(lost) {
+        assert_eq!(daemon.vm(name).poisoned_bytes, lost * 4096, "{name}");
+    }
+    let log = daemon.log();
+    assert!(!log.contains("panicked"), "{log}");
+    assert_eq!(daemon.engine_pid(), Some(daemon.host().engine_pid), "{}", daemon.log());
 }
 
 #[test]

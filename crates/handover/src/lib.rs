@@ -4,9 +4,9 @@
 //! and serves the VM (`ballast-pager`); its successor finds in them the state that must outlive it.
 //!
 //! [`state_file`] is the file of one VM: its identity, its engine ([`threads`]; for a moment there may be two,
-//! `beside`), its regions ([`records`]), and the tables of its page-state words ([`table`]). The meaning of those words
-//! is in `ballast-page`, which this crate does not know. [`arena`] is the head of a store's file, and tells which file
-//! on a disk an index belongs to; its contents are in `ballast-store`.
+//! `beside`), its regions ([`records`]), the key of its pages elsewhere ([`secret`]), and the tables of its page-state
+//! words ([`table`]). The meaning of those words is in `ballast-page`, which this crate does not know. [`arena`] is the
+//! head of a store's file, and tells which file on a disk an index belongs to; its contents are in `ballast-store`.
 //!
 //! [`kept`] is the whole state of a keeper, for the next program in the same process. [`orders`] are the messages
 //! between keeper and engine. Both also look at other processes: [`watch`] finds those that map a VM's RAM without
@@ -22,6 +22,7 @@ mod maps;
 mod operator;
 pub mod orders;
 pub mod records;
+pub mod secret;
 pub mod sleep;
 pub mod state_file;
 pub mod table;

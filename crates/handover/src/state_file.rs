@@ -13,6 +13,7 @@
 //! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end
 //!          of used space, target, settings, kept, journal of lost pages, pid and start time of an engine that leaves;
 //!          the rest is reserved
+//! 384      the key that pages on other machines are sealed with (`secret`)
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes (`records`)
 //! 3072     where the guest sees regions (`guest`)
@@ -44,10 +45,14 @@ const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
 /// since version 1. Version 3: regions of several extents, which older programs would take for one; guest-physical
 /// addresses. Version 4: ranges of guest-physical addresses. Version 5: a second engine beside the one that is named.
-pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 6 } else { 5 }, least_reader: 3, oldest: 1 };
+/// Version 6: a key; a file that has one needs a reader that knows it.
+pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 7 } else { 6 }, least_reader: 3, oldest: 1 };
 /// A build that tests use as the successor and predecessor of this one: as if the next version had one more word.
 const NEXT_LAYOUT: bool = cfg!(feature = "next-layout");
 const HEADER_LEN: usize = 32 * 1024;
+const SECRET_OFFSET: usize = 384;
+/// Words of the key of a VM's pages on other machines.
+pub(crate) const SECRET_WORDS: usize = 6;
 const NAME_OFFSET: usize = 512;
 const REGIONS_OFFSET: usize = 1024;
 const REGION_RECORD: usize = records::WORDS * 8;
@@ -57,6 +62,7 @@ pub(crate) const GUEST_WORDS: usize = 126;
 const COUNTERS_OFFSET: usize = 4096;
 const THREADS_OFFSET: usize = COUNTERS_OFFSET + COUNTERS * 8;
 const HISTOGRAMS_OFFSET: usize = 8192;
+const _: () = assert!(FIELDS * 8 <= SECRET_OFFSET && SECRET_OFFSET + SECRET_WORDS * 8 <= NAME_OFFSET);
 const _: () = assert!(REGIONS_OFFSET + MAX_REGIONS * REGION_RECORD <= GUEST_OFFSET);
 const _: () = assert!(GUEST_OFFSET + GUEST_WORDS * 8 <= COUNTERS_OFFSET);
 
@@ -330,6 +336,10 @@ impl StateFile {
     /// See `guest`.
     pub(crate) fn guest_words(&self) -> &[AtomicU64] {
         self.header.words(GUEST_OFFSET, GUEST_WORDS)
+    }
+
+    pub(crate) fn secret_words(&self) -> &[AtomicU64] {
+        self.header.words(SECRET_OFFSET, SECRET_WORDS)
     }
 
     fn record_words(&self, index: usize) -> &[AtomicU64] {

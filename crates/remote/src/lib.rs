@@ -8,7 +8,8 @@
 //! slots move.
 //!
 //! [`RemoteStore`] is the store of one VM in a [`Cluster`], which all VMs of a process share. A VM has a lease there
-//! ([`lease`]). [`check`] knows which settings of servers lose pages.
+//! ([`lease`]), and may have a key that its pages are sealed with ([`seal`]). [`check`] knows which settings of servers
+//! lose pages.
 #![forbid(unsafe_code)]
 
 pub mod check;
@@ -23,6 +24,7 @@ mod refusal;
 mod request;
 mod resolve;
 mod resp;
+pub mod seal;
 mod slot;
 mod store;
 mod stream;
@@ -32,6 +34,7 @@ pub use cluster::{Cluster, ClusterOptions};
 pub use link::Access;
 pub use nodes::NodeFigures;
 pub use refusal::Addr;
+pub use seal::Seal;
 pub use slot::slot_of;
-pub use store::{RemoteBudget, RemoteStore};
+pub use store::{RemoteBudget, RemoteStore, tick_now};
 pub use stream::Tls;

@@ -21,7 +21,7 @@ use crate::slot::slot_of;
 
 /// How long one node may take. It is asked about a single key, and seldom.
 const TIMEOUT: Duration = Duration::from_secs(1);
-/// How long all of them may. Then nobody can tell, and whoever wants the page asks anew.
+/// How long all of them may. Then nobody can tell, and the reader of the page asks again.
 const ALL: Duration = Duration::from_secs(10);
 
 /// What is known of a page.

@@ -23,7 +23,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use ballast_base::store::Recovered;
@@ -37,6 +37,7 @@ use crate::lease::Lease;
 use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
 use crate::request::{self, Found, Values, Verb};
+use crate::seal::{SEALED_MAX, Seal};
 use crate::sweep::{self, Scan, write_timeout};
 
 /// A generation's tick. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
@@ -49,6 +50,8 @@ const REST: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Pages that go out together: a server keeps them while the next ones are compressed.
 const PART: usize = 64;
+/// How long pages of a run that their owner does not have are looked for, but for the first.
+const LOOKS: Duration = Duration::from_secs(1);
 /// How long one `tidy` sweeps.
 const SWEEP_SLICE: Duration = Duration::from_millis(20);
 
@@ -94,6 +97,8 @@ pub struct RemoteStore {
     cluster: Arc<Cluster>,
     budget: Arc<RemoteBudget>,
     codec: Codec,
+    seal: RwLock<Arc<Seal>>,
+    when_alone: Option<WhenAlone>,
     lease: Lease,
     /// The generation that was drawn last.
     last: Mutex<u64>,
@@ -105,6 +110,15 @@ pub struct RemoteStore {
     leftovers: Mutex<Option<Leftovers>>,
     refusal: Mutex<Option<String>>,
     rests_until: Mutex<Option<Instant>>,
+}
+
+/// Makes the seal of a store.
+struct WhenAlone(Box<dyn Fn() -> Seal + Send + Sync>);
+
+impl std::fmt::Debug for WhenAlone {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("WhenAlone")
+    }
 }
 
 /// What is yet to be unlinked.
@@ -130,7 +144,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn tick_now() -> u64 {
+/// The last generation that a page may have that was put before now.
+pub fn tick_now() -> u64 {
     clock::monotonic_ns() / TICK.as_nanos() as u64
 }
 
@@ -142,6 +157,8 @@ impl RemoteStore {
             cluster,
             budget,
             codec,
+            seal: RwLock::new(Arc::new(Seal::plain())),
+            when_alone: None,
             lease: Lease::new(vm, lease),
             last: Mutex::new(tick_now()),
             pages: AtomicU64::new(0),
@@ -151,6 +168,25 @@ impl RemoteStore {
             refusal: Mutex::default(),
             rests_until: Mutex::default(),
         }
+    }
+
+    /// The same, whose pages are sealed.
+    #[must_use]
+    pub fn sealed(mut self, seal: Seal) -> Self {
+        self.seal = RwLock::new(Arc::new(seal));
+        self
+    }
+
+    /// The same, whose pages are sealed with what this makes, from when no other process has the store any more
+    /// ([`Store::own`]): as long as one has, it may come to keep pages again, and knows nothing of a new key.
+    #[must_use]
+    pub fn sealed_when_alone(mut self, make: impl Fn() -> Seal + Send + Sync + 'static) -> Self {
+        self.when_alone = Some(WhenAlone(Box::new(make)));
+        self
+    }
+
+    fn seal(&self) -> Arc<Seal> {
+        self.seal.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// A generation that nobody had before; `None` if there are no more.
@@ -187,6 +223,10 @@ impl RemoteStore {
     /// Put pages of one chunk, all or none.
     fn put_chunk(&self, first: PageKey, pages: &[PageBytes]) -> Result<Handle, PutOutcome> {
         let count = pages.len() as u64;
+        let seal = self.seal();
+        if !seal.works() {
+            return Err(self.refuse("the key that its pages are sealed with is lost".into(), PutOutcome::Busy));
+        }
         let waiting = lock(&self.freed).pages.len() as u64;
         let held = self.budget.pages.load(Relaxed).saturating_sub(waiting);
         if self.budget.bytes(held + count) > self.budget.limit.0 {
@@ -203,7 +243,11 @@ impl RemoteStore {
         let mut make = |values: &mut Values| {
             let from = values.len();
             for (key, bytes) in keys.iter().zip(pages).skip(from).take(PART) {
-                values.add(|blobs| blob::seal(*key, generation, bytes, self.codec, blobs));
+                values.add(|blobs| {
+                    let start = blobs.len();
+                    blob::seal(*key, generation, bytes, self.codec, blobs);
+                    seal.seal(*key, generation, blobs, start);
+                });
             }
         };
         let replicas = self.cluster.options().replicas;
@@ -227,8 +271,13 @@ impl RemoteStore {
     fn get_chunk(&self, keys: &[PageKey], handles: &[Handle], out: &mut [PageBytes], outcomes: &mut [GetOutcome]) {
         let names: Vec<Vec<u8>> = keys.iter().zip(handles).map(|(key, handle)| name::key(*key, *handle)).collect();
         let mut gone = Vec::new();
-        let opened = |at: usize, bytes: &[u8], out: &mut PageBytes| {
-            if blob::open(keys[at], handles[at], bytes, out) { GetOutcome::Found } else { GetOutcome::Corrupt }
+        let seal = self.seal();
+        let opened = |at: usize, value: &[u8], out: &mut PageBytes| {
+            let (key, handle) = (keys[at], handles[at]);
+            let mut buffer = [0; SEALED_MAX];
+            let blob = seal.open(key, handle, value, &mut buffer);
+            let is_it = blob.is_some_and(|blob| blob::open(key, handle, blob, out));
+            if is_it { GetOutcome::Found } else { GetOutcome::Corrupt }
         };
         let asked = request::run(&self.cluster, Verb::Get, &names, |timeout| timeout, &mut |at, found| match found {
             Found::Value(bytes) => outcomes[at] = opened(at, bytes, &mut out[at]),
@@ -240,7 +289,12 @@ impl RemoteStore {
             *lock(&self.refusal) = Some(failed.why);
             std::thread::sleep(PAUSE);
         }
-        for at in gone {
+        let begun = Instant::now();
+        for (number, at) in gone.into_iter().enumerate() {
+            if number > 0 && begun.elapsed() > LOOKS {
+                // They are still `Busy`: the next read of one finds out.
+                break;
+            }
             outcomes[at] = match loss::look(&self.cluster, &names[at]) {
                 Verdict::Found(bytes) => opened(at, &bytes, &mut out[at]),
                 Verdict::Lost => GetOutcome::Absent,
@@ -414,6 +468,9 @@ impl Store for RemoteStore {
     /// What was freed here since [`Store::follow`] is yet to be unlinked, and counts until then. What is freed at this
     /// moment may be counted once too little.
     fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        if let Some(WhenAlone(make)) = &self.when_alone {
+            *self.seal.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(make());
+        }
         let Some(newest) = self.draw().or(Handle::new(Handle::MAX)) else { return };
         let live: HashSet<_> = live.collect();
         let waiting = lock(&self.freed).pages.keys().filter(|page| !live.contains(page)).count();

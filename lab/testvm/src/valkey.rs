@@ -6,6 +6,7 @@
 //! process id, when the cluster is dropped or the thread that started it ends. Commands are sent by a client library
 //! that the product does not use.
 
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
@@ -106,6 +107,23 @@ pub fn valkey_missing() -> Option<String> {
     program().is_none().then(|| "no server in target/valkey; run scripts/valkey.sh".into())
 }
 
+/// Ports on which nobody listens. They are below those that the kernel gives to connections (from 32,768), or one of
+/// them might be taken before its server starts.
+fn free_ports(count: usize) -> io::Result<Vec<u16>> {
+    let mut listeners: Vec<TcpListener> = Vec::new();
+    for _ in 0..count * 100 {
+        if listeners.len() == count {
+            break;
+        }
+        let port = 10_000 + (RandomState::new().hash_one(listeners.len()) % 22_000) as u16;
+        listeners.extend(TcpListener::bind(("127.0.0.1", port)));
+    }
+    if listeners.len() < count {
+        return Err(other(format!("{count} ports are wanted, and {} were found", listeners.len())));
+    }
+    listeners.iter().map(|at| Ok(at.local_addr()?.port())).collect()
+}
+
 /// Make an authority and what it signs, in this directory.
 fn certify(dir: &std::path::Path) -> io::Result<()> {
     let authority = |name: &str| {
@@ -156,10 +174,7 @@ impl Valkey {
     pub fn start(layout: Layout) -> io::Result<Self> {
         let program = program().ok_or_else(|| other("no server in target/valkey; run scripts/valkey.sh"))?;
         let count = layout.primaries * (1 + layout.replicas);
-        let listeners: Vec<TcpListener> =
-            (0..count * 3).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
-        let ports: Vec<u16> = listeners.iter().map(|at| Ok(at.local_addr()?.port())).collect::<io::Result<_>>()?;
-        drop(listeners);
+        let ports = free_ports(count * 3)?;
         let server = |ports: &[u16]| Server { port: ports[0], bus: ports[1], tls: ports[2], child: None };
         let nodes = ports.chunks(3).map(server).collect();
         let mut cluster = Self { nodes, layout, dir: tempfile::tempdir()?, program };

@@ -101,7 +101,11 @@ pub fn run() -> anyhow::Result<()> {
         budget: Budget::new(settings.store_budget),
         file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
         groups: Groups::default(),
-        remote: settings.remote.as_ref().map(|remote| Remote::begin(remote, events.clone())).transpose()?,
+        remote: settings
+            .remote
+            .as_ref()
+            .map(|remote| Remote::begin(remote, &settings.privacy, events.clone()))
+            .transpose()?,
         begin,
         settings,
         vms: RwLock::default(),

@@ -12,12 +12,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ballast_base::wire::VmId;
+use ballast_handover::secret::Secret;
+use ballast_handover::state_file::StateFile;
 use ballast_remote::check::{Finding, check};
-use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, lease};
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Seal, Tls, lease, seal};
 use ballast_store::Codec;
 
 use crate::events::Events;
-use crate::settings::Remoting;
+use crate::settings::{Privacy, Remoting, TlsFiles};
 
 /// How often the cluster's settings are looked at.
 const CHECK_EVERY: Duration = Duration::from_secs(60);
@@ -35,6 +37,9 @@ pub struct Remote {
     pub budget: Arc<RemoteBudget>,
     ended: mpsc::Sender<VmId>,
     findings: Arc<Mutex<Vec<Finding>>>,
+    /// Pages of VMs that have no key yet are to be sealed.
+    encrypt: bool,
+    events: Arc<Events>,
 }
 
 impl Remote {
@@ -42,31 +47,68 @@ impl Remote {
     ///
     /// # Errors
     /// An address is invalid, or the kernel gives no thread.
-    pub fn begin(settings: &Remoting, events: Arc<Events>) -> anyhow::Result<Self> {
+    pub fn begin(settings: &Remoting, privacy: &Privacy, events: Arc<Events>) -> anyhow::Result<Self> {
         let addr = |text: &String| Addr::parse(text).with_context(|| format!("remote.nodes: {text:?} is no address"));
         let options = ClusterOptions {
             nodes: settings.nodes.iter().map(addr).collect::<Result<_, _>>()?,
             access: Access {
                 user: settings.user.clone(),
                 password_file: settings.password_file.clone().map(PathBuf::from),
-                tls: None,
+                tls: privacy.tls.clone().map(|TlsFiles { ca, own, name }| Tls { ca_file: ca, own, name }),
             },
             replicas: settings.replicas,
         };
         let cluster = Arc::new(Cluster::new(options));
         let (ended, its_ended) = mpsc::channel();
         let findings = Arc::<Mutex<Vec<Finding>>>::default();
-        let keeper = Caretaker { cluster: cluster.clone(), events, findings: findings.clone(), ended: Vec::new() };
+        let keeper = Caretaker {
+            cluster: cluster.clone(),
+            events: events.clone(),
+            findings: findings.clone(),
+            ended: Vec::new(),
+        };
         std::thread::Builder::new()
             .name("remote".into())
             .spawn(move || keeper.run(&its_ended))
             .context("Starting a thread for the remote store")?;
-        Ok(Self { cluster, budget: RemoteBudget::new(settings.budget), ended, findings })
+        let (budget, encrypt) = (RemoteBudget::new(settings.budget), privacy.encrypt);
+        Ok(Self { cluster, budget, ended, findings, encrypt, events })
     }
 
-    /// The store of a VM.
-    pub fn store(&self, vm: VmId, codec: Codec) -> Arc<RemoteStore> {
-        Arc::new(RemoteStore::new(vm, self.cluster.clone(), self.budget.clone(), codec, lease::LEASE))
+    /// The store of the VM that has this state file. If another engine has it as well (`beside`), no key is made before
+    /// that one is gone: it would know nothing of it.
+    ///
+    /// # Errors
+    /// The kernel has no random numbers, or no descriptor.
+    pub fn store(&self, state: &StateFile, beside: bool, codec: Codec) -> anyhow::Result<Arc<RemoteStore>> {
+        let store = RemoteStore::new(state.id(), self.cluster.clone(), self.budget.clone(), codec, lease::LEASE);
+        if !beside {
+            // An engine that began to write it died before a page was sealed.
+            state.forget_unused_secret();
+        }
+        let store = match state.secret() {
+            Secret::Kept { since, key } => store.sealed(Seal::with(since, &key)),
+            Secret::Damaged => {
+                let text = "the key of its pages in the remote store is damaged: those are lost, and memory errors \
+                            when they are touched; no more go there";
+                tracing::error!(vm = state.name(), "{text}");
+                self.events.add(Some(state.name()), "remote-key-lost", text.into());
+                store.sealed(Seal::lost())
+            }
+            Secret::None if !self.encrypt => store,
+            Secret::None if beside => {
+                let own = state.fd().try_clone_to_owned().context("Duplicating a descriptor")?;
+                let own = StateFile::open(own)?;
+                store.sealed_when_alone(move || match own.secret() {
+                    Secret::Kept { since, key } => Seal::with(since, &key),
+                    Secret::Damaged => Seal::lost(),
+                    // Without a key no page leaves the host.
+                    Secret::None => make_key(&own).unwrap_or_else(|_| Seal::lost()),
+                })
+            }
+            Secret::None => store.sealed(make_key(state).context("Making the key of a VM's far pages")?),
+        };
+        Ok(Arc::new(store))
     }
 
     /// This VM is gone and does not return: what it has in the cluster goes.
@@ -79,6 +121,13 @@ impl Remote {
     pub fn findings(&self) -> Vec<Finding> {
         self.findings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
+}
+
+/// Make the key of a VM, and keep it in its state file.
+fn make_key(state: &StateFile) -> std::io::Result<Seal> {
+    let (since, key) = (ballast_remote::tick_now(), seal::new_key()?);
+    state.keep_secret(since, &key);
+    Ok(Seal::with(since, &key))
 }
 
 /// The thread.

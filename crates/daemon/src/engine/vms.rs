@@ -270,7 +270,7 @@ impl Engine {
             group.iter().map(|group| Tier::near(GROUP_STORE, "group store", group.clone())).collect();
         tiers.push(Tier::near(RAM_STORE, "RAM store", store.clone()));
         tiers.extend(late.clone().map(|late| Tier::slow(FILE_STORE, "file store", late)));
-        let remote = self.host.remote.as_ref().map(|remote| remote.store(id, codec));
+        let remote = self.host.remote.as_ref().map(|remote| remote.store(&state, beside, codec)).transpose()?;
         tiers.extend(remote.map(|remote| Tier::slow(REMOTE_STORE, "remote store", remote)));
         let vm = Arc::new(Vm::new(state, epoch, Stores::new(tiers), tuning, report).with_pins(self.host.pins.clone()));
         vm.set_shares(operator::read(vm.state.settings()).effective_shares());

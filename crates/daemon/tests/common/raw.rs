@@ -1,6 +1,8 @@
 //! A client that says exactly what a test wants it to say: the attach protocol by hand.
 
+use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -68,6 +70,24 @@ impl Ram {
         self.word(page).load(Ordering::Relaxed) == mark(page)
     }
 
+    /// How many of these pages are memory errors; all others hold what [`Ram::mark`] wrote. A system call reads them on
+    /// the guest's behalf.
+    pub fn lost(&self, pages: impl Iterator<Item = u64>) -> u64 {
+        let sink = File::from(memfd::create("sink", Bytes(0)).expect("memfd"));
+        let mut lost = 0;
+        for page in pages {
+            let end = sink.metadata().expect("stat").len();
+            if self.map.send_to(&sink, page as usize * PAGE_SIZE, 8).is_err() {
+                lost += 1;
+                continue;
+            }
+            let mut word = [0; 8];
+            sink.read_exact_at(&mut word, end).expect("read");
+            assert_eq!(u64::from_le_bytes(word), mark(page), "page {page} has wrong bytes");
+        }
+        lost
+    }
+
     /// A VM of this RAM, in this process, with the client that VMMs link.
     pub fn vm(&self, daemon: &Daemon, name: &str) -> Builder {
         self.join(ballast_client::Client::builder().name(name).socket(daemon.attach_socket()))
@@ -82,6 +102,26 @@ impl Ram {
 
 fn mark(page: u64) -> u64 {
     page * 7919 + 1
+}
+
+/// The engine's files with this name, in the order of their descriptors.
+pub fn files(engine: u32, name: &str) -> Vec<String> {
+    let mut found: Vec<(u32, String)> = std::fs::read_dir(format!("/proc/{engine}/fd"))
+        .expect("descriptors")
+        .filter_map(|entry| {
+            let path = entry.ok()?.path();
+            let target = std::fs::read_link(&path).ok()?;
+            let number = path.file_name()?.to_str()?.parse().ok()?;
+            target.to_str()?.contains(name).then(|| (number, path.to_str().expect("ascii").to_owned()))
+        })
+        .collect();
+    found.sort();
+    found.into_iter().map(|(_, path)| path).collect()
+}
+
+/// Open one of them.
+pub fn open(path: &str) -> File {
+    File::options().read(true).write(true).open(path).expect("open the engine's file")
 }
 
 /// A VMM, or what says it is one.
