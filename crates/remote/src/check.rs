@@ -14,6 +14,11 @@ use crate::resp::Commands;
 /// How long one node may take.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Requests by which a node's latency is told.
+const ASKED_TIMES: usize = 5;
+/// A request that takes longer is as slow as a rotating disk's.
+const FAR: Duration = Duration::from_millis(3);
+
 /// One thing that is not as it should be.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Finding {
@@ -68,7 +73,10 @@ pub fn check(cluster: &Cluster) -> Vec<Finding> {
         }
         for addr in [primary].into_iter().chain(&shard.replicas) {
             match settings(cluster, addr) {
-                Ok(settings) => found.extend(judge(addr, &settings, wanted)),
+                Ok((settings, took)) => {
+                    found.extend(judge(addr, &settings, wanted));
+                    found.extend(judge_latency(addr, took));
+                }
                 Err(error) => found.push(Finding::new(false, format!("{addr} cannot be checked: {error}"))),
             }
         }
@@ -77,10 +85,17 @@ pub fn check(cluster: &Cluster) -> Vec<Finding> {
     found
 }
 
-fn settings(cluster: &Cluster, addr: &Addr) -> io::Result<Settings> {
+/// What a node has set, and the time of the quickest of some requests on one connection.
+fn settings(cluster: &Cluster, addr: &Addr) -> io::Result<(Settings, Duration)> {
     let words: Vec<&[u8]> = [&b"CONFIG"[..], b"GET"].into_iter().chain(ASKED.map(str::as_bytes)).collect();
     let until = Instant::now() + TIMEOUT;
     cluster.with(addr, until, |link| {
+        let mut took = TIMEOUT;
+        for _ in 1..ASKED_TIMES {
+            let begun = Instant::now();
+            link.ask(&Commands::one(&words), until)?;
+            took = took.min(begun.elapsed());
+        }
         let replies = link.ask(&Commands::one(&words), until)?;
         let said = replies.get(0);
         if let Some(error) = said.error() {
@@ -88,8 +103,15 @@ fn settings(cluster: &Cluster, addr: &Addr) -> io::Result<Settings> {
         }
         let words: Option<Vec<String>> = said.array().and_then(|words| words.map(|w| Some(w.text()?.into())).collect());
         let words = words.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "its settings make no sense"))?;
-        Ok(words.as_chunks::<2>().0.iter().map(|[name, value]| (name.clone(), value.clone())).collect())
+        Ok((words.as_chunks::<2>().0.iter().map(|[name, value]| (name.clone(), value.clone())).collect(), took))
     })
+}
+
+/// Is it so far away that a touch of a page there is felt?
+fn judge_latency(addr: &Addr, took: Duration) -> Option<Finding> {
+    let text =
+        || format!("{addr} takes {took:.1?} for a request, the quickest of some: so does each touch of a page there");
+    (took > FAR).then(|| Finding::new(false, text()))
 }
 
 /// What is wrong with these.
@@ -128,6 +150,14 @@ fn judge(addr: &Addr, settings: &Settings, replicas: u32) -> Vec<Finding> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_node_that_is_far_away_is_named_and_one_that_is_near_is_not() {
+        let addr = Addr { host: "a".into(), port: 1 };
+        assert_eq!(judge_latency(&addr, FAR), None);
+        let found = judge_latency(&addr, Duration::from_micros(12_340)).expect("a finding");
+        assert!(!found.serious && found.text.starts_with("a:1 takes 12.3ms"), "{found:?}");
+    }
 
     #[test]
     fn each_trap_is_named_and_right_settings_say_nothing() {
