@@ -6,19 +6,22 @@
 //! Promise: every word that is read is compared: wrong data ends the bench. Turns with and without an upgrade take
 //! turns. `BALLAST_NEXT` names the `ballastd` of another build; the bench goes forth and back between it and its own.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_api::{Client, UpgradeRequest, UpgradeStage, UpgradeStat};
 use ballast_base::units::MIB;
-use ballast_sys::program;
+use ballast_sys::clock::monotonic_ns;
+use ballast_sys::{Uffd, program};
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
 use crate::density::fleet::{Fleet, Side, Turn};
 use crate::order::GuestKind;
 use crate::report::Row;
 use crate::rig::Bench;
+use crate::waits::Waits;
 
 /// Uncounted time: all have read by then.
 const LEAD: Duration = Duration::from_millis(300);
@@ -52,17 +55,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let socket = bench.daemon.dir().join("api.sock");
         let is_over = AtomicBool::new(false);
         let turn = std::thread::scope(|scope| {
-            let looks = || {
-                let Ok(client) = Client::new(&socket) else { return };
-                while !is_over.load(Relaxed) {
-                    asked.fetch_add(1, Relaxed);
-                    if client.vms().map_or(true, |list| list.len() != vms) {
-                        failed.fetch_add(1, Relaxed);
-                    }
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-            };
-            scope.spawn(looks);
+            scope.spawn(|| look(&socket, vms, &is_over, &asked, &failed));
             let turn = fleet.read(LEAD, TIME, || upgrade(&socket, program.display().to_string()));
             is_over.store(true, Relaxed);
             turn
@@ -80,6 +73,9 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     row.figure("upgrade_gap_us", &of(&|(_, stat)| stat.longest_gap_us as f64));
     row.figure("upgrade_switch_us", &of(&|(_, stat)| stat.longest_switch_us as f64));
     row.figure("upgrade_ms", &of(&|(_, stat)| stat.took_us as f64 / 1e3));
+    let second = second_reader().context("Becoming one more reader of a userfaultfd")?;
+    row.fact("second_reader_us_p50", second.percentile_ns(0.5) as f64 / 1e3);
+    row.fact("second_reader_us_p99", second.percentile_ns(0.99) as f64 / 1e3);
     row.fact("api_requests", asked.load(Relaxed));
     row.fact("failed_ops", failed.load(Relaxed));
     // One would have ended the bench.
@@ -87,8 +83,38 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     each(row)
 }
 
+/// Ask for the list of VMs until it is over. One that does not come at once, or lacks a VM, has failed.
+fn look(socket: &Path, vms: usize, is_over: &AtomicBool, asked: &AtomicU64, failed: &AtomicU64) {
+    while !is_over.load(Relaxed) {
+        asked.fetch_add(1, Relaxed);
+        let client = Client::new(socket).map(|client| client.retry_for(Duration::ZERO));
+        let list = client.map_err(anyhow::Error::from).and_then(|client| Ok(client.vms()?));
+        if list.map_or(true, |list| list.len() != vms) {
+            failed.fetch_add(1, Relaxed);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// How long it takes to become one more reader of a userfaultfd that somebody waits on: what happens to a VM in the
+/// instant from which two engines serve it. No fault waits for it.
+fn second_reader() -> Result<Waits> {
+    let (uffd, _) = Uffd::create(0)?;
+    let waits_on = EventFlags::IN | EventFlags::ET;
+    let (first, second) = (epoll::create(CreateFlags::CLOEXEC)?, epoll::create(CreateFlags::CLOEXEC)?);
+    epoll::add(&first, &uffd, EventData::new_u64(1), waits_on)?;
+    let mut took = Waits::default();
+    for _ in 0..10_000 {
+        let begin = monotonic_ns();
+        epoll::add(&second, &uffd, EventData::new_u64(1), waits_on)?;
+        took.add(monotonic_ns() - begin);
+        epoll::delete(&second, &uffd)?;
+    }
+    Ok(took)
+}
+
 /// One upgrade, to its end.
-fn upgrade(socket: &std::path::Path, program: String) -> Result<UpgradeStat> {
+fn upgrade(socket: &Path, program: String) -> Result<UpgradeStat> {
     let client = Client::new(socket)?.retry_for(LONGEST);
     client.begin_upgrade(&UpgradeRequest { program: Some(program) })?;
     let begun = Instant::now();

@@ -303,6 +303,25 @@ fn density_has_busy_recovering_and_idle_vms_and_their_cost_and_every_byte_of_the
 }
 
 #[test]
+fn upgrade_has_faults_gap_switch_and_requests_with_and_without_an_upgrade() {
+    if no_bench() {
+        return;
+    }
+    let rows = rows(&["upgrade"]);
+    let [row] = &rows[..] else { panic!("{rows:?}") };
+    let faults = ["steady_fault_us", "upgrade_fault_us"]
+        .iter()
+        .flat_map(|key| ["p99", "longest"].map(|end| format!("{key}_{end}")));
+    for key in faults.chain(["upgrade_gap_us", "upgrade_switch_us", "upgrade_ms"].map(String::from)) {
+        assert_figure_alone(row, &key);
+        assert_figure_alone(row, &format!("{key}_max"));
+    }
+    assert!(row["second_reader_us_p50"].as_f64() > Some(0.0), "{row}");
+    assert_eq!((row["upgrade_gap_us_max"].as_f64(), row["wrong_bytes"].as_u64()), (Some(0.0), Some(0)), "{row}");
+    assert!(row["api_requests"].as_u64() > Some(0) && row["failed_ops"].is_u64(), "{row}");
+}
+
+#[test]
 fn track_has_a_row_for_each_question_and_each_row_its_keys() {
     if no_bench() {
         return;
