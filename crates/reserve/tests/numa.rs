@@ -1,5 +1,5 @@
 //! A pool on a machine with several NUMA nodes: what each gives, and of which a VM's pages are.
-//! `scripts/newer-kernel-suite.sh` runs it in a machine that has two, of different sizes.
+//! `scripts/newer-kernel-suite.sh` runs the first test in a machine that has two, of different sizes.
 
 mod common;
 
@@ -94,9 +94,13 @@ fn a_vms_pages_are_of_the_nodes_that_were_asked_for_also_after_another_vm_had_th
 #[test]
 fn nodes_of_different_sizes_give_as_much_each_or_one_gives_alone() {
     let Some([one, other]) = two_nodes() else { return };
-    let Some(place) = Place::new() else { return };
     let host = Host::default();
     let size = |node| host.memory(node).expect("memory").total;
+    if size(one).0 + size(other).0 > 8 << 30 {
+        skip("numa", "it takes three quarters of the memory, so it runs on a test machine of at most 8 GiB");
+        return;
+    }
+    let Some(place) = Place::new() else { return };
     let (small, large) = if size(one) < size(other) { (one, other) } else { (other, one) };
     let pages = |node| host.pages(node).expect("pages").total;
     let before = [small, large].map(pages);
