@@ -1,6 +1,7 @@
-//! How much each node gives, so that all have as much for sale (Vmem, 4.1.1), and why it is not more.
+//! How much memory each node gives to the pool, so that all nodes have the same amount for VMs (Vmem, 4.1.1), and the
+//! reasons for giving less.
 //!
-//! Before: somebody asks for a part of the host. After: `reserve` takes it from the kernel.
+//! Before: somebody requests a part of the host. After: `reserve` takes it from the kernel.
 //! Units: slices. Promise: pure; the host keeps its margin.
 
 use ballast_base::Bytes;
@@ -8,43 +9,44 @@ use ballast_pool::SLICE_SIZE;
 
 use crate::host::Memory;
 
-/// How much of the host, of all nodes together or of the one that was named.
+/// Amount of memory wanted, from all nodes together or from the node that was named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
     /// The amount.
     Bytes(Bytes),
-    /// This part of its memory.
+    /// Percentage of the memory.
     Percent(u8),
 }
 
-/// A node.
+/// Memory of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// What the host calls it.
+    /// Number of the node on the host.
     pub numa: u32,
-    /// Slices that the pool has of it.
+    /// Slices of the node that the pool already has.
     pub has: u32,
-    /// Its memory.
+    /// Memory of the node.
     pub memory: Memory,
 }
 
-/// What is decided.
+/// The decision.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Shares {
-    /// Slices that each node gives beyond what the pool has, by what the host calls it.
+    /// Slices that each node gives beyond those the pool has, by the number of the node on the host.
     pub more: Vec<(u32, u32)>,
-    /// Why it is not what was asked for.
+    /// Reasons why the result differs from the request.
     pub notes: Vec<String>,
 }
 
 /// Memory that is left to the host.
 pub fn margin(total: Bytes) -> Bytes {
-    // As much as Vmem leaves to a host of 384 GB, and what a small one needs.
+    // 1/64 is what Vmem leaves to a host of 384 GB; a small host needs at least this much.
     const LEAST: u64 = 512 << 20;
     Bytes((total.0 / 64).max(LEAST))
 }
 
-/// Divide it. `available` is what the kernel says that programs could have of all nodes.
+/// Divides the wanted amount among the nodes. `available` is the kernel's estimate of the memory that programs can
+/// still allocate, on all nodes together.
 pub fn divide(want: Want, rooms: &[Room], available: Bytes) -> Shares {
     let count = rooms.len().max(1) as u64;
     let total = Bytes(rooms.iter().map(|room| room.memory.total.0).sum());

@@ -1,20 +1,20 @@
-//! Memory of the pool that failed: found, never handed out again, and said whose it was.
+//! Memory of the pool that failed: it is found, never handed out again, and reported with its owner.
 //!
-//! The kernel counts pages whose memory failed (`HardwareCorrupted` in `/proc/meminfo`). When that number has changed,
-//! every page of the pool is asked for: the kernel keeps a failed one in its file, and `UFFDIO_CONTINUE` says so of it
-//! without touching it (`ballast_sys::hugetlb`). The slice is then marked, which outlives the owner. Its page stays
-//! counted as the pool's: the kernel gives a failed page to nobody, wherever it is, so the number of huge pages and
-//! that of slices stay the same, and nobody else has one less.
+//! The kernel counts pages whose memory failed (`HardwareCorrupted` in `/proc/meminfo`). When that number changes,
+//! every page of the pool is checked. The kernel keeps a failed page in its file, and `UFFDIO_CONTINUE` reports it
+//! without touching it (`ballast_sys::hugetlb`). The slice is then marked, and the mark outlives the owner. The page
+//! still counts as the pool's. The kernel gives a failed page to nobody, wherever it is. So the number of huge pages
+//! and the number of slices stay the same, and nobody else has one page less.
 //!
-//! A VM to which a failed slice belongs keeps it. It learns of it as of any page: the kernel sends the VMM the bus
-//! error of a machine check when it is touched, or the engine does where the page is not mapped.
+//! A VM keeps a failed slice that belongs to it. It learns of the failure as of any other failed page. When it touches
+//! the page, the kernel sends the VMM the SIGBUS of a machine check, or the engine sends it if the page is not mapped.
 //!
-//! A VM may punch its failed page out of its file before anybody looks. The kernel keeps such a page and calls it used,
-//! and the pool has a slice for which there is no page; see [`Reserve::replenish`].
+//! A VM may punch its failed page out of its file before anybody checks it. The kernel keeps such a page and counts it
+//! as used, and the pool has a slice without a page; see [`Reserve::replenish`].
 //!
-//! Before: `reserve` is about to hand memory out, or looks for VMs that are gone. After: events, and the overview.
+//! Before: `reserve` is about to hand out memory, or looks for VMs that are gone. After: events, and the overview.
 //! Threads: the owner's. Units: slices; pages of 4 KiB as the kernel counts them.
-//! Promise: what had failed and was counted when a VM asked for memory is not given to it.
+//! Promise: a VM never gets memory whose failure was counted before the VM requested memory.
 
 use ballast_base::{Bytes, HUGE_SIZE};
 use ballast_pool::{Content, Extent, Hit, SLICE_SIZE, SliceIdx, SliceState};

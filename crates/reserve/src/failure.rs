@@ -1,4 +1,4 @@
-//! What is said of memory of the pool that failed.
+//! Report of pool memory that failed.
 //!
 //! Before: [`crate::failed`] found it. After: an event. Units: slices; bytes of the VM's memory.
 

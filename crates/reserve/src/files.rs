@@ -1,9 +1,10 @@
-//! Bricks: the pool's files, each with a name in a hugetlbfs that nobody but root can enter.
+//! Bricks: the pool's files, each with a name in a hugetlbfs that only root can enter.
 //!
-//! Before: the state says which brick is whose. After: descriptors, pages taken out of files and put into them.
-//! Threads: the owner's; [`refill`] a worker's. Units: bytes; bricks by their number.
-//! Promise: each descriptor that leaves was opened through a door of its VM's own (`sys/src/huge_files.rs`), so that
-//! the kernel can say when the last is gone. A file that a VM had is never another VM's.
+//! Before: the state says which VM has which brick. After: descriptors; pages are removed from files and allocated in
+//! them. Threads: the owner's; [`refill`] runs on a worker. Units: bytes; bricks by their number.
+//! Promise: each descriptor that is handed out was opened through a door that belongs to one VM
+//! (`sys/src/huge_files.rs`), so that the kernel can tell when the last one is closed. A file that one VM had is never
+//! given to another VM.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -16,7 +17,7 @@ use std::sync::Arc;
 use ballast_base::Bytes;
 use ballast_sys::{huge_files, memfd};
 
-/// The files.
+/// The pool's files.
 #[derive(Debug)]
 pub struct Files {
     dir: PathBuf,
@@ -25,7 +26,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// In a hugetlbfs at this directory, which is made if need be.
+    /// Opens the hugetlbfs at this directory, and creates both if they do not exist.
     pub fn open(dir: &Path, brick: Bytes) -> io::Result<Self> {
         match std::fs::DirBuilder::new().mode(0o700).create(dir) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -35,7 +36,7 @@ impl Files {
         Ok(Self { dir: dir.into(), brick, open: BTreeMap::new() })
     }
 
-    /// A brick, which is made if it is not there.
+    /// Returns a brick. It is created if it does not exist.
     pub fn get(&mut self, number: u32) -> io::Result<Arc<OwnedFd>> {
         let Entry::Vacant(place) = self.open.entry(number) else { return Ok(self.open[&number].clone()) };
         let path = path(&self.dir, number);
@@ -45,24 +46,24 @@ impl Files {
         Ok(place.insert(Arc::new(file.into())).clone())
     }
 
-    /// A VM is to get bricks: make the door through which they are opened for it.
+    /// Creates the door through which bricks are opened for this VM.
     pub fn open_door(&self, vm: u64) -> io::Result<()> {
         huge_files::open_door(&self.dir, &self.door(vm))
     }
 
-    /// An opening of a brick for this VM.
+    /// Returns a new open file of a brick for this VM.
     pub fn hand_out(&mut self, number: u32, vm: u64) -> io::Result<OwnedFd> {
         self.get(number)?;
         let file = path(&self.door(vm), number);
         Ok(std::fs::File::options().read(true).write(true).open(file)?.into())
     }
 
-    /// Has nobody anything that was opened for this VM? Then its door is taken away.
+    /// Removes the door of this VM if nobody has a file open through it. Returns whether nobody has.
     pub fn close_door(&self, vm: u64) -> io::Result<bool> {
         huge_files::close_door(&self.door(vm))
     }
 
-    /// The VMs that have doors.
+    /// Returns the VMs that have doors.
     pub fn doors(&self) -> io::Result<Vec<u64>> {
         Ok(self.names()?.iter().filter_map(|name| u64::from_str_radix(name.strip_prefix("vm-")?, 16).ok()).collect())
     }
@@ -71,15 +72,15 @@ impl Files {
         self.dir.join(format!("vm-{vm:016x}"))
     }
 
-    /// Put a new file in the place of a brick that nobody has, one of holes.
+    /// Removes a brick that nobody has, so that the next use creates an empty file.
     pub fn replace(&mut self, number: u32) -> io::Result<()> {
-        // Its pages are freed now, even those beyond its size, whichever process names it.
+        // This frees its pages now, even those beyond its size, although a process may still have the file open.
         rustix::fs::ftruncate(&*self.get(number)?, 0)?;
         self.open.remove(&number);
         std::fs::remove_file(path(&self.dir, number))
     }
 
-    /// The bricks that there are.
+    /// Returns the numbers of the existing bricks.
     pub fn numbers(&self) -> io::Result<Vec<u32>> {
         Ok(self.names()?.iter().filter_map(|name| name.strip_prefix("brick-")?.parse().ok()).collect())
     }
@@ -94,10 +95,10 @@ fn path(dir: &Path, number: u32) -> PathBuf {
     dir.join(format!("brick-{number}"))
 }
 
-/// Put other pages, which are zero, in the place of what is there, from this node.
+/// Replaces the pages in this range by newly allocated, zeroed ones of this node.
 pub fn refill(file: &OwnedFd, brick: Bytes, offset: u64, len: u64, node: Option<u32>) -> io::Result<()> {
     if memfd::size(file)? != brick {
-        // Its former owner could change its size.
+        // The former owner could have changed the size of the file.
         rustix::fs::ftruncate(file, brick.0)?;
     }
     memfd::punch(file, offset, len)?;

@@ -1,8 +1,9 @@
-//! What the kernel has of huge pages, for each node, and how much memory is left for others.
+//! The kernel's huge pages of each node, and the memory that is left for others.
 //!
-//! Before: the kernel's files under `/sys` and `/proc`. After: numbers, and a number that is set.
-//! Threads: any. Units: pages of 2 MiB, or bytes where it says so. Promise: what was set is read again; the kernel
-//! gives what it can, without an error.
+//! Before: the kernel's files under `/sys` and `/proc`. After: numbers that were read, and the number of reserved pages
+//! that was set.
+//! Threads: any. Units: pages of 2 MiB, or bytes where the name says so. Promise: a number is read again after it was
+//! set, because the kernel allocates as many pages as it can and reports no error.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,20 +20,20 @@ pub struct Host {
 /// Huge pages of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pages {
-    /// All that are reserved. What the kernel took beyond these, until it is freed, is not among them.
+    /// Reserved pages. Surplus pages are not among them.
     pub total: u64,
-    /// Those in no file and no mapping.
+    /// Pages that are in no file and no mapping.
     pub free: u64,
-    /// Those beyond the reserved ones, which go when they are freed.
+    /// Surplus pages: those beyond the reserved ones. The kernel releases them when they are freed.
     pub surplus: u64,
 }
 
 /// Memory of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
-    /// All of it.
+    /// Total memory.
     pub total: Bytes,
-    /// What is free, or would be free at once: pages of files on disks.
+    /// Free memory, plus the page cache of files on disks, which can be reclaimed at once.
     pub spare: Bytes,
 }
 
@@ -45,7 +46,7 @@ impl Default for Host {
 }
 
 impl Host {
-    /// With the kernel's files below this directory.
+    /// Uses the kernel's files below this directory.
     pub fn at(root: &Path) -> Self {
         Self { root: root.into() }
     }
@@ -54,25 +55,26 @@ impl Host {
         self.root.join(format!("sys/devices/system/node/node{node}"))
     }
 
-    /// The nodes that have memory.
+    /// Returns the nodes that have memory.
     ///
     /// # Errors
-    /// If the kernel does not say.
+    /// The kernel's files cannot be read.
     pub fn nodes(&self) -> io::Result<Vec<u32>> {
         let text = read(&self.root.join("sys/devices/system/node/has_memory"))?;
         ranges(text.trim()).ok_or_else(|| io::Error::other(format!("the kernel lists its nodes as {:?}", text.trim())))
     }
 
-    /// Huge pages of a node.
+    /// Returns the huge pages of a node.
     ///
     /// # Errors
-    /// If there is no such node, or the kernel has no huge pages of 2 MiB.
+    /// There is no such node, or the kernel has no huge pages of 2 MiB.
     pub fn pages(&self, node: u32) -> io::Result<Pages> {
         if let Some(pages) = self.pages_at_once(node)? {
             return Ok(pages);
         }
         let number = |file: &str| number(&self.node(node).join(PAGES).join(file));
-        // Two files: others may take a page beyond the reserved ones, or free it, between them, and again.
+        // These are two files. Between the two reads, other processes may allocate or free a surplus page, so the reads
+        // are repeated.
         let read = || Ok::<_, io::Error>((number("nr_hugepages")?, number("surplus_hugepages")?));
         let mut last = read()?;
         loop {
@@ -85,8 +87,8 @@ impl Host {
         Ok(Pages { total: last.0.saturating_sub(last.1), free: number("free_hugepages")?, surplus: last.1 })
     }
 
-    /// The same from one file, which the kernel writes at one moment; it has them there if 2 MiB is its default size of
-    /// huge pages.
+    /// Returns the same numbers from one file, which the kernel writes from one snapshot. The file has them only if 2
+    /// MiB is the default huge page size.
     fn pages_at_once(&self, node: u32) -> io::Result<Option<Pages>> {
         let text = read(&self.root.join("proc/meminfo"))?;
         if meminfo::number_in(&text, "Hugepagesize") != Some(HUGE_SIZE as u64 / KIB) {
@@ -100,10 +102,10 @@ impl Host {
         })
     }
 
-    /// Have the kernel reserve this number of pages more, or less. Returns by how many they have changed.
+    /// Makes the kernel reserve this number of pages more, or less. Returns the actual change.
     ///
     /// # Errors
-    /// If this process may not.
+    /// This process lacks the permission.
     pub fn change_pages(&self, node: u32, by: i64) -> io::Result<i64> {
         let _lock = self.lock()?;
         let before = self.pages(node)?.total;
@@ -111,7 +113,7 @@ impl Host {
         Ok(now as i64 - before as i64)
     }
 
-    /// Others who change the number do it under this lock.
+    /// Takes the lock under which other processes change the number, too.
     fn lock(&self) -> io::Result<Option<std::fs::File>> {
         let lock = std::fs::File::open(self.root.join("sys/kernel/mm").join(PAGES).join("nr_hugepages")).ok();
         if let Some(lock) = &lock {
@@ -120,10 +122,10 @@ impl Host {
         Ok(lock)
     }
 
-    /// Have it reserve this number in all. Returns how many they are now.
+    /// Makes the kernel reserve this number of pages in all. Returns the number that it has now.
     ///
     /// # Errors
-    /// If this process may not.
+    /// This process lacks the permission.
     pub fn set_pages(&self, node: u32, total: u64) -> io::Result<u64> {
         let _lock = self.lock()?;
         self.write_pages(node, total)
@@ -135,10 +137,10 @@ impl Host {
         Ok(self.pages(node)?.total)
     }
 
-    /// Memory of a node.
+    /// Returns the memory of a node.
     ///
     /// # Errors
-    /// If the kernel does not say.
+    /// The kernel's files cannot be read.
     pub fn memory(&self, node: u32) -> io::Result<Memory> {
         let file = self.node(node).join("meminfo");
         let text = read(&file)?;
@@ -150,10 +152,10 @@ impl Host {
         Ok(Memory { total: Bytes(line("MemTotal:")?), spare: Bytes(line("MemFree:")? + files) })
     }
 
-    /// What the kernel says that programs could have in all.
+    /// Returns the kernel's estimate of the memory that programs can still allocate, on all nodes together.
     ///
     /// # Errors
-    /// If it does not say.
+    /// The kernel does not report it.
     pub fn available(&self) -> io::Result<Bytes> {
         let file = self.root.join("proc/meminfo");
         let text = read(&file)?;
@@ -162,16 +164,17 @@ impl Host {
             .ok_or_else(|| io::Error::other(format!("{} has no MemAvailable", file.display())))
     }
 
-    /// Pages of 4 KiB whose memory failed, as far as the kernel counts them (`CONFIG_MEMORY_FAILURE`).
+    /// Returns the number of 4 KiB pages whose memory failed, as far as the kernel counts them
+    /// (`CONFIG_MEMORY_FAILURE`).
     ///
     /// # Errors
-    /// If the kernel does not say how much memory there is.
+    /// The kernel's memory figures cannot be read.
     pub fn failed_pages(&self) -> io::Result<u64> {
         let text = read(&self.root.join("proc/meminfo"))?;
         Ok(meminfo::number_in(&text, "HardwareCorrupted").unwrap_or(0) / 4)
     }
 
-    /// Does the kernel free most of the `struct page`s of huge pages (HVO)?
+    /// Returns whether the kernel frees most of the `struct page`s of huge pages (HVO).
     pub fn frees_vmemmap(&self) -> bool {
         read(&self.root.join("proc/sys/vm/hugetlb_optimize_vmemmap")).is_ok_and(|text| text.trim() == "1")
     }
@@ -185,7 +188,7 @@ fn read(file: &Path) -> io::Result<String> {
     std::fs::read_to_string(file).map_err(|error| named(file, error))
 }
 
-/// The number of a line of a node's `meminfo`.
+/// Returns the number in a line of a node's `meminfo`.
 fn line(text: &str, key: &str) -> Option<u64> {
     let fields = text.lines().map(|line| line.split_ascii_whitespace().skip(2).collect::<Vec<_>>());
     fields.filter(|fields| fields.first() == Some(&key)).find_map(|fields| fields.get(1)?.parse().ok())
@@ -196,7 +199,7 @@ fn number(file: &Path) -> io::Result<u64> {
     text.trim().parse().map_err(|_| io::Error::other(format!("{} is {:?}", file.display(), text.trim())))
 }
 
-/// `0-1,3` as numbers.
+/// Parses a list such as `0-1,3`.
 fn ranges(text: &str) -> Option<Vec<u32>> {
     let mut all = Vec::new();
     for part in text.split(',').filter(|part| !part.is_empty()) {

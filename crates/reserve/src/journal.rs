@@ -1,8 +1,9 @@
-//! The number of huge pages that are not the pool's, while that of the pool changes.
+//! Journal of a change: the number of huge pages that do not belong to the pool, while the pool's number changes.
 //!
-//! Before: `reserve` is about to change how many pages the kernel reserves. After: it has. If it dies in between, the
-//! next owner sets the number to what was noted and what the state says that the pool has.
-//! Promise: the file is there as a whole, or not at all.
+//! Before: `reserve` is about to change how many pages the kernel reserves. After: it has changed them. If the owner
+//! dies in between, the next owner sets the kernel's number to the noted number plus the number that the pool has by
+//! its state.
+//! Promise: the file exists completely or not at all.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -10,44 +11,44 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-/// For each node by its number: pages of others.
+/// Pages that do not belong to the pool, by node number.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Others(pub BTreeMap<u32, u64>);
 
-/// Where it is.
+/// The journal file.
 #[derive(Debug)]
 pub struct Journal(PathBuf);
 
 impl Journal {
-    /// In this directory.
+    /// Returns the journal in this directory.
     pub fn at(dir: &Path) -> Self {
         Self(dir.join("journal.json"))
     }
 
-    /// A change begins.
+    /// Notes that a change begins.
     pub fn begin(&self, others: &Others) -> io::Result<()> {
         store(&self.0, others)
     }
 
-    /// It is done.
+    /// Notes that the change is done.
     pub fn end(&self) -> io::Result<()> {
         remove(&self.0)
     }
 
-    /// What was under way when the last owner ended.
+    /// Returns the change that was under way when the last owner ended.
     pub fn pending(&self) -> io::Result<Option<Others>> {
         load(&self.0)
     }
 }
 
-/// Write a small file as a whole.
+/// Writes a small file atomically.
 pub fn store<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
     let new = path.with_extension("new");
     std::fs::write(&new, serde_json::to_vec(value)?)?;
     std::fs::rename(&new, path)
 }
 
-/// Remove it, if it is there.
+/// Removes a file, if it exists.
 pub fn remove(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -55,7 +56,7 @@ pub fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Read it; `None`: it is not there.
+/// Reads a file. Returns `None` if it does not exist.
 pub fn load<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
     match std::fs::read(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

@@ -1,7 +1,8 @@
-//! Unused slices go to the host, and come back: by command, or as the host is short and no longer.
+//! Lending: unused slices go to the host and come back, by command or when the host's memory pressure changes.
 //!
-//! Before: the host is short of memory, or has it to spare again. After: the kernel has fewer or more pages reserved.
-//! Threads: the owner's. Promise: what a VM has stays; the state says that a slice is lent before its page goes.
+//! Before: the host is short of memory, or has memory to spare again. After: the kernel has fewer or more pages
+//! reserved. Threads: the owner's. Promise: a VM keeps its memory; the state marks a slice as lent before its page is
+//! released.
 
 use std::io;
 
@@ -16,21 +17,21 @@ use crate::reserve::{During, Error, Reserve};
 
 const FILE: &str = "lending.json";
 
-/// What may be lent while the host is short. It outlives the owner.
+/// Limits of lending while the host is short of memory. They outlive the owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lending {
-    /// What is lent at all times.
+    /// Amount that is always lent.
     pub least: Bytes,
-    /// What is lent at most.
+    /// Amount that is lent at most.
     pub most: Bytes,
 }
 
 impl Reserve {
-    /// From now on up to `most` may be lent while the host is short, and what is lent now is lent at all times; `None`:
-    /// what is lent stays what it is.
+    /// Allows lending up to `most` while the host is short of memory. The amount that is lent now becomes the amount
+    /// that is always lent. `None` removes the limits, and the amount that is lent now stays lent.
     ///
     /// # Errors
-    /// If there is no pool, or the directory cannot be written.
+    /// There is no pool, or the directory cannot be written.
     pub fn set_lending(&mut self, most: Option<Bytes>) -> Result<(), Error> {
         if self.live.is_none() {
             return Err(Error::Request("nothing is reserved that could be lent".into()));
@@ -43,25 +44,25 @@ impl Reserve {
         }
     }
 
-    /// What was set.
+    /// Returns the limits that were set.
     ///
     /// # Errors
-    /// If it cannot be read.
+    /// The file cannot be read.
     pub fn lending(&self) -> Result<Option<Lending>, Error> {
         journal::load(&self.dir.join(FILE)).during("Reading what may be lent")
     }
 
-    /// What the host has of the pool.
+    /// Returns how much of the pool is lent to the host.
     pub fn lent(&self) -> Bytes {
         let Some(live) = &self.live else { return Bytes(0) };
         let stats = live.pool.layout().nodes().filter_map(|(node, _)| live.pool.stats(node));
         slices_to_bytes(stats.map(|stats| stats.lent).sum())
     }
 
-    /// Memory of the host, and what programs could have of it.
+    /// Returns the host's memory, and how much of it programs can still allocate.
     ///
     /// # Errors
-    /// If the kernel does not say.
+    /// The kernel does not report it.
     pub fn host_memory(&self) -> Result<Memory, Error> {
         let nodes = self.host.nodes().during("Asking for the host's nodes")?;
         let total = nodes.into_iter().map(|node| Ok(self.host.memory(node)?.total.0)).sum::<io::Result<u64>>();
@@ -69,11 +70,11 @@ impl Reserve {
         Ok(Memory { total, spare: self.host.available().during("Asking for the host's memory")? })
     }
 
-    /// So much is lent from now on, in all, or of this node: more goes, or some comes back. What could not be done is
-    /// said in the notes.
+    /// Sets the amount that is lent, in all or of this node. Slices are lent or taken back to reach it. The notes say
+    /// what could not be done.
     ///
     /// # Errors
-    /// If there is no pool or no such node, or the kernel refuses.
+    /// There is no pool or no such node, or the kernel refuses.
     pub fn lend(&mut self, bytes: Bytes, node: Option<u32>) -> Result<(), Error> {
         let live = self.live.as_ref().ok_or_else(|| Error::Request("nothing is reserved that could be lent".into()))?;
         if let Some(numa) = node {
@@ -97,7 +98,7 @@ impl Reserve {
                 live.empty(brick, |state| state == SliceState::Borrow)?;
             }
             let went: u32 = extents.iter().map(|extent| extent.slices).sum();
-            // One that somebody holds goes when it is free.
+            // The kernel releases a page that somebody holds when it is freed.
             self.host.change_pages(spec.numa, -i64::from(went)).during("Lending huge pages")?;
             if went < each - lent {
                 let (now, want) = (slices_to_bytes(lent + went), slices_to_bytes(each));

@@ -6,24 +6,25 @@
 //!                                        └──── tend: nobody has the files ◄─────────┘
 //! ```
 //!
-//! [`host`] reads and sets what the kernel has for each node; [`balance`] says how much each node gives; [`files`] are
-//! the bricks, named files in a hugetlbfs of our own; [`journal`] makes a change of the kernel's number be undone when
-//! its author dies; [`failed`] finds memory that failed; [`refill`] is the worker's part; `owed` keeps pages that
-//! others have theirs; [`reserve`] has it all; [`lend`] and [`overview`] add to it.
+//! [`host`] reads and sets the kernel's number of huge pages for each node. [`balance`] decides how much each node
+//! gives. [`files`] are the bricks, named files in a hugetlbfs of our own. [`journal`] lets the next owner repair the
+//! kernel's number if an owner dies during a change. [`failed`] finds memory that failed. [`refill`] is the worker's
+//! part. `owed` keeps account of surplus pages of others that count as reserved. [`reserve`] combines all of these;
+//! [`lend`] and [`overview`] add to it.
 //!
-//! Everything is in one directory: the state of `ballast-pool`, who has what by name, the journal, and the mount with
-//! the bricks. Nothing else is kept, no process is asked, and no descriptor is handed from one owner to the next: who
-//! opens the directory has the pool as it was. Whether a VM is gone the kernel says (`sys/src/huge_files.rs`): nobody
-//! has its files any more, neither a descriptor nor a mapping nor a message under way.
+//! One directory has everything: the state of `ballast-pool`, the names of the VMs that have memory, the journal, and
+//! the mount with the bricks. Nothing else is stored, no process is asked, and no descriptor passes from one owner to
+//! the next. A process that opens the directory gets the pool as it was. The kernel tells whether a VM is gone
+//! (`sys/src/huge_files.rs`): no descriptor, no mapping and no message in flight refers to its files.
 //!
-//! **Zeroing.** A page that a VM had is not written over: it goes out of its file, and the kernel, which zeroes what it
-//! gives, allocates another one. So it does not matter who holds on to the old page (a device, a pipe that the VMM
-//! filled by `vmsplice`): while somebody does, the kernel has one page less, and the slice waits.
+//! **Zeroing.** A page that a VM had is not overwritten. It is punched out of its file, and the kernel allocates
+//! another page, which it zeroes. So it does not matter who still holds the old page (a device, or a pipe that the VMM
+//! filled by `vmsplice`). As long as somebody does, the kernel has one page less, and the slice waits.
 //!
-//! Before: a host with memory to spare. After: files that are zero and there. Threads: the owner's one, and a worker's
-//! that has a [`Job`]. Units: slices of 2 MiB. Promise: no mapping of guest memory, no unsafe code; two processes
-//! never have one pool; what dies at whatever moment leaves a pool that opens, and no page of the kernel's reservation
-//! without an owner.
+//! Before: a host with memory to spare. After: zeroed memory in files, with its pages allocated. Threads: the owner's
+//! thread, and a worker's that has a [`Job`]. Units: slices of 2 MiB. Promise: no mapping of guest memory and no unsafe
+//! code. Two processes never own one pool. If a process dies at any moment, the pool can be opened again, and every
+//! page of the kernel's reservation has an owner.
 #![forbid(unsafe_code)]
 
 pub mod balance;

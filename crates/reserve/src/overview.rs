@@ -1,6 +1,6 @@
-//! The pool as an operator sees it: per node, per file, per VM.
+//! The pool as an operator sees it: by node, by file, by VM.
 //!
-//! Before: anybody asks. After: the API's answer, and metrics. Units: bytes. Promise: reads only.
+//! Before: somebody requests the overview. After: the API's reply, and metrics. Units: bytes. Promise: only reads.
 
 use ballast_base::Bytes;
 use ballast_pool::unit::slices_to_bytes;
@@ -8,71 +8,71 @@ use ballast_pool::{Content, Extent, SliceIdx, SliceState};
 
 use crate::reserve::{Live, Reserve};
 
-/// All of it.
+/// Overview of the pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Overview {
     /// Size of a file; zero if there is no pool.
     pub brick: Bytes,
     /// The nodes.
     pub nodes: Vec<Node>,
-    /// The VMs that have memory.
+    /// VMs that have memory.
     pub tenants: Vec<Tenant>,
-    /// What the last change came to, and why not more.
+    /// Result of the last change, and the reasons why it did less than requested.
     pub notes: Vec<String>,
-    /// Slices that wait for a page, because somebody holds theirs.
+    /// Slices that wait for a page, because somebody still holds their old page.
     pub waiting: Bytes,
-    /// What the state and its look-ups occupy.
+    /// Memory that the state and its lookup tables occupy.
     pub metadata: Bytes,
-    /// `struct page`s that the kernel has freed.
+    /// Memory of `struct page`s that the kernel has freed.
     pub vmemmap_freed: Bytes,
-    /// Lent at most while the host is short; zero: by command alone.
+    /// Limit of lending while the host is short of memory; zero: slices are lent by command only.
     pub lent_when_short: Bytes,
 }
 
-/// A node.
+/// A node of the pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
-    /// What the host calls it.
+    /// Number of the node on the host.
     pub numa: u32,
-    /// What the pool has of it.
+    /// Memory that the pool has of this node.
     pub reserved: Bytes,
-    /// Zeroed, for any VM.
+    /// Zeroed memory that any VM can get.
     pub ready: Bytes,
-    /// Part of that, in whole GiB.
+    /// Part of `ready` that is in whole GiB.
     pub ready_aligned: Bytes,
-    /// VMs have it.
+    /// Memory that VMs have.
     pub used: Bytes,
-    /// Nobody else can have it, because it is in a file of a VM.
+    /// Memory that only one VM can get, because it is in that VM's file.
     pub fenced: Bytes,
-    /// To be zeroed.
+    /// Memory that must be zeroed.
     pub dirty: Bytes,
-    /// Lent to the host.
+    /// Memory that is lent to the host.
     pub lent: Bytes,
-    /// Its memory failed.
+    /// Memory that failed.
     pub failed: Bytes,
-    /// A letter for each file: `.` none of it is reserved, `-` it is free, `z` some of it is to be zeroed, `U` a VM has
-    /// all of it, `u` a part, `l` some of it is lent; `F` before all of these: memory of it failed.
+    /// A letter for each file: `.` none of it is reserved, `-` it is free, `z` some of it must be zeroed, `U` a VM has
+    /// all of it, `u` a VM has a part of it, `l` some of it is lent. `F` takes precedence: memory of it failed.
     pub map: String,
 }
 
-/// A VM.
+/// A VM that has memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tenant {
-    /// The name under which it asked.
+    /// Name of the VM in its request.
     pub name: String,
-    /// Its memory.
+    /// Size of its memory.
     pub size: Bytes,
-    /// In how many pieces.
+    /// Number of its extents.
     pub extents: u32,
 }
 
 impl Reserve {
-    /// Builds it.
+    /// Builds the overview.
     pub fn overview(&self) -> Overview {
         let notes = self.notes.clone();
         let Some(live) = &self.live else { return Overview { notes, ..Overview::default() } };
         let nodes: Vec<Node> = live.nodes();
-        // Seven of eight pages of struct pages, of which a huge page has eight.
+        // A huge page has eight pages of `struct page`s; HVO frees seven of them.
         const FREED_PER_SLICE: u64 = 28 << 10;
         let slices: u64 = nodes.iter().map(|node| node.reserved.0 / ballast_pool::SLICE_SIZE).sum();
         let freed = if self.host.frees_vmemmap() { slices * FREED_PER_SLICE } else { 0 };

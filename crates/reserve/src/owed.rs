@@ -1,19 +1,20 @@
-//! Huge pages of others that the kernel counts as reserved ones since the pool grew, until it counts them no more.
+//! Surplus huge pages of others that the kernel counts as reserved since the pool grew, until it no longer does.
 //!
-//! A program may use huge pages beyond the reserved ones (`nr_overcommit_hugepages`). When more are reserved, the
-//! kernel first calls those reserved, and allocates only the rest. So the pool asks for as many more, and *owes* them:
-//! when its own pages are in its files, or enough are free, the number goes down again. The kernel then frees pages
-//! that nobody uses, and calls the others what they were.
+//! A program may use surplus huge pages, beyond the reserved ones (`nr_overcommit_hugepages`). When the number of
+//! reserved pages is raised, the kernel first converts surplus pages to reserved ones, and allocates only the rest. So
+//! the pool raises the number by that many more, and *owes* them. When its own pages are in its files, or enough pages
+//! are free, the pool lowers the number again. The kernel then frees unused pages, and counts the others as surplus
+//! again.
 //!
-//! The same goes the other way: while others have pages beyond the reserved ones, the first pages that the pool's VMs
-//! free go to the host, and pages of others count as reserved from then on. And a page that something holds (a pipe, a
-//! device, the kernel itself if its memory failed) counts as reserved, and nobody gets it. Then slices wait, and the
-//! pool asks for other pages (`replenish`), which it owes as well.
+//! The reverse happens, too. While others have surplus pages, the kernel releases the first pages that the pool's VMs
+//! free to the host, and counts pages of others as reserved. And a page that something holds (a pipe, a device, or the
+//! kernel itself if its memory failed) counts as reserved although nobody can use it. Then slices wait, and the pool
+//! reserves other pages (`replenish`), which it owes as well.
 //!
-//! Before: `reserve` grows. After: the kernel's number is what others had and what the pool has.
-//! Threads: the owner's. Units: pages of 2 MiB.
-//! Promise: a page that the pool or its VMs still want is not given away. If the owner dies over it, the journal has
-//! the right number, and nothing is owed any more.
+//! Before: `reserve` grows. After: the kernel's number is the sum of what others had and what the pool has. Threads:
+//! the owner's. Units: pages of 2 MiB.
+//! Promise: a page that the pool or its VMs still need is not given away. If the owner dies during the change, the
+//! journal has the right number, and nothing is owed any more.
 
 use std::collections::BTreeMap;
 
@@ -24,27 +25,27 @@ use crate::journal;
 use crate::reserve::{During, Error, Reserve};
 
 const FILE: &str = "owed.json";
-/// How often waiting slices are tried in vain before others take the place of their pages.
+/// Failed rounds over all waiting slices before the pool reserves other pages for them.
 const IN_VAIN: u32 = 3;
-/// No more pages take the place of others than this part of the pool's, or this number: who holds pages of the pool
-/// could have all of the host's otherwise.
+/// At most 1/64 of the pool's pages, or `MOST` if that is more, are replaced by other pages. Otherwise a program that
+/// holds pages of the pool could take all of the host's memory.
 const MOST_PART: u64 = 64;
 const MOST: u64 = 8;
-/// This part of the host's memory stays free.
+/// 1/64 of the host's memory stays free.
 const FREE_PART: u64 = 64;
 
 impl Reserve {
-    /// What is owed, by what the host calls a node.
+    /// Returns the number of owed pages, by the number of the node on the host.
     pub(crate) fn owed(&self) -> Result<BTreeMap<u32, u64>, Error> {
         Ok(journal::load(&self.dir.join(FILE)).during("Reading what the pool owes")?.unwrap_or_default())
     }
 
-    /// What is owed of a node.
+    /// Returns the number of owed pages of a node.
     pub(crate) fn owes(&self, numa: u32) -> Result<u64, Error> {
         Ok(self.owed()?.remove(&numa).unwrap_or_default())
     }
 
-    /// This number more is owed, or less.
+    /// Changes the number of owed pages of a node.
     pub(crate) fn owe(&self, numa: u32, by: i64) -> Result<(), Error> {
         let mut owed = self.owed()?;
         let now = owed.remove(&numa).unwrap_or_default().saturating_add_signed(by);
@@ -57,16 +58,16 @@ impl Reserve {
         journal::store(&self.dir.join(FILE), &owed).during("Writing what the pool owes")
     }
 
-    /// The kernel's number is right.
+    /// Clears the account: the kernel's number is right.
     pub(crate) fn owe_nothing(&self) -> Result<(), Error> {
         journal::remove(&self.dir.join(FILE)).during("Forgetting what is owed")
     }
 
-    /// All waiting slices were tried once more. If none of them found a page, several times, the kernel is asked for
-    /// other pages.
+    /// Called after all waiting slices were tried once more. If none of them found a page in several rounds, this
+    /// reserves other pages.
     ///
     /// # Errors
-    /// The kernel does not say what it has, or refuses.
+    /// The kernel does not report its numbers, or refuses.
     pub fn replenish(&mut self, found_a_page: bool) -> Result<(), Error> {
         let Some(live) = &self.live else { return Ok(()) };
         self.in_vain = if found_a_page || live.waiting.is_empty() { 0 } else { self.in_vain + 1 };
@@ -95,13 +96,13 @@ impl Reserve {
         Ok(())
     }
 
-    /// Slices of a node that are nobody's because their memory failed: there is no page for them.
+    /// Returns the number of slices of a node that no VM has because their memory failed. They have no page.
     fn failed(&self, numa: u32) -> u32 {
         let Some(live) = &self.live else { return 0 };
         live.node(numa).ok().and_then(|node| live.pool.stats(node)).map_or(0, |stats| stats.mce)
     }
 
-    /// Give back what can be.
+    /// Gives back as many owed pages as possible.
     pub(crate) fn give_back(&mut self) -> Result<(), Error> {
         for (numa, owed) in self.owed()? {
             let missing = u64::from(self.has(numa) - self.failed(numa)).saturating_sub(self.in_files(numa)?);
@@ -117,7 +118,7 @@ impl Reserve {
         Ok(())
     }
 
-    /// Pages of a node that are in the pool's files.
+    /// Returns the number of pages of a node that are in the pool's files.
     fn in_files(&mut self, numa: u32) -> Result<u64, Error> {
         let Some(live) = &mut self.live else { return Ok(0) };
         let brick = live.pool.layout().brick_slices();

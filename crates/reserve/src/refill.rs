@@ -1,8 +1,8 @@
-//! Filling slices with zeros, off the path on which VMs start.
+//! Filling slices with zeros, outside of the path on which VMs start.
 //!
-//! Before: [`crate::Reserve::next_job`] gives a dirty slice. After: [`crate::Reserve::finish`] takes it, and it can be
-//! handed out. Threads: the worker's; the pool is not locked while it works.
-//! Promise: a slice is zeroed by the kernel, which allocates another page for it: see the head of the crate.
+//! Before: [`crate::Reserve::next_job`] returns a dirty slice. After: [`crate::Reserve::finish`] takes the result, and
+//! the slice can be handed out. Threads: a worker's; the pool is not locked while it works.
+//! Promise: the kernel zeroes each slice, because it allocates another page for it: see the head of the crate.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -21,17 +21,17 @@ pub struct Job {
     pub(crate) brick: Bytes,
     pub(crate) offset: u64,
     pub(crate) len: u64,
-    /// Where its pages are to come from, if there are several nodes.
+    /// Node from which its pages must come, if there are several nodes.
     pub(crate) node: Option<u32>,
 }
 
-/// The result.
+/// Result of a job.
 #[derive(Debug)]
 #[must_use = "the slice is out of use until it is given back"]
 pub struct Done(pub(crate) Result<Zeroed, (Dirty, std::io::Error)>);
 
 impl Job {
-    /// Do it.
+    /// Runs the job.
     pub fn run(self) -> Done {
         let Self { dirty, file, brick, offset, len, node } = self;
         Done(dirty.zero(|_| files::refill(&file, brick, offset, len, node)))

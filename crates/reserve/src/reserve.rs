@@ -1,9 +1,10 @@
-//! The pool with its memory: opened, grown, handed out, and taken again.
+//! The pool with its memory: it is opened, grown, handed out, and taken back.
 //!
-//! Before: a directory in a tmpfs, and a [`Host`]. After: VMs have descriptors of bricks, the host what is left.
-//! Threads: the owner's one. Units: slices, and bytes where it says so.
-//! Promise: one owner at a time, by a lock that a dead process loses when the last of its threads is out of the
-//! kernel. A slice goes to a VM when the kernel has allocated its page, and comes back when nobody has its file.
+//! Before: a directory in a tmpfs, and a [`Host`]. After: VMs have descriptors of bricks, and the host has the rest.
+//! Threads: the owner's. Units: slices, or bytes where the name says so.
+//! Promise: the pool has one owner at a time. A lock ensures it, and a dead process loses the lock when the last of its
+//! threads has left the kernel. A VM gets a slice only after the kernel has allocated its page. The slice comes back
+//! when nobody has its file any more.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -33,33 +34,33 @@ use crate::journal::{self, Journal, Others};
 use crate::refill::{Done, Job};
 use crate::shared::{self, Shared, StateError};
 
-/// The most VMs.
+/// Largest number of VMs.
 const VMS: u32 = 4096;
 
-/// Why something was not done.
+/// Reason why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Another process has the pool.
+    /// Another process owns the pool.
     #[error("another process has the pool in {0}")]
     Taken(PathBuf),
     /// The state cannot be used. Caused by a newer program, a bug, or memory that failed.
     #[error("the state of the pool: {0}")]
     State(#[from] StateError),
-    /// The kernel refused. Caused by the setting.
+    /// The kernel refused. Caused by the configuration.
     #[error("{what}: {source}")]
     Io {
-        /// What was tried.
+        /// The attempted activity.
         what: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// There is too little, or it cannot be. Caused by the caller.
+    /// There is too little memory, or the request is impossible. Caused by the caller.
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// It cannot be. Caused by the caller.
+    /// The request is impossible. Caused by the caller.
     #[error("{0}")]
     Request(String),
-    /// A step that the state does not allow. A bug.
+    /// A step that the state does not allow. Caused by a bug.
     #[error(transparent)]
     Invalid(#[from] Invalid),
 }
@@ -77,11 +78,12 @@ impl<T> During<T> for io::Result<T> {
 /// Memory for a VM.
 #[derive(Debug)]
 pub struct Grant {
-    /// By which number it is known.
+    /// Number of the VM.
     pub vm: u64,
-    /// Where it is in these files, in the order of the VM's memory.
+    /// Places in these files, in the order of the VM's memory.
     pub extents: Vec<FileExtent>,
-    /// The files; each is an opening of its own. When the last descriptor and mapping is gone, the memory returns.
+    /// The files, each a separate open file. When the last descriptor and mapping is gone, the memory returns to the
+    /// pool.
     pub files: Vec<OwnedFd>,
 }
 
@@ -92,33 +94,33 @@ pub struct Reserve {
     pub(crate) host: Host,
     pub(crate) journal: Journal,
     pub(crate) live: Option<Live>,
-    /// What the last change came to.
+    /// Result of the last change.
     pub(crate) notes: Vec<String>,
-    /// Pages that had failed when all of the pool was looked at.
+    /// Number of failed pages when all of the pool was checked last.
     pub(crate) failed_pages: u64,
-    /// Memory that failed, and that nobody was told of.
+    /// Failures that were not reported yet.
     pub(crate) failures: Vec<Failure>,
-    /// How often all waiting slices were tried in vain while the kernel said that it had pages.
+    /// Rounds in which no waiting slice found a page although the kernel reported free ones.
     pub(crate) in_vain: u32,
     _lock: File,
 }
 
-/// A pool that was reserved once.
+/// A pool that exists.
 #[derive(Debug)]
 pub(crate) struct Live {
     pub(crate) pool: Pool<Shared>,
     pub(crate) files: Files,
     pub(crate) names: BTreeMap<u64, String>,
-    /// Slices for which the kernel had no page: somebody holds theirs still.
+    /// Slices for which the kernel had no page, because somebody still holds their old page.
     pub(crate) waiting: Vec<Dirty>,
 }
 
 impl Reserve {
-    /// The pool of this directory, whether there is one yet or not. A change that was under way when the last owner
-    /// ended is undone or done.
+    /// Opens the pool of this directory, whether it exists yet or not. A change that was under way when the last owner
+    /// ended is undone or completed.
     ///
     /// # Errors
-    /// If another process has it, or what is there cannot be used.
+    /// Another process owns the pool, or the files cannot be used.
     pub fn open(dir: &Path, host: Host) -> Result<Self, Error> {
         const WHAT: &str = "Opening the pool's directory";
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).during(WHAT)?;
@@ -147,8 +149,8 @@ impl Reserve {
         Ok(reserve)
     }
 
-    /// Are the files those that the state is about? They go when the host starts again, or when their file system is
-    /// unmounted; the state may lie on a disk.
+    /// Returns whether the files are those that the state describes. The files are gone when the host has rebooted, or
+    /// their file system was unmounted. The state may lie on a disk and survive both.
     fn is_of_these_files(&self) -> Result<bool, Error> {
         let origin: Option<Origin> =
             journal::load(&self.dir.join("origin.json")).during("Reading the pool's origin")?;
@@ -156,7 +158,7 @@ impl Reserve {
         Ok(origin.is_some_and(|origin| origin.boot == boot && self.dir.join(FILES).join(origin.mark).exists()))
     }
 
-    /// Forget a pool whose files are gone: its pages are free, or a VM's that has them open still.
+    /// Forgets a pool whose files are gone. Its pages are free, or belong to a VM that still has them open.
     fn forget(&mut self) -> Result<(), Error> {
         let origin: Option<Origin> =
             journal::load(&self.dir.join("origin.json")).during("Reading the pool's origin")?;
@@ -174,7 +176,7 @@ impl Reserve {
         Ok(())
     }
 
-    /// Make the memory what the state says.
+    /// Makes the memory match the state.
     fn recover(&mut self) -> Result<(), Error> {
         let Some(others) = self.journal.pending().during("Reading the pool's journal")? else { return Ok(()) };
         if let Some(live) = &mut self.live {
@@ -190,12 +192,12 @@ impl Reserve {
         self.end()
     }
 
-    /// The pool may have this much of the host in the end. What it has more stays: lend it.
+    /// Grows the pool to this part of the host. A pool that is larger does not shrink; use `lend` for that.
     ///
-    /// `brick` is the size of a file if the pool is made now: a VM has up to [`MAX_FILES`] of them, each for itself.
+    /// `brick` is the size of a file, if this call creates the pool. A VM has up to [`MAX_FILES`] files of its own.
     ///
     /// # Errors
-    /// If the kernel refuses, or there is no such node. That there is less than was wanted is said in the notes.
+    /// The kernel refuses, or there is no such node. The notes say if the pool got less than requested.
     pub fn grow(&mut self, want: Want, node: Option<u32>, brick: Option<Bytes>) -> Result<(), Error> {
         let nodes = self.host.nodes().during("Asking for the host's nodes")?;
         if let Some(node) = node.filter(|node| !nodes.contains(node)) {
@@ -217,7 +219,7 @@ impl Reserve {
         self.end()
     }
 
-    /// Make the pool, if there is none.
+    /// Creates the pool, if there is none.
     fn make(&mut self, nodes: &[u32], brick: Option<Bytes>) -> Result<(), Error> {
         if let Some(live) = &self.live {
             let is = slices_to_bytes(live.pool.layout().brick_slices());
@@ -231,7 +233,8 @@ impl Reserve {
             Ok(NodeSpec { numa: *numa, slices: (memory.total.0 / SLICE_SIZE) as u32 })
         };
         let specs = nodes.iter().map(spec).collect::<Result<Vec<_>, Error>>()?;
-        // A VM of all of the host fits into as many files as a VM may have, as far as files can be so large.
+        // A VM with all of the host's memory fits into the number of files that a VM may have, up to the largest file
+        // size.
         let all: u64 = specs.iter().map(|spec| u64::from(spec.slices)).sum();
         let default = (all / MAX_FILES as u64).next_power_of_two().clamp(32, FRAME_SLICES.into());
         let slices = brick.map_or(default, |brick| brick.0 / SLICE_SIZE);
@@ -255,11 +258,11 @@ impl Reserve {
         Ok(())
     }
 
-    /// Have the kernel reserve more pages of a node, first for what was lent.
+    /// Makes the kernel reserve more pages of a node, first for slices that were lent.
     pub(crate) fn add(&mut self, numa: u32, more: u32) -> Result<(), Error> {
         let Some(live) = &self.live else { return Ok(()) };
         let node = live.node(numa)?;
-        // The kernel takes those first that others have beyond the reserved ones, and they are no use to the pool.
+        // The kernel first converts surplus pages of others, which the pool cannot use.
         let others = self.host.pages(numa).during("Asking for huge pages")?.surplus;
         let grown = self.host.change_pages(numa, i64::from(more) + others as i64).during("Reserving huge pages")?;
         let taken = (grown.max(0) as u64).min(others);
@@ -284,14 +287,14 @@ impl Reserve {
         Ok(())
     }
 
-    /// Slices that the pool has of a node.
+    /// Returns the number of slices that the pool has of a node.
     pub(crate) fn has(&self, numa: u32) -> u32 {
         let Some(live) = &self.live else { return 0 };
         let stats = live.node(numa).ok().and_then(|node| live.pool.stats(node));
         stats.map_or(0, |stats| stats.slices - stats.holes - stats.lent)
     }
 
-    /// Note how many huge pages are not the pool's.
+    /// Notes the number of huge pages that do not belong to the pool.
     pub(crate) fn begin(&mut self) -> Result<(), Error> {
         let nodes = self.host.nodes().during("Asking for the host's nodes")?;
         let other = |numa: u32| {
@@ -302,15 +305,15 @@ impl Reserve {
         self.journal.begin(&others).during("Writing the pool's journal")
     }
 
-    /// The change is done.
+    /// Notes that the change is done.
     pub(crate) fn end(&mut self) -> Result<(), Error> {
         self.journal.end().during("Ending the pool's journal")
     }
 
-    /// Give a VM memory of these nodes.
+    /// Gives a VM memory of these nodes.
     ///
     /// # Errors
-    /// If there is too little that is zeroed, or it would be in too many pieces.
+    /// Too little memory is zeroed, or the VM would get too many pieces.
     pub fn grant(&mut self, name: &str, size: Bytes, mode: Mode, nodes: &Nodes) -> Result<Grant, Error> {
         let names = self.dir.join("names.json");
         self.look_for_failures()?;
@@ -319,14 +322,14 @@ impl Reserve {
         let slices = slices.ok_or_else(|| Error::Request(format!("{size} is no multiple of 2 MiB")))?;
         let parts = live.parts(slices, nodes)?;
         let (id, domain) = live.new_vm().during("Asking for random numbers")?;
-        // The name first: a name without a VM is forgotten, a VM without a name would be nobody's.
+        // The name is stored first. A name without a VM is forgotten; a VM without a name would have no known owner.
         live.names.insert(id.get(), name.to_owned());
         journal::store(&names, &live.names).during("Writing who has what")?;
         let request = Request { vm: VmId(id), domain, kind: Kind::Hugetlb, mode, parts };
         let given = live.pool.allocate(&request).map_err(Error::from).and_then(|grant| {
             let cut = live.cut(id.get(), &grant.segments);
             cut.map(|(extents, files)| Grant { vm: id.get(), extents, files }).inspect_err(|_| {
-                // Nobody has seen it.
+                // Nobody has seen the memory.
                 let _ = live.pool.release(VmId(id));
                 let _ = live.files.close_door(id.get());
             })
@@ -338,19 +341,20 @@ impl Reserve {
         given
     }
 
-    /// Take the memory of VMs that are gone: nobody has their files. Returns how many VMs those were.
+    /// Takes back the memory of VMs that are gone, because nobody has their files. Returns the number of these VMs.
     ///
     /// # Errors
-    /// If the kernel cannot say who has a file.
+    /// The kernel does not report who has a file.
     pub fn tend(&mut self) -> Result<usize, Error> {
-        // First: the page of a VM that its memory killed leaves its file below, and nobody could tell it then.
+        // This comes first. Below, a failed page that killed its VM leaves its file, and could not be detected any
+        // more.
         self.look_for_failures()?;
         let Some(live) = &mut self.live else { return Ok(0) };
         let vms: Vec<VmId> = live.pool.tenants().map(|tenant| tenant.vm).collect();
         let mut gone = 0;
         for vm in vms {
             if live.files.close_door(vm.0.get()).during("Asking who has a file of the pool")? {
-                // Files first: if this process dies in between, the VM is gone all the same, and so are its pages.
+                // The files come first. If this process dies in between, the VM is gone anyway, and so are its pages.
                 for number in live.numbers(vm) {
                     live.files.replace(number).during("Replacing a file of the pool that a VM had")?;
                 }
@@ -366,29 +370,29 @@ impl Reserve {
         Ok(gone)
     }
 
-    /// Is there nothing to look for, to zero or to give back, until somebody asks for something?
+    /// Returns whether nothing must be checked, zeroed or given back until the next request.
     pub fn is_at_rest(&self) -> bool {
         let is_unused = |live: &Live| live.pool.tenants().next().is_none() && live.waiting.is_empty();
         self.live.as_ref().is_none_or(is_unused) && !self.is_zeroing() && self.owed().is_ok_and(|owed| owed.is_empty())
     }
 
-    /// A slice to zero, for a worker.
+    /// Returns a job for a worker: a slice to zero.
     ///
     /// # Errors
-    /// If its file cannot be opened.
+    /// Its file cannot be opened.
     pub fn next_job(&mut self) -> Result<Option<Job>, Error> {
         let Some(live) = &mut self.live else { return Ok(None) };
         let Some(dirty) = live.pool.next_dirty(1) else { return Ok(None) };
         live.job(dirty).map(Some)
     }
 
-    /// Slices that found no page before, to be tried again. Those whose file cannot be opened wait on.
+    /// Returns jobs for the slices that found no page before. Slices whose file cannot be opened continue to wait.
     pub fn jobs_again(&mut self) -> Vec<Job> {
         let Some(live) = &mut self.live else { return Vec::new() };
         std::mem::take(&mut live.waiting).into_iter().filter_map(|dirty| live.job(dirty).ok()).collect()
     }
 
-    /// A worker has tried. Returns whether the slice can be handed out.
+    /// Takes the result of a job. Returns whether the slice can be handed out.
     pub fn finish(&mut self, done: Done) -> bool {
         let Some(live) = &mut self.live else { return false };
         match done.0 {
@@ -404,23 +408,23 @@ impl Reserve {
         }
     }
 
-    /// Are slices to be zeroed that could be now or soon?
+    /// Returns whether slices must be zeroed and do not wait for a page.
     pub fn is_zeroing(&self) -> bool {
         let Some(live) = &self.live else { return false };
         let stats = live.pool.layout().nodes().filter_map(|(node, _)| live.pool.stats(node));
         stats.map(|stats| stats.dirty + stats.zeroing).sum::<u32>() > live.waiting.len() as u32
     }
 
-    /// Check all of it.
+    /// Checks the whole state.
     ///
     /// # Errors
-    /// The first thing that is wrong.
+    /// The first inconsistency.
     pub fn validate(&self) -> Result<(), ballast_pool::Damage> {
         self.live.as_ref().map_or(Ok(()), |live| live.pool.validate())
     }
 }
 
-/// The files of a state: the boot of the host, and the name of a file among them.
+/// Identity of the files of a state: the boot ID of the host, and the name of a mark file among them.
 #[derive(Debug, Serialize, Deserialize)]
 struct Origin {
     boot: String,
@@ -431,10 +435,10 @@ fn boot() -> io::Result<String> {
     Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
 }
 
-/// The folder of the files, which is a mount.
+/// Directory of the files, which is a mount point.
 pub const FILES: &str = "2M";
 
-/// A step by which slices become the pool's.
+/// A transition by which slices become the pool's.
 type Take = fn(&mut Pool<Shared>, Extent, Class) -> Result<(), Invalid>;
 
 impl Live {
@@ -443,7 +447,7 @@ impl Live {
         let files = Files::open(&dir.join(FILES), brick).during("Opening the pool's file system (hugetlbfs)")?;
         let mut names: BTreeMap<u64, String> =
             journal::load(&dir.join("names.json")).during("Reading who has what")?.unwrap_or_default();
-        // One whose author died before its VM had memory is nobody's.
+        // The owner died before this VM got memory, so the name belongs to nobody.
         names.retain(|id, _| pool.tenants().any(|tenant| tenant.vm.0.get() == *id));
         for vm in files.doors().during("Listing the pool's files")? {
             if !names.contains_key(&vm) {
@@ -453,13 +457,13 @@ impl Live {
         Ok(Self { pool, files, names, waiting: Vec::new() })
     }
 
-    /// The node that the host calls so.
+    /// Returns the node with this number on the host.
     pub(crate) fn node(&self, numa: u32) -> Result<NodeIdx, Error> {
         let found = self.pool.layout().nodes().find(|(_, spec)| spec.numa == numa);
         found.map(|(node, _)| node).ok_or_else(|| Error::Request(format!("the pool has no node {numa}")))
     }
 
-    /// The slices of a brick.
+    /// Returns the slices of a brick.
     pub(crate) fn brick(&self, number: u32) -> Extent {
         let slices = self.pool.layout().brick_slices();
         Extent { start: SliceIdx(number.saturating_mul(slices)), slices }
@@ -473,7 +477,7 @@ impl Live {
         u64::from(at.0 % self.pool.layout().brick_slices()) * SLICE_SIZE
     }
 
-    /// Up to this number of slices of a node in this state, lowest first.
+    /// Returns runs of up to this number of slices of a node in this state, lowest first.
     pub(crate) fn runs(&self, node: NodeIdx, state: SliceState, most: u32) -> Vec<Extent> {
         let Some((first, spec)) = self.first_slices().nth(node.0.into()) else { return Vec::new() };
         let is = |at: &SliceIdx| self.pool.state(*at) == state;
@@ -482,7 +486,7 @@ impl Live {
         runs.map(|run| Extent { start: run[0], slices: run.len() as u32 }).collect()
     }
 
-    /// Each node and its first slice.
+    /// Returns each node and its first slice.
     pub(crate) fn first_slices(&self) -> impl Iterator<Item = (u32, NodeSpec)> {
         self.pool.layout().nodes().scan(0, |first, (_, spec)| {
             let here = *first;
@@ -491,7 +495,7 @@ impl Live {
         })
     }
 
-    /// Give the pages of slices in one of these states back to the kernel.
+    /// Gives the pages of the slices whose state matches back to the kernel.
     pub(crate) fn empty(&mut self, brick: Extent, is: impl Fn(SliceState) -> bool) -> Result<(), Error> {
         let file = self.files.get(self.number(brick.start)).during("Opening a file of the pool")?;
         for at in brick.each().filter(|at| is(self.pool.state(*at))) {
@@ -500,7 +504,7 @@ impl Live {
         Ok(())
     }
 
-    /// Where a VM's memory is to come from.
+    /// Returns the nodes from which a VM's memory must come.
     fn parts(&self, slices: u32, nodes: &Nodes) -> Result<Vec<Part>, Error> {
         let all = [(GuestIdx(0), slices)];
         match nodes {
@@ -528,7 +532,7 @@ impl Live {
         }
         let ready = |node: &NodeIdx| self.pool.stats(*node).map_or(0, |stats| stats.ready - stats.fenced);
         let nodes: Vec<NodeIdx> = self.pool.layout().nodes().map(|(node, _)| node).collect();
-        // The one that has least of those that have enough: the others stay for larger VMs.
+        // Takes the smallest node that is large enough, so that the others stay for larger VMs.
         let fits = nodes.iter().filter(|node| ready(node) >= slices).min_by_key(|node| ready(node));
         Ok(match fits {
             Some(node) => request::on_one_node(&all, *node),
@@ -536,7 +540,7 @@ impl Live {
         })
     }
 
-    /// A number that no VM has, and a trust domain of its own.
+    /// Returns a number that no VM has, and a trust domain that no other VM has.
     fn new_vm(&self) -> io::Result<(NonZeroU64, Domain)> {
         loop {
             let mut bytes = [0; 8];
@@ -550,7 +554,7 @@ impl Live {
         }
     }
 
-    /// Cut a VM's memory into pieces of files, and open those.
+    /// Divides a VM's memory into extents of files, and opens the files.
     fn cut(&mut self, vm: u64, segments: &[Segment]) -> Result<(Vec<FileExtent>, Vec<OwnedFd>), Error> {
         let mut numbers: Vec<u32> = Vec::new();
         let mut extents = Vec::new();
@@ -579,7 +583,7 @@ impl Live {
         Ok((extents, files.during(WHAT)?))
     }
 
-    /// The files of a VM.
+    /// Returns the file numbers of a VM.
     fn numbers(&self, vm: VmId) -> Vec<u32> {
         let segments = self.pool.segments(vm).unwrap_or_default();
         let bricks = segments.iter().flat_map(|segment| self.pool.bricks(segment.extent));
