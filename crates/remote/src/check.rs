@@ -1,8 +1,8 @@
-//! Check: settings of the servers that would lose pages, or keep them waiting.
+//! Check: finds server settings that would lose pages or keep them waiting.
 //!
-//! Before: an operator named a cluster. After: each setting that is wrong is known, by node, before it does harm.
-//! Threads: any; the calling one waits for each node. Units: findings.
-//! Promise: asks only. What a server does not let us see is said, too.
+//! Before: an operator named a cluster. After: each wrong setting is known, by node, before it does harm.
+//! Threads: any; the caller waits for each node. Units: findings.
+//! Promise: only asks the servers. A setting that a server does not reveal is reported, too.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -14,17 +14,17 @@ use crate::resp::Commands;
 /// How long one node may take.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Requests by which a node's latency is told.
+/// Requests that measure the latency of a node.
 const ASKED_TIMES: usize = 5;
-/// A request that takes longer is as slow as a rotating disk's.
+/// A request that takes longer is as slow as a rotating disk.
 const FAR: Duration = Duration::from_millis(3);
 
-/// One thing that is not as it should be.
+/// One setting that is not as it should be.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Finding {
-    /// Pages may be lost by it, or cannot be stored; else it is good to know.
+    /// Pages may be lost or cannot be stored; otherwise the finding is only for information.
     pub serious: bool,
-    /// What, where, and what would be right.
+    /// The setting, the node, and the right value.
     pub text: String,
 }
 
@@ -46,7 +46,7 @@ const ASKED: [&str; 6] = [
     "appendonly",
 ];
 
-/// Look at every node. Serious findings come first.
+/// Checks every node. Serious findings come first.
 pub fn check(cluster: &Cluster) -> Vec<Finding> {
     cluster.refresh();
     let map = cluster.map();
@@ -85,7 +85,7 @@ pub fn check(cluster: &Cluster) -> Vec<Finding> {
     found
 }
 
-/// What a node has set, and the time of the quickest of some requests on one connection.
+/// Returns the settings of a node, and the shortest time of some requests on one connection.
 fn settings(cluster: &Cluster, addr: &Addr) -> io::Result<(Settings, Duration)> {
     let words: Vec<&[u8]> = [&b"CONFIG"[..], b"GET"].into_iter().chain(ASKED.map(str::as_bytes)).collect();
     let until = Instant::now() + TIMEOUT;
@@ -107,14 +107,14 @@ fn settings(cluster: &Cluster, addr: &Addr) -> io::Result<(Settings, Duration)> 
     })
 }
 
-/// Is it so far away that a touch of a page there is felt?
+/// Returns a finding if the node is so far away that a refault from there is noticeable.
 fn judge_latency(addr: &Addr, took: Duration) -> Option<Finding> {
     let text =
         || format!("{addr} takes {took:.1?} for a request, the quickest of some: so does each touch of a page there");
     (took > FAR).then(|| Finding::new(false, text()))
 }
 
-/// What is wrong with these.
+/// Returns what is wrong with these settings.
 fn judge(addr: &Addr, settings: &Settings, replicas: u32) -> Vec<Finding> {
     let value = |name: &str| settings.iter().find(|(known, _)| known == name).map_or("", |(_, value)| value.as_str());
     let number = |name: &str| value(name).parse::<u64>().ok();

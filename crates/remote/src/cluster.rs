@@ -1,8 +1,8 @@
-//! A cluster: its nodes and its slot map, for all stores of a process.
+//! A cluster: its nodes and its slot map, shared by all stores of a process.
 //!
-//! Before: somebody knows a node or two of it. After: who has a slot is known, as well as it can be.
-//! Threads: any. One at a time asks for the map anew, and the others go on with the old one.
-//! Promise: a map that is out of date costs a redirection, never a wrong answer: the nodes themselves refuse what is
+//! Before: some nodes of the cluster are configured. After: the owner of a slot is known, as far as it can be.
+//! Threads: any. One thread at a time requests a new map, and the others continue with the old one.
+//! Promise: an outdated map costs a redirection and never gives a wrong result, because the nodes refuse keys that are
 //! not theirs.
 
 use std::collections::{HashMap, HashSet};
@@ -28,12 +28,12 @@ pub struct ClusterOptions {
     pub replicas: u32,
 }
 
-/// The map is not asked for more often than this.
+/// Shortest time between two requests for the map.
 const REFRESH: Duration = Duration::from_millis(100);
-/// How long a node may take to say its map.
+/// Longest time that a node may take to return its map.
 const MAP_TIMEOUT: Duration = Duration::from_millis(300);
 
-/// Nodes that were once part of it are remembered up to this many.
+/// Limit of the nodes that are remembered, former ones included.
 const NODES_KEPT: usize = 4096;
 
 /// A cluster.
@@ -42,16 +42,16 @@ pub struct Cluster {
     options: ClusterOptions,
     map: RwLock<Arc<SlotMap>>,
     nodes: Mutex<HashMap<Addr, Arc<Node>>>,
-    /// When the map was asked for last.
+    /// Time of the last request for the map.
     refreshed: Mutex<Option<Instant>>,
-    /// The node that is asked next, so that one with an old map is not asked again and again.
+    /// Index of the node that is asked next, so that one with an old map is not asked again and again.
     turn: AtomicUsize,
-    /// Why a node did not say its map when it was asked last.
+    /// Reason why a node did not return its map when it was last asked.
     silence: Mutex<Option<String>>,
 }
 
 impl Cluster {
-    /// Nothing is asked of it yet.
+    /// Creates the cluster. Sends nothing.
     pub fn new(options: ClusterOptions) -> Self {
         Self {
             options,
@@ -63,22 +63,22 @@ impl Cluster {
         }
     }
 
-    /// How it is used.
+    /// Returns how the cluster is used.
     pub fn options(&self) -> &ClusterOptions {
         &self.options
     }
 
-    /// The map as it was last told.
+    /// Returns the last map received.
     pub fn map(&self) -> Arc<SlotMap> {
         self.map.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Why a node did not say its map when it was asked last, if one did not.
+    /// Returns the reason why a node did not return its map when it was last asked, if one failed.
     pub fn silence(&self) -> Option<String> {
         self.silence.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The node at this place.
+    /// Returns the node at this address.
     pub fn node(&self, addr: &Addr) -> Arc<Node> {
         let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(node) = nodes.get(addr) {
@@ -89,7 +89,7 @@ impl Cluster {
         node
     }
 
-    /// Forget nodes that are no part of it any more, if there are many.
+    /// Forgets nodes that are no longer part of the cluster, if there are many.
     fn forget_all_but(&self, map: &SlotMap) {
         let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
         if nodes.len() > NODES_KEPT {
@@ -98,7 +98,7 @@ impl Cluster {
         }
     }
 
-    /// What each node did that was ever asked.
+    /// Returns the figures of each node that was ever asked.
     pub fn figures(&self) -> Vec<(Addr, NodeFigures)> {
         let nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
         let mut figures: Vec<_> = nodes.values().map(|node| (node.addr.clone(), node.figures())).collect();
@@ -106,18 +106,18 @@ impl Cluster {
         figures
     }
 
-    /// Do something with a connection to a node.
+    /// Runs `work` with a connection to a node.
     ///
     /// # Errors
-    /// It cannot be reached, or what was done failed.
+    /// The node cannot be reached, or `work` failed.
     pub fn with<T>(&self, addr: &Addr, until: Instant, work: impl FnOnce(&mut Link) -> io::Result<T>) -> io::Result<T> {
         self.node(addr).with(&self.options.access, until, work)
     }
 
-    /// The owner of this slot. The map is asked for if it does not say.
+    /// Returns the owner of this slot. Requests a new map if the current one names none.
     ///
     /// # Errors
-    /// Nobody is known to have it.
+    /// No owner is known.
     pub fn owner(&self, slot: u16) -> io::Result<Addr> {
         let known = || self.map().primary(slot).cloned();
         let owner = known().or_else(|| {
@@ -132,10 +132,10 @@ impl Cluster {
         })
     }
 
-    /// The map as this node has it.
+    /// Returns the map of this node.
     ///
     /// # Errors
-    /// It does not say.
+    /// The node does not return it.
     pub fn map_of(&self, addr: &Addr, until: Instant) -> io::Result<SlotMap> {
         let asks = Commands::one(&[b"CLUSTER", b"SHARDS"]);
         self.with(addr, until, |link| {
@@ -148,8 +148,8 @@ impl Cluster {
         })
     }
 
-    /// Ask for the map anew, unless that was done a moment ago, or is being done. A node whose map has no slots has no
-    /// say.
+    /// Requests a new map, unless that was done a moment ago or another thread is doing it. A node whose map has no
+    /// slots is ignored.
     pub fn refresh(&self) {
         let Ok(mut refreshed) = self.refreshed.try_lock() else { return };
         if refreshed.is_some_and(|at| at.elapsed() < REFRESH) {

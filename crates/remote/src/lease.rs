@@ -1,10 +1,10 @@
-//! Leases: which VMs there are. A VM's pages stay in the cluster as long as its lease does.
+//! Leases: they name the VMs that exist. A VM's pages stay in the cluster as long as its lease does.
 //!
-//! Before: a VM is about to have pages in the cluster. After: its engine renews the lease; when the VM ends, or its
-//! host does, another host of the cluster removes its pages.
+//! Before: a VM is about to put pages into the cluster. After: its engine renews the lease. When the VM or its host
+//! ends, another host of the cluster removes its pages.
 //! Threads: any. Units: time; the cluster's own clocks measure leases.
-//! Promise: pages are taken away only if no lease was there on two looks, a whole lease apart. An engine renews ten
-//! times in that while, and a lease that is lost (with the only node that had it) is there again.
+//! Promise: pages are removed only if two checks, one full lease time apart, found no lease. An engine renews the lease
+//! ten times in that interval. It creates a lease again that was lost with the only node that had it.
 
 use std::collections::HashMap;
 use std::io;
@@ -20,7 +20,7 @@ use crate::resp::Commands;
 use crate::slot::slot_of;
 use crate::sweep::{self, Scan};
 
-/// How long a lease lasts if the configuration does not say: a host may be without an engine for that long.
+/// Default duration of a lease: a host may be without an engine for that long.
 pub const LEASE: Duration = Duration::from_secs(24 * 3600);
 const TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -33,15 +33,15 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// It is not there yet.
+    /// Creates a lease object. The cluster does not have the lease yet.
     pub fn new(vm: VmId, lasts: Duration) -> Self {
         Self { vm, lasts, renewed: Mutex::default() }
     }
 
-    /// See that it is there, and stays for nearly all of its time.
+    /// Ensures that the lease exists and lasts for nearly its full duration.
     ///
     /// # Errors
-    /// The cluster does not take it, in words.
+    /// The reason why the cluster does not store it.
     pub fn ensure(&self, cluster: &Cluster) -> Result<(), String> {
         let mut renewed = self.renewed.lock().unwrap_or_else(PoisonError::into_inner);
         if renewed.is_some_and(|at| at.elapsed() < self.lasts / 10) {
@@ -56,7 +56,7 @@ impl Lease {
     }
 }
 
-/// Ask the owner of a key; a redirection is followed with the next call, when the map is new.
+/// Sends commands to the owner of a key. After an error or a redirection, it refreshes the map and tries once more.
 fn at_owner(cluster: &Cluster, key: &[u8], asks: &Commands) -> io::Result<Option<i64>> {
     let mut last = io::Error::other("no node has its slot");
     for _ in 0..2 {
@@ -77,10 +77,10 @@ fn at_owner(cluster: &Cluster, key: &[u8], asks: &Commands) -> io::Result<Option
     Err(last)
 }
 
-/// A VM has ended: take its lease and all its pages away. Returns how many there were.
+/// Removes the lease and all pages of a VM that ended. Returns the number of pages.
 ///
 /// # Errors
-/// The cluster does not answer. What is left goes when somebody finds that there is no lease.
+/// The cluster does not respond. The rest is removed when a host finds that there is no lease.
 pub fn end(cluster: &Cluster, vm: VmId) -> io::Result<u64> {
     request::run(cluster, Verb::Unlink, &[name::lease(vm)], sweep::write_timeout, &mut |_, _: Found<'_>| ())
         .map_err(to_io)?;
@@ -99,19 +99,19 @@ fn to_io(failed: Failed) -> io::Error {
     io::Error::other(failed.why)
 }
 
-/// Looks for VMs without a lease.
+/// Finds VMs without a lease.
 #[derive(Debug, Default)]
 pub struct Leaseless {
-    /// Since when they are known to have none.
+    /// Time since which each VM is known to have no lease.
     without: HashMap<VmId, Instant>,
 }
 
 impl Leaseless {
-    /// Look at all keys of the cluster, and take away pages of VMs that had no lease `lasts` ago and have none now.
-    /// Returns them, with how many pages each had.
+    /// Scans all keys of the cluster, and removes pages of VMs that had no lease `lasts` ago and have none now. Returns
+    /// these VMs with the number of their pages.
     ///
     /// # Errors
-    /// The cluster does not answer; nothing is forgotten.
+    /// The cluster does not respond; the scan's memory of VMs is kept.
     pub fn look(&mut self, cluster: &Cluster, lasts: Duration) -> io::Result<Vec<(VmId, u64)>> {
         let mut scan = Scan::begin(cluster, name::EVERY_PAGE.to_vec())?;
         let mut leases: HashMap<VmId, bool> = HashMap::new();

@@ -1,15 +1,14 @@
 //! Far memory on other machines: a store of pages in a Valkey or Redis cluster.
 //!
-//! Before: pages have been far for long, and the spill worker moves them out of the host's RAM. After: they are on a
-//! primary and its replicas, and come back when they are touched; a cluster that fails over makes them late and not
-//! lost.
+//! Before: pages have been far for a long time, and the spill worker moves them out of the host's RAM. After: they are
+//! on a primary and its replicas, and come back when they are touched. A failover of the cluster delays them but does
+//! not lose them.
 //! Threads: none of its own; the caller waits for the network. Units: one value is one page.
-//! Promise: what every store promises (`ballast_store::conformance`), with any node killed, stopped or full, and while
-//! slots move.
+//! Promise: the promise of every store (`ballast_store::conformance`), even while any node is killed, stopped or full,
+//! and while slots move.
 //!
 //! [`RemoteStore`] is the store of one VM in a [`Cluster`], which all VMs of a process share. A VM has a lease there
-//! ([`lease`]), and may have a key that its pages are sealed with ([`seal`]). [`check`] knows which settings of servers
-//! lose pages.
+//! ([`lease`]), and may have a key that seals its pages ([`seal`]). [`check`] finds server settings that lose pages.
 #![forbid(unsafe_code)]
 
 pub mod check;

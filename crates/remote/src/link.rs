@@ -1,10 +1,10 @@
 //! One connection to a server.
 //!
-//! Before: `nodes` needs one. After: commands went out together, and all replies are there; or it is broken.
-//! Threads: one at a time. Units: time.
-//! Promise: whatever the server does, a call returns soon after its deadline. A connection on which anything failed is
-//! never used again, so that a `WAIT` always follows the write it is about on the same connection: on a new one it
-//! says that all is well though nothing was written.
+//! Before: `nodes` needs a connection. After: commands were sent together and all replies have arrived, or the
+//! connection is broken. Threads: one at a time. Units: time.
+//! Promise: a call returns soon after its deadline, whatever the server does. After any failure a connection is never
+//! used again. So a `WAIT` always follows its write on the same connection. On a new connection, `WAIT` would report
+//! success although nothing was written.
 
 use std::io;
 use std::net::TcpStream;
@@ -19,11 +19,11 @@ use crate::stream::{Stream, Tls, left};
 /// Our user and password for the servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Access {
-    /// Name of the user; without one it is the server's default user.
+    /// Name of the user; `None` is the server's default user.
     pub user: Option<String>,
-    /// A file whose first line is its password. It is read for each connection, so that it may be changed.
+    /// File with the password in its first line. It is read for each connection, so that the password can be changed.
     pub password_file: Option<PathBuf>,
-    /// Connections are under TLS, with these files.
+    /// Files for TLS; `None`: connections are not encrypted.
     pub tls: Option<Tls>,
 }
 
@@ -34,14 +34,14 @@ pub struct Link {
     buffer: Vec<u8>,
 }
 
-/// Bytes asked of the kernel at a time.
+/// Bytes read from the kernel at a time.
 const READ_BYTES: usize = 64 << 10;
 
 impl Link {
-    /// Connect, and say who we are.
+    /// Connects and authenticates.
     ///
     /// # Errors
-    /// The server cannot be reached, does not answer in time, is not who it should be, or does not let us in.
+    /// The server cannot be reached, does not reply in time, has a wrong certificate, or rejects the user.
     pub fn open(addr: &Addr, access: &Access, until: Instant) -> io::Result<Self> {
         let mut found = Err(io::Error::new(io::ErrorKind::NotFound, "its name has no address"));
         for at in resolve(addr, until)? {
@@ -66,16 +66,17 @@ impl Link {
         }
     }
 
-    /// Send commands and read a reply for each. After an error nobody knows which of them were carried out.
+    /// Sends commands and reads a reply for each. After an error it is unknown which commands were executed.
     ///
     /// # Errors
-    /// The connection is broken, the deadline has passed, or what came is no reply.
+    /// The connection is broken, the deadline has passed, or the bytes received are no reply.
     pub fn ask(&mut self, commands: &Commands, until: Instant) -> io::Result<Replies<'_>> {
         self.send(commands, until)?;
         self.receive(commands.count(), until)
     }
 
-    /// Send commands whose replies are received later, all at once. They must be short: nobody reads them meanwhile.
+    /// Sends commands whose replies are received later, all at once. The replies must be short, because nobody reads
+    /// them meanwhile.
     ///
     /// # Errors
     /// The connection is broken, or the deadline has passed.
@@ -83,10 +84,10 @@ impl Link {
         self.stream.send(commands.bytes(), until)
     }
 
-    /// Read the replies to all that was sent, this many.
+    /// Reads this many replies, which must be all that are outstanding.
     ///
     /// # Errors
-    /// As of [`Link::ask`].
+    /// The same as of [`Link::ask`].
     pub fn receive(&mut self, count: usize, until: Instant) -> io::Result<Replies<'_>> {
         self.buffer.clear();
         let (mut replies, mut at, mut len) = (Vec::with_capacity(count), 0, 0);
@@ -116,13 +117,13 @@ impl Link {
             }
         }
         if at != len {
-            // Whatever it is, it would be taken for the reply to what is asked next.
+            // Otherwise these bytes would be taken for the reply to the next command.
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the server says more than it was asked"));
         }
         Ok(Replies::new(&self.buffer[..len], replies))
     }
 
-    /// Has the server hung up, or said something unasked, since it was used last?
+    /// Returns whether the server has closed the connection or sent unrequested bytes since the last use.
     pub fn is_stale(&mut self) -> bool {
         self.stream.is_stale()
     }

@@ -1,14 +1,13 @@
-//! Loss: a page that its slot's owner does not have. Only after everybody who might have it was asked is it lost.
+//! Loss: the owner of a slot does not have a page. The page is lost only after every node that might have it was asked.
 //!
-//! Before: `Found::Nothing` for a page that a word names. After: the page after all, or that it is lost, or that nobody
-//! can tell now.
-//! Threads: any; the calling one waits. Units: nodes.
-//! Promise: silence is not loss. A node that cannot be asked, a vote without a majority, a slot that is moving: then
-//! nobody can tell, and threads that want the page wait.
+//! Before: `Found::Nothing` for a page that a word names. After: the page was found, is lost, or its state is unknown.
+//! Threads: any; the caller waits. Units: nodes.
+//! Promise: silence is not loss. If a node cannot be asked, a vote has no majority, or a slot is moving, the state is
+//! unknown, and threads that want the page wait.
 //!
-//! Why the owner's word is not enough: a primary that was cut off, or stopped, takes itself for the owner still, and
-//! has none of what was written to its successor. So a majority of the primaries must name it as the owner; then it is
-//! asked again, and all of its replicas are, since one of them may have what a primary that began anew has lost.
+//! The owner's reply is not enough: a primary that was cut off or stopped may still consider itself the owner, and has
+//! none of the writes to its successor. So a majority of the primaries must name the owner. Then the owner is asked
+//! again, and all of its replicas, since a replica may have pages that a restarted primary has lost.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -19,23 +18,23 @@ use crate::refusal::Addr;
 use crate::resp::Commands;
 use crate::slot::slot_of;
 
-/// How long one node may take. It is asked about a single key, and seldom.
+/// Longest time that one node may take. It is asked about a single key, and rarely.
 const TIMEOUT: Duration = Duration::from_secs(1);
-/// How long all of them may. Then nobody can tell, and the reader of the page asks again.
+/// Longest time that all nodes together may take. After that the state is unknown, and the reader of the page retries.
 const ALL: Duration = Duration::from_secs(10);
 
-/// What is known of a page.
+/// Result of the search for a page.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Somebody has it.
+    /// A node has it.
     Found(Vec<u8>),
-    /// Nobody has it.
+    /// No node has it.
     Lost,
-    /// Nobody can tell.
+    /// Its state cannot be determined now; the reason.
     Unknown(String),
 }
 
-/// Look for a key everywhere.
+/// Searches for a key on all nodes that may have it.
 pub fn look(cluster: &Cluster, key: &[u8]) -> Verdict {
     look_for(cluster, key).unwrap_or_else(|error| Verdict::Unknown(error.to_string()))
 }
@@ -52,7 +51,7 @@ fn look_for(cluster: &Cluster, key: &[u8]) -> io::Result<Verdict> {
     Ok(Verdict::Lost)
 }
 
-/// The shard that a majority of all primaries says has this slot.
+/// Returns the shard that has this slot according to a majority of all primaries.
 fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<Shard> {
     cluster.refresh();
     let map = cluster.map();
@@ -65,7 +64,7 @@ fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<Shard> {
     for shard in &said {
         let votes = said.iter().filter(|other| other.primary.is_some() && other.primary == shard.primary).count();
         if votes * 2 > voters {
-            // Any node that another one lists as a replica may have it.
+            // Any node that another primary lists as a replica may have the page.
             let mut all = shard.clone();
             let others = said.iter().flat_map(|other| other.replicas.iter().chain(&other.primary));
             for other in others.filter(|other| Some(*other) != shard.primary.as_ref()) {
@@ -79,11 +78,11 @@ fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<Shard> {
     Err(io::Error::other(format!("no majority of the {voters} primaries says who has slot {slot}")))
 }
 
-/// Does this node have it? An error of any kind is no answer.
+/// Reads the key from this node. An error of any kind tells nothing about the page.
 fn ask(cluster: &Cluster, addr: &Addr, replica: bool, key: &[u8], until: Instant) -> io::Result<Option<Vec<u8>>> {
     let until = until.min(Instant::now() + TIMEOUT);
     let mut commands = Commands::default();
-    // On a primary it changes nothing. It is taken back, since others use the connection after us.
+    // On a primary, `READONLY` has no effect. It is undone afterwards, because others use the connection after us.
     if replica {
         commands.add(&[b"READONLY"]);
     }

@@ -1,7 +1,7 @@
-//! The slot map: which node has which slot, as a node of the cluster says it (`CLUSTER SHARDS`).
+//! The slot map: it says which node has which slot, as reported by a node of the cluster (`CLUSTER SHARDS`).
 //!
 //! Before: a reply. After: `cluster` asks the right node; `loss` knows all nodes that may have a copy.
-//! Threads: any; plain values. Units: slots. Promise: a reply that makes no sense is refused as a whole.
+//! Threads: any; plain values. Units: slots. Promise: a malformed reply is refused as a whole.
 
 use crate::refusal::Addr;
 use crate::resp::{Malformed, Said};
@@ -12,25 +12,25 @@ use crate::slot::SLOTS;
 pub struct Shard {
     /// First and last slot of each range.
     pub slots: Vec<(u16, u16)>,
-    /// The node to write to. A shard whose primary has failed names none until there is another.
+    /// Node that takes writes. A shard whose primary has failed has none until a failover.
     pub primary: Option<Addr>,
-    /// All the others, whether they answer or not.
+    /// All other nodes, whether they respond or not.
     pub replicas: Vec<Addr>,
 }
 
-/// Nodes of the largest cluster: its makers advise against more than 1,000.
+/// Limit of nodes in a cluster; its makers advise against more than 1,000.
 const NODES_MAX: usize = 2048;
 
 /// The map of slots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SlotMap {
     shards: Vec<Shard>,
-    /// Number of its shard, by slot.
+    /// Index of the shard, by slot.
     owner: Vec<Option<u16>>,
 }
 
 impl SlotMap {
-    /// The map of these shards.
+    /// Builds the map of these shards.
     pub fn new(shards: Vec<Shard>) -> Self {
         let mut owner = vec![None; usize::from(SLOTS)];
         for (number, shard) in (0u16..).zip(&shards) {
@@ -41,44 +41,44 @@ impl SlotMap {
         Self { shards, owner }
     }
 
-    /// From the reply to `CLUSTER SHARDS` of this node.
+    /// Reads the reply of this node to `CLUSTER SHARDS`.
     ///
     /// # Errors
-    /// It is no such reply.
+    /// The reply is malformed.
     pub fn read(reply: Said<'_, '_>, asked: &Addr, tls: bool) -> Result<Self, Malformed> {
         let shards = reply.array().ok_or(Malformed("shards are no list"))?;
         let map = Self::new(shards.map(|shard| read_shard(shard, asked, tls)).collect::<Result<_, _>>()?);
         if map.nodes().count() > NODES_MAX { Err(Malformed("more nodes than a cluster can have")) } else { Ok(map) }
     }
 
-    /// The shard that has this slot.
+    /// Returns the shard that has this slot.
     pub fn shard(&self, slot: u16) -> Option<&Shard> {
         let number = (*self.owner.get(usize::from(slot))?)?;
         self.shards.get(usize::from(number))
     }
 
-    /// The node that has it.
+    /// Returns the primary that has this slot.
     pub fn primary(&self, slot: u16) -> Option<&Addr> {
         self.shard(slot)?.primary.as_ref()
     }
 
-    /// All shards with slots.
+    /// Returns all shards with slots.
     pub fn shards(&self) -> impl Iterator<Item = &Shard> {
         self.shards.iter().filter(|shard| !shard.slots.is_empty())
     }
 
-    /// All nodes.
+    /// Returns all nodes.
     pub fn nodes(&self) -> impl Iterator<Item = &Addr> {
         self.shards.iter().flat_map(|shard| shard.primary.iter().chain(&shard.replicas))
     }
 
-    /// Slots that no shard has.
+    /// Returns the number of slots that no shard has.
     pub fn uncovered(&self) -> usize {
         self.owner.iter().filter(|owner| owner.is_none()).count()
     }
 }
 
-/// The value of a key in a list of keys and values.
+/// Returns the value of a key in a list of keys and values.
 fn field<'a, 'r>(list: Said<'a, 'r>, name: &str) -> Option<Said<'a, 'r>> {
     let mut list = list.array()?;
     while let (Some(key), Some(value)) = (list.next(), list.next()) {
@@ -102,11 +102,11 @@ fn read_shard(shard: Said<'_, '_>, asked: &Addr, tls: bool) -> Result<Shard, Mal
         let text = |name| field(node, name).and_then(Said::text).filter(|text| !text.is_empty() && *text != "?");
         let port = field(node, if tls { "tls-port" } else { "port" }).and_then(Said::int);
         let port = port.and_then(|port| u16::try_from(port).ok()).ok_or(Malformed("a node has no port"))?;
-        // A node that has met no other does not know its own address.
+        // A node that has not met another node yet does not know its own address.
         let host = text("endpoint").or_else(|| text("ip")).unwrap_or(&asked.host);
         let addr = Addr { host: host.into(), port };
         match text("role") {
-            // One that has failed is a primary that was: its copies may be there all the same.
+            // A failed node is a former primary; it may still have copies.
             Some("master") if text("health") != Some("fail") && found.primary.is_none() => found.primary = Some(addr),
             Some(_) => found.replicas.push(addr),
             None => return Err(Malformed("a node has no role")),

@@ -1,11 +1,11 @@
-//! The keys under which a cluster has pages.
+//! The keys under which a cluster stores pages.
 //!
-//! Before: a page and its generation. After: bytes for a command, and back for a sweep.
+//! Before: a page and its generation. After: the bytes of a key; a sweep parses them back.
 //! Threads: any; pure. Units: pages; a chunk is 512 of them, 2 MiB.
-//! Promise: what is in braces is the chunk, so all pages of a chunk are on one node and a run of them is one command;
-//! a key is read back only if we would have written it just so.
+//! Promise: the hash tag (the part in braces) is the chunk. So all pages of a chunk are on one node, and one command
+//! covers a run of them. A key is parsed only if we would have written it exactly so.
 //!
-//! `b{VM:region:chunk}page:generation`, in hexadecimal; the page is counted in its chunk. `bl{VM}` is the VM's lease.
+//! `b{VM:region:chunk}page:generation`, in hexadecimal; the page is its index in the chunk. `bl{VM}` is the VM's lease.
 
 use ballast_base::PageIdx;
 use ballast_base::store::{Handle, PageKey, RegionKey};
@@ -14,14 +14,14 @@ use ballast_base::wire::VmId;
 /// Pages of a chunk.
 pub const CHUNK_PAGES: u64 = 512;
 
-/// The key of this page in this generation.
+/// Returns the key of this page in this generation.
 pub fn key(page: PageKey, generation: Handle) -> Vec<u8> {
     let (chunk, within) = (page.page.0 / CHUNK_PAGES, page.page.0 % CHUNK_PAGES);
     let PageKey { region, .. } = page;
     format!("b{{{}:{:x}:{chunk:x}}}{within:x}:{:x}", region.vm, region.number, generation.bits()).into_bytes()
 }
 
-/// Which page of which generation this key names; `None` if it is none of ours.
+/// Returns the page and the generation that this key names; `None` if it is not one of ours.
 pub fn parse(bytes: &[u8]) -> Option<(PageKey, Handle)> {
     let text = std::str::from_utf8(bytes).ok()?;
     let (tag, rest) = text.strip_prefix("b{")?.split_once('}')?;
@@ -40,15 +40,15 @@ fn vm_id(text: &str) -> Option<VmId> {
     (text.len() == 32).then(|| VmId(number.to_be_bytes()))
 }
 
-/// What all keys of a VM's pages match, and no other VM's.
+/// Returns a pattern that matches the keys of all pages of this VM, and of no other VM.
 pub fn pattern(vm: VmId) -> Vec<u8> {
     format!("b{{{vm}:*").into_bytes()
 }
 
-/// What the keys of all pages of all VMs match.
+/// Pattern that matches the keys of all pages of all VMs.
 pub const EVERY_PAGE: &[u8] = b"b{*";
 
-/// The key of a VM's lease.
+/// Returns the key of a VM's lease.
 pub fn lease(vm: VmId) -> Vec<u8> {
     format!("bl{{{vm}}}").into_bytes()
 }

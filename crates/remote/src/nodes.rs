@@ -1,10 +1,10 @@
-//! The nodes: connections to each that nobody uses just now, how long to wait for it, and what it did so far.
+//! The nodes: idle connections to each, its timeout, and its figures.
 //!
-//! Before: `cluster` knows which node to ask. After: a connection of one's own, for one request.
-//! Threads: any; a lock is held to take a connection or give it back, and never while a server is waited for.
+//! Before: `cluster` knows which node to ask. After: a caller has a connection of its own for one request.
+//! Threads: any; a lock is held to take or return a connection, and never while waiting for a server.
 //! Units: time; bytes of guests' pages as they are sent.
-//! Promise: a node that is slow is waited for longer each time, up to [`TIMEOUT_MAX`]: if the wait were always the
-//! same, a node that is always a little slower would never be heard.
+//! Promise: the timeout of a slow node is raised each time, up to [`TIMEOUT_MAX`]. With a constant timeout, no request
+//! to a node that is always slightly slower would succeed.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -14,42 +14,42 @@ use std::time::{Duration, Instant};
 use crate::link::{Access, Link};
 use crate::refusal::Addr;
 
-/// How long a node is waited for at first.
+/// Initial timeout of a node.
 const TIMEOUT: Duration = Duration::from_millis(100);
-/// The longest.
+/// Longest timeout of a node.
 const TIMEOUT_MAX: Duration = Duration::from_millis(1600);
-/// A connection that was not used for this long is looked at before it is used: the server may have gone.
+/// A connection that was idle for this long is checked before it is used, because the server may have closed it.
 const FRESH: Duration = Duration::from_millis(100);
-/// Connections kept for later.
+/// Idle connections that are kept.
 const KEPT: usize = 64;
 
-/// What a node did, since this process began.
+/// Figures of a node since this process started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NodeFigures {
-    /// Requests it answered.
+    /// Requests that succeeded.
     pub requests: u64,
-    /// Failed requests: no connection, no answer in time, nonsense.
+    /// Failed requests: no connection, no reply in time, or a malformed reply.
     pub errors: u64,
-    /// What it was last waited for, half of the requests and 99 of 100, in microseconds, as powers of two.
+    /// Median latency of recent requests, in microseconds, rounded to a power of two.
     pub p50_us: u64,
-    /// See there.
+    /// 99th percentile of the same latencies.
     pub p99_us: u64,
 }
 
-/// One of them.
+/// One node.
 #[derive(Debug)]
 pub struct Node {
-    /// Where it is.
+    /// Address of the node.
     pub addr: Addr,
     idle: Mutex<Vec<(Link, Instant)>>,
     timeout_ms: AtomicU32,
     errors: AtomicU64,
-    /// Requests by the power of two of their microseconds.
+    /// Requests by the power of two of their latency in microseconds.
     took: [AtomicU64; 26],
 }
 
 impl Node {
-    /// Nothing is known of it.
+    /// Creates a node without any history.
     pub fn new(addr: Addr) -> Self {
         Self {
             addr,
@@ -60,7 +60,7 @@ impl Node {
         }
     }
 
-    /// How long to wait for it.
+    /// Returns the timeout for a request to this node.
     pub fn timeout(&self) -> Duration {
         Duration::from_millis(self.timeout_ms.load(Relaxed).into())
     }
@@ -69,10 +69,10 @@ impl Node {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Do something with a connection of one's own. After an error the connection is closed.
+    /// Runs `work` with a connection that no other thread uses. After an error the connection is closed.
     ///
     /// # Errors
-    /// It cannot be reached, or what was done failed.
+    /// The node cannot be reached, or `work` failed.
     pub fn with<T>(
         &self,
         access: &Access,
@@ -94,12 +94,12 @@ impl Node {
         done
     }
 
-    /// The result of a request that was begun with this timeout.
+    /// Records the result of a request that started with this timeout.
     fn note(&self, begun: Instant, timeout: Duration, error: Option<&io::Error>) {
         let late =
             error.is_some_and(|error| matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock));
         let was = timeout.as_millis() as u32;
-        // Many may wait for it at once: what they learn counts once.
+        // Many threads may wait for the node at once, and only one of them changes the timeout.
         let set = |to: Duration| self.timeout_ms.compare_exchange(was, to.as_millis() as u32, Relaxed, Relaxed).is_ok();
         if error.is_none() {
             let took = begun.elapsed();
@@ -116,7 +116,7 @@ impl Node {
         }
     }
 
-    /// What it did.
+    /// Returns the figures of the node.
     pub fn figures(&self) -> NodeFigures {
         let took: Vec<u64> = self.took.iter().map(|count| count.load(Relaxed)).collect();
         let requests = took.iter().sum();

@@ -1,28 +1,28 @@
-//! What a server's errors mean to us.
+//! Meaning of a server's errors.
 //!
-//! Before: a reply begins with `-`. After: the request goes to another node, is asked anew, or fails.
-//! Threads: any; pure. Promise: an error that nobody foresaw counts as `Busy`, with its text: no page is lost by it.
+//! Before: a reply begins with `-`. After: the request goes to another node, is repeated, or fails.
+//! Threads: any; pure. Promise: an unknown error counts as `Busy`, with its text, and loses no page.
 
 use crate::slot::SLOTS;
 
-/// Where a node is reached.
+/// Address of a node.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Addr {
-    /// Name or number.
+    /// Host name or IP address.
     pub host: String,
     /// TCP port.
     pub port: u16,
 }
 
 impl Addr {
-    /// `host:port`, where the host may have colons of its own, or be in brackets.
+    /// Parses `host:port`. The host may contain colons, or be in brackets.
     pub fn parse(text: &str) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
         let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
         Some(Self { host: host.into(), port: port.parse().ok()? })
     }
 
-    /// The same; a server that does not know its own name means the host at which it was asked.
+    /// Parses the same. An empty host, from a server that does not know its own name, means the host that was asked.
     fn near(text: &str, asked: &Self) -> Option<Self> {
         let found = Self::parse(text)?;
         Some(if found.host.is_empty() || found.host == "?" {
@@ -40,23 +40,23 @@ impl std::fmt::Display for Addr {
     }
 }
 
-/// What an error says.
+/// Meaning of an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// The slot is another node's.
+    /// Another node owns the slot.
     Moved(Addr),
-    /// The key is at another node already, whose the slot will be.
+    /// The key is already at another node, which will own the slot.
     Ask(Addr),
-    /// Some of the keys are at another node already: ask for one at a time.
+    /// Some of the keys are already at another node: the keys must be requested one at a time.
     OneByOne,
-    /// The node's memory is used up.
+    /// The node is out of memory.
     Full(String),
-    /// It cannot now.
+    /// The node cannot serve the request now.
     Busy(String),
 }
 
 impl Refusal {
-    /// From the error in a reply of this node.
+    /// Parses the error in a reply of this node.
     pub fn of(error: &str, asked: &Addr) -> Self {
         let busy = || Self::Busy(format!("{asked} says: {}", error.chars().take(120).collect::<String>()));
         match error.split(' ').next() {
@@ -69,7 +69,7 @@ impl Refusal {
     }
 }
 
-/// The node in `MOVED 3999 host:port`.
+/// Returns the node in `MOVED 3999 host:port`.
 fn place(error: &str, asked: &Addr) -> Option<Addr> {
     let mut words = error.split(' ').skip(1);
     words.next()?.parse::<u16>().ok().filter(|slot| *slot < SLOTS)?;

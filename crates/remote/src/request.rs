@@ -1,14 +1,14 @@
-//! A request about pages of one chunk, so of one slot: sent to the slot's owner, and after it where it went.
+//! A request for pages of one chunk, and so of one slot. It goes to the slot's owner, and follows the slot if it moves.
 //!
-//! Before: the store has keys, and values to keep. After: each key's outcome, or why there is none.
-//! Threads: any; the calling one waits, until a deadline. Units: keys of one slot.
-//! Promise: what is written counts only with an `OK` for each key and, on the same connection and after them, a `WAIT`
-//! that as many replicas have it as is asked for. Where that is not so, all keys may or may not be there.
+//! Before: the store has keys, and values to write. After: the outcome of each key, or the reason of the failure.
+//! Threads: any; the caller waits until a deadline. Units: keys of one slot.
+//! Promise: a write counts only if each key got an `OK` and a `WAIT` that followed on the same connection reported the
+//! required number of replicas. Otherwise each key may or may not have been written.
 //!
-//! One command for all keys (`MGET`, `MSET`, `UNLINK`) is what is sent first; values that are yet to be made go out as
-//! they are made, in several `MSET`, with one `WAIT` after the last ([`set_as_made`]). While a slot moves to another
-//! node, some keys are here and some there: then one command a key, and for those that are there, after `ASKING`,
-//! another round.
+//! The first attempt is one command for all keys (`MGET`, `MSET`, `UNLINK`). Values that are still being produced are
+//! sent as they become ready, in several `MSET`, with one `WAIT` after the last ([`set_as_made`]). While a slot moves
+//! to another node, each node has some of the keys. Then each key gets its own command, and a second round after
+//! `ASKING` requests the keys at the other node.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ use crate::refusal::{Addr, Refusal};
 use crate::resp::{Commands, Replies, Said};
 use crate::slot::slot_of;
 
-/// Values one after the other.
+/// Values stored one after the other.
 #[derive(Clone, Debug, Default)]
 pub struct Values {
     bytes: Vec<u8>,
@@ -26,64 +26,64 @@ pub struct Values {
 }
 
 impl Values {
-    /// One more, which is what this appends.
+    /// Adds one value, which is what `append` appends.
     pub fn add(&mut self, append: impl FnOnce(&mut Vec<u8>)) {
         append(&mut self.bytes);
         self.ends.push(self.bytes.len());
     }
 
-    /// How many.
+    /// Returns the number of values.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// Bytes of all of them.
+    /// Returns the size of all values in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes.len()
     }
 
-    /// One of them.
+    /// Returns one value.
     fn get(&self, at: usize) -> &[u8] {
         &self.bytes[at.checked_sub(1).map_or(0, |before| self.ends[before])..self.ends[at]]
     }
 }
 
-/// What is wanted.
+/// Requested operation.
 #[derive(Clone, Copy, Debug)]
 pub enum Verb<'a> {
-    /// The values.
+    /// Read the values.
     Get,
-    /// These values kept, by as many replicas, too.
+    /// Store these values on the primary and on this many replicas.
     Set { values: &'a Values, replicas: u32 },
-    /// The keys gone.
+    /// Delete the keys.
     Unlink,
 }
 
-/// What a key came to.
+/// Outcome of a key.
 #[derive(Clone, Copy, Debug)]
 pub enum Found<'a> {
-    /// Its value, of `Get`.
+    /// The value, for `Get`.
     Value(&'a [u8]),
-    /// No value, says its slot's owner.
+    /// The slot's owner has no value.
     Nothing,
-    /// No value, but the slot is on its way to another node.
+    /// This node has no value, but the slot is moving to another node.
     Elsewhere,
-    /// Done, for these many of the keys that this one stands for.
+    /// The operation is done, for this many of the keys that this outcome stands for.
     Done(u64),
 }
 
-/// Why it failed.
+/// Reason of a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failed {
-    /// The cluster's memory is used up; else it cannot now.
+    /// The cluster is out of memory; otherwise it cannot serve the request now.
     pub full: bool,
-    /// In words.
+    /// The reason as text.
     pub why: String,
-    /// It may have been carried out, or a part of it.
+    /// The request may have been executed, completely or in part.
     pub unknown: bool,
 }
 
-/// Redirections that are followed.
+/// Redirections that are followed at most.
 const HOPS: u32 = 6;
 
 /// One round: these keys, at this node.
@@ -94,8 +94,8 @@ struct Round {
     asking: bool,
 }
 
-/// Ask for all of `keys`, which are of one slot. `each` is told of a key by its place among them; of `UNLINK` with one
-/// command only of the first, for all.
+/// Requests all of `keys`, which are of one slot. `each` gets the index of a key and its outcome. For an `UNLINK` of
+/// all keys in one command, it is called once, with the first key.
 pub fn run(
     cluster: &Cluster,
     verb: Verb<'_>,
@@ -132,7 +132,7 @@ pub fn run(
             }
             Ok(Err(refusal)) => refusal,
             Err(error) => {
-                // Other nodes know the new owner.
+                // Other nodes may know a new owner.
                 cluster.refresh();
                 return Err(failed(broken(&round.at, &error), unknown));
             }
@@ -155,8 +155,8 @@ pub fn run(
     if rounds.is_empty() { Ok(()) } else { Err(failed("the nodes send us from one to the other".into(), unknown)) }
 }
 
-/// Keep values that are yet to be made: each call of `make` appends one or more, of the keys that follow, and they are
-/// on their way while it makes the next ones. One `WAIT` follows the last.
+/// Stores values that are still being produced. Each call of `make` appends one or more values, for the next keys, and
+/// the previous ones are sent meanwhile. One `WAIT` follows the last.
 pub fn set_as_made(
     cluster: &Cluster,
     replicas: u32,
@@ -201,7 +201,7 @@ pub fn set_as_made(
             cluster.refresh();
             Err(failed(why))
         }
-        // The slot moves, or has moved. All values are made: from here on it is a request like others.
+        // The slot moves, or has moved. All values are ready, so this continues as an ordinary request.
         Ok(Err(Refusal::Moved(_) | Refusal::Ask(_) | Refusal::OneByOne)) => {
             cluster.refresh();
             run(cluster, Verb::Set { values, replicas }, keys, timeout, &mut |_, _| ())
@@ -214,7 +214,7 @@ pub fn set_as_made(
     }
 }
 
-/// Ask whether as many replicas have what was written on this connection; nothing if none must.
+/// Adds a `WAIT` for the replicas of the writes on this connection, if any replica is required.
 fn add_wait(commands: &mut Commands, replicas: u32, within: Duration) {
     if replicas > 0 {
         let ms = (within.as_millis() as u64).max(1).to_string();
@@ -229,7 +229,7 @@ fn broken(at: &Addr, error: &io::Error) -> String {
     }
 }
 
-/// The commands of a round.
+/// Builds the commands of a round.
 fn commands(verb: Verb<'_>, keys: &[Vec<u8>], round: &Round, wait: Duration) -> Commands {
     let mut commands = Commands::default();
     let (many, one) = match verb {
@@ -263,7 +263,7 @@ fn commands(verb: Verb<'_>, keys: &[Vec<u8>], round: &Round, wait: Duration) -> 
     commands
 }
 
-/// Do as many replicas have it as must?
+/// Checks whether the required number of replicas have the write.
 fn check_wait(verb: Verb<'_>, at: &Addr, replies: &Replies<'_>) -> Result<(), Refusal> {
     let Verb::Set { replicas: replicas @ 1.., .. } = verb else { return Ok(()) };
     let last = replies.get(replies.iter().len().saturating_sub(1));
@@ -278,7 +278,7 @@ fn senseless(at: &Addr) -> Refusal {
     Refusal::Busy(format!("{at} says something that makes no sense"))
 }
 
-/// What a reply says of one key.
+/// Returns the outcome of one key in a reply.
 fn found<'a>(verb: Verb<'_>, round: &Round, said: Said<'a, '_>) -> Result<Found<'a>, Refusal> {
     if let Some(error) = said.error() {
         return Err(Refusal::of(&error, &round.at));
@@ -297,7 +297,7 @@ fn found<'a>(verb: Verb<'_>, round: &Round, said: Said<'a, '_>) -> Result<Found<
     }
 }
 
-/// The replies to one command for all keys.
+/// Reads the replies to one command for all keys.
 fn read_all(
     verb: Verb<'_>,
     round: &Round,
@@ -323,7 +323,7 @@ fn read_all(
     Ok(Vec::new())
 }
 
-/// The replies to one command for each key. Returns what is to be asked elsewhere.
+/// Reads the replies to one command for each key. Returns the rounds for keys that other nodes have.
 fn read_each(
     verb: Verb<'_>,
     round: &Round,

@@ -1,9 +1,9 @@
-//! Addresses of a node that is known by its name.
+//! Resolves the name of a node to addresses.
 //!
-//! Before: `link` is to connect to a node. After: it knows where.
-//! Threads: an address that is one costs none; a name is looked up on a thread of its own, because the resolver knows
-//! no deadline, and it may be a server that says which name.
-//! Promise: a call returns soon after its deadline, and at most [`LOOKUPS`] are under way.
+//! Before: `link` is about to connect to a node. After: it has the addresses.
+//! Threads: a literal address needs no thread. A name is resolved on a separate thread, because the resolver has no
+//! deadline, and a server can choose the name (in a redirection).
+//! Promise: a call returns soon after its deadline, and at most [`LOOKUPS`] lookups run at a time.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -14,7 +14,7 @@ use std::time::Instant;
 use crate::refusal::Addr;
 use crate::stream::left;
 
-/// Lookups under way at a time.
+/// Lookups that run at a time.
 const LOOKUPS: usize = 16;
 
 static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
@@ -22,7 +22,7 @@ static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
 /// Returns the addresses of this node.
 ///
 /// # Errors
-/// Its name is not known, or not by then.
+/// The name is unknown, or was not resolved in time.
 pub fn resolve(addr: &Addr, until: Instant) -> io::Result<Vec<SocketAddr>> {
     if let Ok(at) = addr.host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(at, addr.port)]);

@@ -1,28 +1,28 @@
-//! What goes over a connection: commands to a server, and its replies (RESP, version 2).
+//! The wire protocol of a connection: commands to a server, and its replies (RESP, version 2).
 //!
-//! Before: `request` knows what to ask. After: `link` sends the bytes, and hands back what a server said.
+//! Before: `request` has a command. After: `link` sends the bytes, and returns the server's replies.
 //! Threads: any; pure. Units: bytes.
-//! Promise: no reply of whatever server makes this panic, or keep more than [`REPLY_MAX`] bytes.
+//! Promise: no reply of any server makes this panic, or buffer more than [`REPLY_MAX`] bytes.
 //!
-//! It is written here, though a client library is at hand, for three reasons: a library's connection bounds one read
-//! from a socket and not a whole reply, so that a server that sends a byte now and then keeps a fault for hours; its
-//! parser takes any length that a server names; and it allocates once for each page of a run.
+//! We do not use a client library, for three reasons. A library's connection bounds one read from a socket and not a
+//! whole reply, so a server that sends a byte now and then delays a fault for hours. Its parser accepts any length that
+//! a server states. And it allocates once for each page of a run.
 
 use std::fmt;
 use std::ops::Range;
 
-/// Most bytes of replies that are kept at a time: 4,096 pages with room to spare.
+/// Limit of buffered reply bytes: 4,096 pages with room to spare.
 pub const REPLY_MAX: usize = 32 << 20;
-/// Most bytes of one value. A page needs 4 KiB; `INFO` some 8.
+/// Limit of one value. A page needs 4 KiB; `INFO` about 8.
 const BULK_MAX: usize = 1 << 20;
-/// Most elements of one array.
+/// Limit of elements in one array.
 const ARRAY_MAX: usize = 1 << 17;
-/// Longest line: a status, a number, an error.
+/// Limit of a line: a status, a number, an error.
 const LINE_MAX: usize = 4096;
-/// Arrays in arrays. `CLUSTER SHARDS` needs four.
+/// Limit of nested arrays. `CLUSTER SHARDS` needs four.
 const DEPTH_MAX: u32 = 8;
 
-/// Commands that go out together.
+/// Commands that are sent together.
 #[derive(Clone, Debug, Default)]
 pub struct Commands {
     bytes: Vec<u8>,
@@ -30,44 +30,44 @@ pub struct Commands {
 }
 
 impl Commands {
-    /// One command.
+    /// Returns a list with one command.
     pub fn one(words: &[&[u8]]) -> Self {
         let mut commands = Self::default();
         commands.add(words);
         commands
     }
 
-    /// One more command.
+    /// Adds a command.
     pub fn add(&mut self, words: &[&[u8]]) {
         self.begin(words.len());
         words.iter().for_each(|word| self.word(word));
     }
 
-    /// One more command of this many words, which follow.
+    /// Begins a command of this many words, which follow.
     pub fn begin(&mut self, words: usize) {
         self.count += 1;
         self.bytes.extend_from_slice(format!("*{words}\r\n").as_bytes());
     }
 
-    /// The next word.
+    /// Adds the next word.
     pub fn word(&mut self, word: &[u8]) {
         self.bytes.extend_from_slice(format!("${}\r\n", word.len()).as_bytes());
         self.bytes.extend_from_slice(word);
         self.bytes.extend_from_slice(b"\r\n");
     }
 
-    /// How many; each has one reply.
+    /// Returns the number of commands; each has one reply.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// What is sent.
+    /// Returns the bytes to send.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 }
 
-/// One reply. Texts and values are places in the bytes that were received.
+/// One reply. Texts and values are ranges of the received bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
     /// `+OK`.
@@ -78,13 +78,13 @@ pub enum Reply {
     Int(i64),
     /// A value.
     Bulk(Range<usize>),
-    /// No value.
+    /// The null reply.
     Nil,
-    /// Several.
+    /// An array.
     Array(Vec<Reply>),
 }
 
-/// These bytes are no reply.
+/// These bytes are not a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);
 
@@ -94,10 +94,10 @@ impl fmt::Display for Malformed {
     }
 }
 
-/// The reply that begins at `at`, and where the next one does; `None` if more bytes are needed.
+/// Parses the reply that begins at `at`. Returns it and the position of the next one; `None` if more bytes are needed.
 ///
 /// # Errors
-/// A server that is none, or is damaged, can cause it.
+/// The server is of another kind, or its data is damaged.
 pub fn parse(bytes: &[u8], at: usize) -> Result<Option<(Reply, usize)>, Malformed> {
     parse_at(bytes, at, 0)
 }
@@ -119,7 +119,7 @@ fn parse_at(bytes: &[u8], at: usize, depth: u32) -> Result<Option<(Reply, usize)
         let text = std::str::from_utf8(&bytes[line.clone()]).map_err(|_| Malformed("a number is no text"))?;
         text.parse::<i64>().map_err(|_| Malformed("a number is none"))
     };
-    // -1 says that there is nothing.
+    // A length of -1 is the null reply.
     let length = |most: usize| match number()? {
         -1 => Ok(None),
         some => usize::try_from(some).ok().filter(|len| *len <= most).map(Some).ok_or(Malformed("a length is absurd")),
@@ -162,17 +162,17 @@ pub struct Replies<'a> {
 }
 
 impl<'a> Replies<'a> {
-    /// These, in these bytes.
+    /// Creates replies whose ranges refer to these bytes.
     pub fn new(bytes: &'a [u8], replies: Vec<Reply>) -> Self {
         Self { bytes, replies }
     }
 
-    /// Each of them.
+    /// Returns each reply.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Said<'a, '_>> {
         self.replies.iter().map(|reply| Said { bytes: self.bytes, reply })
     }
 
-    /// The one at this place; nothing if there are fewer.
+    /// Returns the reply at this index; the null reply if there are fewer.
     pub fn get(&self, at: usize) -> Said<'a, '_> {
         Said { bytes: self.bytes, reply: self.replies.get(at).unwrap_or(&Reply::Nil) }
     }
@@ -186,7 +186,7 @@ pub struct Said<'a, 'r> {
 }
 
 impl<'a, 'r> Said<'a, 'r> {
-    /// The value or the status.
+    /// Returns the value or the status.
     pub fn bytes(self) -> Option<&'a [u8]> {
         match self.reply {
             Reply::Bulk(at) | Reply::Status(at) => Some(&self.bytes[at.clone()]),
@@ -194,12 +194,12 @@ impl<'a, 'r> Said<'a, 'r> {
         }
     }
 
-    /// The same as text.
+    /// Returns the same as text.
     pub fn text(self) -> Option<&'a str> {
         std::str::from_utf8(self.bytes()?).ok()
     }
 
-    /// The number.
+    /// Returns the number.
     pub fn int(self) -> Option<i64> {
         match self.reply {
             Reply::Int(int) => Some(*int),
@@ -207,7 +207,7 @@ impl<'a, 'r> Said<'a, 'r> {
         }
     }
 
-    /// What went wrong.
+    /// Returns the error text.
     pub fn error(self) -> Option<String> {
         match self.reply {
             Reply::Error(at) => Some(String::from_utf8_lossy(&self.bytes[at.clone()]).into_owned()),
@@ -215,12 +215,12 @@ impl<'a, 'r> Said<'a, 'r> {
         }
     }
 
-    /// Is there nothing?
+    /// Returns whether this is the null reply.
     pub fn is_nil(self) -> bool {
         *self.reply == Reply::Nil
     }
 
-    /// The elements.
+    /// Returns the elements.
     pub fn array(self) -> Option<impl ExactSizeIterator<Item = Said<'a, 'r>>> {
         match self.reply {
             Reply::Array(inside) => Some(inside.iter().map(move |reply| Said { bytes: self.bytes, reply })),

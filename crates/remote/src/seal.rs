@@ -1,13 +1,14 @@
-//! Sealing: pages leave the host under their VM's key (AES-256-GCM). Without the key nobody can read or forge one.
+//! Sealing: pages leave the host encrypted with their VM's key (AES-256-GCM). Without the key they cannot be read or
+//! forged.
 //!
 //! Before: `store` has the blob of a page, or a value that a server returned. After: it has the sealed value; or the
 //! blob, if the value was sealed for that page and generation.
 //! Threads: any; pure. Units: a sealed value is [`TAG_BYTES`] longer.
-//! Promise: no two values of a VM are sealed with the same nonce: it is the generation, which one run of pages has and
-//! no other (`store`), and the page's place in its chunk. VM, region, page and generation are authenticated: another
-//! page's value, and an older one of the same page, are refused like damaged ones.
+//! Promise: no two values of a VM are sealed with the same nonce. The nonce is the generation, which is unique to one
+//! run of pages (`store`), and the page's index in its chunk. VM, region, page and generation are authenticated. The
+//! value of another page, or an older value of the same page, is refused like a damaged one.
 //!
-//! Servers still see which pages of which VM there are, when they come and go, and how well each is compressed.
+//! Servers still see which pages each VM has there, when they are written and removed, and how well each compresses.
 
 use ballast_base::store::{Handle, PageKey};
 use ballast_store::blob::BLOB_MAX;
@@ -29,17 +30,17 @@ pub struct Seal(Kind);
 
 enum Kind {
     Plain,
-    /// Values of later generations are sealed; those before are as they were.
+    /// Values of later generations are sealed; earlier values are not.
     Sealed {
         since: u64,
         key: Box<LessSafeKey>,
     },
-    /// There was a key, and it is lost.
+    /// The VM had a key, and it is lost.
     Lost,
 }
 
 impl std::fmt::Debug for Kind {
-    /// Without the key.
+    /// Does not print the key.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Plain => f.write_str("Plain"),
@@ -81,13 +82,13 @@ impl Seal {
         Self(Kind::Plain)
     }
 
-    /// Returns the seal with this key. Values of generations up to `since` are as they were.
+    /// Returns the seal with this key. Values of generations up to `since` are not sealed.
     pub fn with(since: u64, key: &[u8; KEY_BYTES]) -> Self {
         let key = UnboundKey::new(&AES_256_GCM, key).expect("a key of this cipher has 32 bytes");
         Self(Kind::Sealed { since, key: Box::new(LessSafeKey::new(key)) })
     }
 
-    /// Returns the seal of a VM whose key is lost: no value opens, and no page may go out.
+    /// Returns the seal of a VM whose key is lost: no value can be opened, and no page may leave the host.
     pub fn lost() -> Self {
         Self(Kind::Lost)
     }
@@ -97,7 +98,7 @@ impl Seal {
         !matches!(self.0, Kind::Lost)
     }
 
-    /// Returns the bytes that this adds to a value.
+    /// Returns the number of bytes that sealing adds to a value.
     pub fn overhead(&self) -> usize {
         if matches!(self.0, Kind::Sealed { .. }) { TAG_BYTES } else { 0 }
     }

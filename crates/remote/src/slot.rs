@@ -1,9 +1,9 @@
-//! Which slot of a cluster a key belongs to: CRC16 of its hash tag.
+//! Maps a key to its slot of the cluster: CRC16 of its hash tag.
 //!
 //! Before: `name` made a key. After: the slot map says which node has it.
-//! Threads: any; pure. Units: slots, 0 to 16,383. Promise: what the cluster specification says, for any bytes.
+//! Threads: any; pure. Units: slots, 0 to 16,383. Promise: follows the cluster specification for any bytes.
 
-/// How many slots a cluster has.
+/// Number of slots in a cluster.
 pub const SLOTS: u16 = 16_384;
 
 const TABLE: [u16; 256] = {
@@ -21,19 +21,19 @@ const TABLE: [u16; 256] = {
     table
 };
 
-/// CRC16/XMODEM.
+/// Returns the CRC16/XMODEM.
 pub fn crc16(bytes: &[u8]) -> u16 {
     bytes.iter().fold(0, |crc, byte| crc << 8 ^ TABLE[usize::from(crc >> 8 ^ u16::from(*byte))])
 }
 
-/// The part of a key that decides: what is between the first `{` and the next `}`, or all of it.
+/// Returns the part of a key that is hashed: the bytes between the first `{` and the next `}`, or the whole key.
 fn tag(key: &[u8]) -> &[u8] {
     let inside = key.iter().position(|byte| *byte == b'{').map(|open| &key[open + 1..]);
     let closed = inside.and_then(|inside| Some(&inside[..inside.iter().position(|byte| *byte == b'}')?]));
     closed.filter(|tag| !tag.is_empty()).unwrap_or(key)
 }
 
-/// The slot of a key.
+/// Returns the slot of a key.
 pub fn slot_of(key: &[u8]) -> u16 {
     crc16(tag(key)) % SLOTS
 }

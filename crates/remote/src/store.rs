@@ -1,24 +1,24 @@
 //! The remote store: far pages in a Valkey or Redis cluster, one value each.
 //!
-//! Before: the spill worker has pages that have been far for long. After: a primary and as many replicas as was asked
-//! for have each, compressed and with a checksum; a slow worker gets it back.
-//! Threads: any; all but `free` and `usage` may wait for the network: a read for as long as its node is waited for (0.1
-//! to 1.6 s, see `nodes`), a write for ten times that, 4 s at most.
-//! Units: a page is one value; the budget counts pages at the mean size of what was put.
-//! Promise: `Stored` means that an `OK` and a `WAIT` for the replicas came in one pipeline on one connection. `Absent`
-//! means that everybody who might have the page was asked (`loss`).
+//! Before: the spill worker has pages that have been far for a long time. After: a primary and the required number of
+//! replicas have each page, compressed and with a checksum; a slow worker gets it back.
+//! Threads: any; every call except `free` and `usage` may wait for the network. A read waits up to its node's timeout
+//! (0.1 to 1.6 s, see `nodes`), a write ten times that, 4 s at most.
+//! Units: a page is one value; the budget counts pages at the mean size of the pages that were put.
+//! Promise: `Stored` means that an `OK` and a `WAIT` for the replicas arrived in one pipeline on one connection.
+//! `Absent` means that every node that might have the page was asked (`loss`).
 //!
-//! *No index.* The handle is the page's generation, and both make the key. Generations are ticks of the clock that all
-//! processes of the host share; one is never drawn ahead of that clock, so no two runs of pages have the same, in
-//! whatever engines of this VM, and nobody need write down which was used last. A write that a dead engine left with a
-//! server thus never takes the place of another.
+//! *No index.* The handle is the page's generation, and both form the key. Generations are ticks of the clock that all
+//! processes of the host share, and a generation is never drawn ahead of that clock. So no two runs of pages have the
+//! same generation, even in different engines of this VM, and the last one used need not be stored. A write that a dead
+//! engine left with a server thus never replaces a page of another engine.
 //!
-//! *Leftovers.* What a dead engine had put and nobody names is found by a sweep of the VM's keys, after `recover` (and
-//! after `own`, for what an engine that left could not unlink), in steps, by the thread that calls `tidy`: a key with a
-//! generation of before, which no word named then, is nobody's. A mark for each chunk, in shared memory, would say
-//! where to look. But pages are freed in all chunks all the time, so it would be set nearly everywhere; it would have
-//! to be cleared when all words that the chunk's copies ever had are known to agree, which no store is told; and it
-//! would not find what a dead engine's connections bring later.
+//! *Leftovers.* Pages that a dead engine put and no word names are found by a sweep of the VM's keys. It runs after
+//! `recover`, and after `own` for keys that a departed engine could not unlink. The thread that calls `tidy` runs it in
+//! steps. A key is garbage if its generation is older than that call and no word named it at that time. The alternative
+//! is a mark for each chunk in shared memory that says where to look. But pages are freed in all chunks all the time,
+//! so nearly every mark would be set. A mark could be cleared only when all words that the chunk's copies ever had are
+//! known to agree, which no store is told. And it would not find writes of a dead engine that arrive later.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -40,51 +40,51 @@ use crate::request::{self, Found, Values, Verb};
 use crate::seal::{SEALED_MAX, Seal};
 use crate::sweep::{self, Scan, write_timeout};
 
-/// A generation's tick. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
+/// Tick of the generations. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
 const TICK: Duration = Duration::from_micros(100);
-/// What a server needs for a page beside its value: the key, and its own tables.
+/// Memory that a server needs for a page in addition to its value: the key, and its own tables.
 const KEY_BYTES: u64 = 128;
-/// How long the cluster is left alone by `tidy` after it did not answer.
+/// Pause of `tidy` after the cluster did not respond.
 const REST: Duration = Duration::from_secs(1);
-/// Pause after a read that failed, so that no CPU is kept busy by asking a node that is not there.
+/// Pause after a read that failed, so that no CPU is busy with requests to an unreachable node.
 const PAUSE: Duration = Duration::from_millis(5);
-/// Pages that go out together: a server keeps them while the next ones are compressed.
+/// Pages sent together. The server stores them while the next ones are compressed.
 const PART: usize = 64;
-/// How long pages of a run that their owner does not have are looked for, but for the first.
+/// Time limit of the search for pages of a run that their owner does not have, after the first one.
 const LOOKS: Duration = Duration::from_secs(1);
-/// How long one `tidy` sweeps.
+/// Time limit of the sweep in one call of `tidy`.
 const SWEEP_SLICE: Duration = Duration::from_millis(20);
 
-/// What all stores of a process together may put into the cluster.
+/// Budget of all stores of a process in the cluster.
 #[derive(Debug)]
 pub struct RemoteBudget {
     limit: Bytes,
     pages: AtomicU64,
-    /// Pages ever put, and their bytes: how large one is.
+    /// Pages ever put and their bytes, for the mean size.
     put_pages: AtomicU64,
     put_bytes: AtomicU64,
 }
 
 impl RemoteBudget {
-    /// This much, keys and the servers' tables included.
+    /// Creates a budget of this size. It covers keys and the servers' tables.
     pub fn new(limit: Bytes) -> Arc<Self> {
         let [pages, put_pages, put_bytes] = [0; 3].map(AtomicU64::new);
         Arc::new(Self { limit, pages, put_pages, put_bytes })
     }
 
-    /// What this many pages occupy, as far as is known.
+    /// Returns the estimated size of this many pages.
     fn bytes(&self, pages: u64) -> u64 {
         let (put, bytes) = (self.put_pages.load(Relaxed), self.put_bytes.load(Relaxed));
         let mean = bytes.checked_div(put).unwrap_or(PAGE_SIZE as u64 + KEY_BYTES);
         pages.saturating_mul(mean)
     }
 
-    /// What all that is put now occupies, as far as is known.
+    /// Returns the estimated size of all pages in the cluster.
     pub fn used(&self) -> Bytes {
         Bytes(self.bytes(self.pages.load(Relaxed)))
     }
 
-    /// The most it may be.
+    /// Returns the limit.
     pub fn limit(&self) -> Bytes {
         self.limit
     }
@@ -100,11 +100,11 @@ pub struct RemoteStore {
     seal: RwLock<Arc<Seal>>,
     when_alone: Option<WhenAlone>,
     lease: Lease,
-    /// The generation that was drawn last.
+    /// Last generation drawn.
     last: Mutex<u64>,
-    /// Pages put and not unlinked, as far as is known.
+    /// Estimated number of pages that were put and not unlinked.
     pages: AtomicU64,
-    /// There were some: the lease is renewed, whatever is counted.
+    /// The store had pages at some time. The lease is renewed, whatever the count is.
     used: AtomicBool,
     freed: Mutex<Freed>,
     leftovers: Mutex<Option<Leftovers>>,
@@ -121,21 +121,21 @@ impl std::fmt::Debug for WhenAlone {
     }
 }
 
-/// What is yet to be unlinked.
+/// Pages that must still be unlinked.
 #[derive(Debug, Default)]
 struct Freed {
-    /// Pages, and whether they may have been unlinked already.
+    /// Pages, and whether they may already have been unlinked.
     pages: HashMap<(PageKey, Handle), bool>,
-    /// Pages that a failed write may have left. It was never counted.
+    /// Pages that a failed write may have left. They were never counted.
     failed: Vec<(PageKey, Handle)>,
 }
 
-/// What engines before may have left.
+/// State of the sweep for pages that earlier engines may have left.
 #[derive(Debug)]
 struct Leftovers {
-    /// What is not.
+    /// Pages that a word names, and that must stay.
     live: HashSet<(PageKey, Handle)>,
-    /// All that is put from now on has a larger one.
+    /// All pages that are put from now on have a larger generation.
     newest: Handle,
     scan: Option<Scan>,
 }
@@ -144,13 +144,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The last generation that a page may have that was put before now.
+/// Returns the largest generation that a page put before now can have.
 pub fn tick_now() -> u64 {
     clock::monotonic_ns() / TICK.as_nanos() as u64
 }
 
 impl RemoteStore {
-    /// The store of a VM, empty. After an engine that had pages in it, call `recover` next.
+    /// Creates the empty store of a VM. If an earlier engine had pages in it, `recover` must be called next.
     pub fn new(vm: VmId, cluster: Arc<Cluster>, budget: Arc<RemoteBudget>, codec: Codec, lease: Duration) -> Self {
         Self {
             vm,
@@ -170,15 +170,15 @@ impl RemoteStore {
         }
     }
 
-    /// The same, whose pages are sealed.
+    /// Returns the store with sealed pages.
     #[must_use]
     pub fn sealed(mut self, seal: Seal) -> Self {
         self.seal = RwLock::new(Arc::new(seal));
         self
     }
 
-    /// The same, whose pages are sealed with what this makes, from when no other process has the store any more
-    /// ([`Store::own`]): as long as one has, it may come to keep pages again, and knows nothing of a new key.
+    /// Returns the store with sealed pages, whose seal `make` creates once no other process has the store any more
+    /// ([`Store::own`]). Until then, the other process may resume storing pages, and does not know a new key.
     #[must_use]
     pub fn sealed_when_alone(mut self, make: impl Fn() -> Seal + Send + Sync + 'static) -> Self {
         self.when_alone = Some(WhenAlone(Box::new(make)));
@@ -189,7 +189,7 @@ impl RemoteStore {
         self.seal.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A generation that nobody had before; `None` if there are no more.
+    /// Returns a generation that nobody had before; `None` if there are no more.
     fn draw(&self) -> Option<Handle> {
         let mut last = lock(&self.last);
         while tick_now() <= *last {
@@ -214,13 +214,13 @@ impl RemoteStore {
         less(&self.budget.pages, had);
     }
 
-    /// It was refused: keep why.
+    /// Records why a page was refused.
     fn refuse(&self, why: String, outcome: PutOutcome) -> PutOutcome {
         *lock(&self.refusal) = Some(why);
         outcome
     }
 
-    /// Put pages of one chunk, all or none.
+    /// Puts pages of one chunk, all or none.
     fn put_chunk(&self, first: PageKey, pages: &[PageBytes]) -> Result<Handle, PutOutcome> {
         let count = pages.len() as u64;
         let seal = self.seal();
@@ -267,7 +267,7 @@ impl RemoteStore {
         }
     }
 
-    /// Get pages of one chunk.
+    /// Gets pages of one chunk.
     fn get_chunk(&self, keys: &[PageKey], handles: &[Handle], out: &mut [PageBytes], outcomes: &mut [GetOutcome]) {
         let names: Vec<Vec<u8>> = keys.iter().zip(handles).map(|(key, handle)| name::key(*key, *handle)).collect();
         let mut gone = Vec::new();
@@ -285,14 +285,14 @@ impl RemoteStore {
             Found::Elsewhere | Found::Done(_) => {}
         });
         if let Err(failed) = asked {
-            // What failed is still `Busy`. Its caller asks again at once.
+            // The outcomes that failed are still `Busy`, and the caller retries at once.
             *lock(&self.refusal) = Some(failed.why);
             std::thread::sleep(PAUSE);
         }
         let begun = Instant::now();
         for (number, at) in gone.into_iter().enumerate() {
             if number > 0 && begun.elapsed() > LOOKS {
-                // They are still `Busy`: the next read of one finds out.
+                // The remaining outcomes are still `Busy`. The next read of each page searches for it.
                 break;
             }
             outcomes[at] = match loss::look(&self.cluster, &names[at]) {
@@ -306,7 +306,7 @@ impl RemoteStore {
         }
     }
 
-    /// Unlink what was freed. False if the cluster does not answer.
+    /// Unlinks the pages that were freed. Returns false if the cluster does not respond.
     fn unlink_freed(&self) -> bool {
         let freed = std::mem::take(&mut *lock(&self.freed));
         let mut pages: Vec<_> = freed.pages.into_iter().collect();
@@ -314,10 +314,10 @@ impl RemoteStore {
         let chunk = |key: &PageKey| (key.region, key.page.0 / CHUNK_PAGES);
         let mut works = true;
         for run in pages.chunk_by(|((a, _), _), ((b, _), _)| chunk(a) == chunk(b)) {
-            // A large run of one chunk is several generations of it.
+            // A large run of one chunk may span several generations.
             let keys = run.iter().map(|((key, handle), _)| name::key(*key, *handle)).collect();
             match if works { sweep::unlink(&self.cluster, keys) } else { Err(rests()) } {
-                // One that may have been unlinked before counts as if it was now.
+                // A page that may have been unlinked before counts as unlinked now.
                 Ok(gone) => {
                     let maybe = run.iter().filter(|(_, maybe)| *maybe).count() as u64;
                     self.sub_pages((gone + maybe).min(run.len() as u64));
@@ -347,7 +347,7 @@ impl RemoteStore {
         *lock(&self.refusal) = Some(why);
     }
 
-    /// Go on with the sweep for leftovers.
+    /// Continues the sweep for leftovers.
     fn sweep(&self) {
         let mut leftovers = lock(&self.leftovers);
         let Some(Leftovers { live, newest, scan }) = &mut *leftovers else { return };
@@ -385,7 +385,7 @@ impl Drop for RemoteStore {
     }
 }
 
-/// The next part of a run that is in one chunk.
+/// Returns the end of the next part of a run that is in one chunk.
 fn chunk_end(first: PageIdx, from: usize, len: usize) -> usize {
     let page = first.0 + from as u64;
     len.min(from + (CHUNK_PAGES - page % CHUNK_PAGES) as usize)
@@ -427,7 +427,7 @@ impl Store for RemoteStore {
         }
     }
 
-    /// It is unlinked by the next `tidy`: who frees a page may be a fault worker.
+    /// The next `tidy` unlinks the page, because the caller may be a fault worker.
     fn free(&self, key: PageKey, handle: Handle) {
         lock(&self.freed).pages.entry((key, handle)).or_default();
     }
@@ -447,12 +447,12 @@ impl Store for RemoteStore {
         self.sweep();
     }
 
-    /// Asks nothing of the cluster: what is left is found by `tidy`.
+    /// Sends nothing to the cluster; `tidy` finds the leftovers.
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         let newest = self.draw().or(Handle::new(Handle::MAX)).ok_or_else(|| io::Error::other("no generation"))?;
         let live: HashSet<_> = live.collect();
         let kept_blobs = live.len() as u64;
-        // The sweep finds what these name, too.
+        // The sweep also finds these pages.
         *lock(&self.freed) = Freed::default();
         self.sub_pages(self.pages.load(Relaxed));
         self.add_pages(kept_blobs);
@@ -460,13 +460,13 @@ impl Store for RemoteStore {
         Ok(Recovered { kept_blobs, ..Recovered::default() })
     }
 
-    /// There may be pages: their lease must not run out.
+    /// The store may have pages, so their lease must not expire.
     fn follow(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         self.used.store(true, Relaxed);
     }
 
-    /// What was freed here since [`Store::follow`] is yet to be unlinked, and counts until then. What is freed at this
-    /// moment may be counted once too little.
+    /// Pages that were freed here since [`Store::follow`] must still be unlinked, and count until then. A page that is
+    /// freed during this call may be counted once too little.
     fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         if let Some(WhenAlone(make)) = &self.when_alone {
             *self.seal.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(make());

@@ -1,10 +1,10 @@
-//! The bytes of a connection: as they are, or under TLS.
+//! The byte stream of a connection, plain or under TLS.
 //!
-//! Before: `link` has commands to send. After: they are with the kernel, or what the server sent is here.
+//! Before: `link` has commands to send. After: the kernel has the bytes, or the server's bytes have arrived.
 //! Threads: one at a time. Units: bytes, time.
-//! Promise: each call returns soon after its deadline, whatever the server does: one that takes or sends a byte now and
-//! then is given up like one that is silent. Under TLS nothing goes out before the server has shown a certificate of
-//! the authority that was named, for the name it was asked by.
+//! Promise: each call returns soon after its deadline, whatever the server does. A server that transfers a byte now and
+//! then is given up like a silent one. Under TLS no command is sent before the server has shown a certificate of the
+//! configured authority for the expected name.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -18,25 +18,25 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
 use crate::refusal::Addr;
 
-/// The files of TLS. They are read for each connection, so that they may be changed.
+/// Files for TLS. They are read for each connection, so that they can be changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tls {
-    /// Certificates (PEM) of authorities that sign the servers'.
+    /// Certificates (PEM) of the authorities that sign the servers' certificates.
     pub ca_file: PathBuf,
     /// Our own certificate and its key (PEM), if servers ask for one.
     pub own: Option<(PathBuf, PathBuf)>,
-    /// The name that servers' certificates are for; without one, the host in each server's address.
+    /// Name in the servers' certificates; `None`: the host in each server's address.
     pub name: Option<String>,
 }
 
-/// Reads of what a server sent unasked, at a time.
+/// Limit of reads of unrequested records at a time.
 const UNASKED: usize = 16;
 
 /// The bytes of one connection.
 #[derive(Debug)]
 pub struct Stream {
     socket: TcpStream,
-    /// The socket's timeout: it is set again only if another is wanted.
+    /// Current timeout of the socket. It is set again only if it must change.
     timeout: Duration,
     tls: Option<Box<ClientConnection>>,
 }
@@ -83,7 +83,7 @@ impl Stream {
     /// Returns a stream over this connection. With TLS, the server has shown a valid certificate.
     ///
     /// # Errors
-    /// Its certificate is not valid, the handshake does not end in time, or a file cannot be used.
+    /// The certificate is not valid, the handshake does not end in time, or a file cannot be used.
     pub fn new(socket: TcpStream, addr: &Addr, tls: Option<&Tls>, until: Instant) -> io::Result<Self> {
         let tls = tls.map(|tls| tls.begin(addr)).transpose()?.map(Box::new);
         let mut stream = Self { socket, timeout: Duration::ZERO, tls };
@@ -111,7 +111,7 @@ impl Stream {
                 bytes = &bytes[self.write(until, |mut socket| socket.write(bytes))?..];
                 continue;
             };
-            // It takes as much as it keeps at a time.
+            // TLS takes only as much as its buffer holds.
             let taken = tls.writer().write(bytes)?;
             bytes = &bytes[taken..];
             self.flush(until)?;
@@ -119,7 +119,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Takes some of the bytes that the server sent; returns 0 if it has hung up.
+    /// Receives some bytes of the server. Returns 0 if it has closed the connection.
     ///
     /// # Errors
     /// The connection is broken, or the deadline has passed.
@@ -135,12 +135,12 @@ impl Stream {
             if self.take(until)? == 0 {
                 return Ok(0);
             }
-            // Keys are changed now and then.
+            // TLS may have to send a key update.
             self.flush(until)?;
         }
     }
 
-    /// Returns whether the server has hung up, or sent something unasked.
+    /// Returns whether the server has closed the connection, or sent something unrequested.
     pub fn is_stale(&mut self) -> bool {
         if self.socket.set_nonblocking(true).is_err() {
             return true;
@@ -154,7 +154,7 @@ impl Stream {
         !quiet || self.socket.set_nonblocking(false).is_err()
     }
 
-    /// Sends the records that TLS has ready.
+    /// Sends the pending TLS records.
     fn flush(&mut self, until: Instant) -> io::Result<()> {
         while let Some(mut tls) = self.tls.take_if(|tls| tls.wants_write()) {
             let wrote = self.write(until, |mut socket| tls.write_tls(&mut socket));
@@ -164,7 +164,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Gives TLS bytes that the server sent, once.
+    /// Reads bytes of the server once and passes them to TLS.
     fn take(&mut self, until: Instant) -> io::Result<usize> {
         let Some(mut tls) = self.tls.take() else { return Ok(0) };
         let read = self.read(until, |mut socket| tls.read_tls(&mut socket));
@@ -172,7 +172,7 @@ impl Stream {
         self.tls = Some(tls);
         let read = read?;
         if let Err(error) = processed {
-            // The server is told why, if it listens.
+            // This sends the TLS alert with the reason to the server, if it still reads.
             let _ = self.flush(until);
             let _ = self.socket.shutdown(Shutdown::Both);
             return Err(invalid(error));
@@ -191,7 +191,7 @@ impl Stream {
         }
     }
 
-    /// Makes one call of the kernel that waits until then at most.
+    /// Makes one system call that waits until the deadline at most.
     fn within(&mut self, until: Instant, mut call: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
         loop {
             self.set_timeout(left(until)?)?;
@@ -202,7 +202,7 @@ impl Stream {
         }
     }
 
-    /// The socket's timeout is what is left, or up to a quarter more, so that most calls need not set it.
+    /// Sets the socket's timeout to the time left, or up to a quarter more, so that most calls need not change it.
     fn set_timeout(&mut self, left: Duration) -> io::Result<()> {
         if self.timeout < left || self.timeout > left + left / 4 {
             let timeout = (left + left / 8).max(Duration::from_millis(1));
@@ -214,8 +214,8 @@ impl Stream {
     }
 }
 
-/// Reads records that the server sent unasked; the error is `WouldBlock` if none of them has data. Records without data
-/// are about sessions and keys. A server that sends them without end counts as one that sent data.
+/// Reads records that the server sent unrequested. Returns the error `WouldBlock` if none of them has data. Records
+/// without data are about sessions and keys. A server that sends them without end counts as one that sent data.
 fn read_unasked(tls: &mut ClientConnection, socket: &mut TcpStream) -> io::Result<usize> {
     for _ in 0..UNASKED {
         match tls.read_tls(socket)? {
@@ -229,7 +229,7 @@ fn read_unasked(tls: &mut ClientConnection, socket: &mut TcpStream) -> io::Resul
     Ok(1)
 }
 
-/// Returns the time until then.
+/// Returns the time left until the deadline.
 pub fn left(until: Instant) -> io::Result<Duration> {
     let left = until.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time")) } else { Ok(left) }

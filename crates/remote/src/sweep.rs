@@ -1,10 +1,10 @@
-//! Sweep: look at all keys of a pattern, and unlink those that nobody names.
+//! Sweep: scans all keys that match a pattern, and unlinks those that no word names.
 //!
-//! Before: an engine died, or a VM ended, or a host. After: what they left takes no room any more.
-//! Threads: one at a time for each sweep; it goes in steps, so that it need not be done at once. Units: keys.
-//! Promise: only keys that the caller says are garbage are unlinked. A sweep may miss keys of a slot that moves
-//! meanwhile, and what a dead process wrote that a stopped server has yet to read: the next one finds them, the one at
-//! the VM's end at the latest.
+//! Before: an engine, a VM or a host ended. After: the pages that it left take no memory any more.
+//! Threads: one at a time for each sweep; it runs in steps, so that it need not be done at once. Units: keys.
+//! Promise: only keys that the caller declares garbage are unlinked. A sweep may miss keys of a slot that moves
+//! meanwhile, and writes of a dead process that a stopped server has not read yet. The next sweep finds them, at the
+//! latest the one at the VM's end.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::refusal::Addr;
 use crate::request::{self, Failed, Found, Verb};
 use crate::resp::Commands;
 
-/// How long one node may take for one step. It looks at [`COUNT`] keys in some 0.3 ms.
+/// Longest time that one node may take for one step. It scans [`COUNT`] keys in some 0.3 ms.
 const TIMEOUT: Duration = Duration::from_secs(2);
 const COUNT: &[u8] = b"1000";
 
@@ -22,13 +22,13 @@ const COUNT: &[u8] = b"1000";
 #[derive(Debug)]
 pub struct Scan {
     pattern: Vec<u8>,
-    /// Primaries that were not looked at yet.
+    /// Primaries that were not scanned yet.
     todo: Vec<Addr>,
     at: Option<(Addr, u64)>,
 }
 
 impl Scan {
-    /// All keys that match, on all primaries that there are now.
+    /// Starts a sweep of all keys that match, on all current primaries.
     ///
     /// # Errors
     /// The cluster cannot be reached.
@@ -42,10 +42,10 @@ impl Scan {
         Ok(Self { pattern, todo, at: None })
     }
 
-    /// The next keys, some of them perhaps again; `None` if all have been seen.
+    /// Returns the next keys, possibly some of them again; `None` if all were scanned.
     ///
     /// # Errors
-    /// A node does not answer: begin anew.
+    /// A node does not respond: start a new sweep.
     pub fn step(&mut self, cluster: &Cluster) -> io::Result<Option<Vec<Vec<u8>>>> {
         let Some((addr, cursor)) = self.at.take().or_else(|| Some((self.todo.pop()?, 0))) else { return Ok(None) };
         let cursor = cursor.to_string();
@@ -70,15 +70,15 @@ impl Scan {
     }
 }
 
-/// How long a request that writes may take, of how long its node is waited for.
+/// Returns the timeout of a request that writes, from the timeout of its node.
 pub fn write_timeout(timeout: Duration) -> Duration {
     (timeout * 10).min(Duration::from_secs(4))
 }
 
-/// Unlink these, whatever they are; returns how many there were.
+/// Unlinks these keys without a check. Returns how many existed.
 ///
 /// # Errors
-/// A node does not answer. Some may be gone.
+/// A node does not respond. Some of the keys may be unlinked.
 pub fn unlink(cluster: &Cluster, mut keys: Vec<Vec<u8>>) -> Result<u64, Failed> {
     let tag_end = |key: &[u8]| key.iter().position(|byte| *byte == b'}').map_or(key.len(), |at| at + 1);
     keys.sort();
