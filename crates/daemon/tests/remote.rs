@@ -31,27 +31,37 @@ fn remote(valkey: &Valkey) -> String {
     )
 }
 
-fn start() -> Option<Valkey> {
+fn start(layout: Layout) -> Option<Valkey> {
     if missing("valkey", valkey_missing()) {
         return None;
     }
-    Some(Valkey::start(Layout::default()).expect("a cluster"))
+    Some(Valkey::start(layout).expect("a cluster"))
+}
+
+/// The engine is killed, and "victim" goes to the cluster and back under the next one.
+fn engine_dies(daemon: &Daemon) {
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    daemon.goes_to_file_and_back("victim");
+}
+
+/// The keeper is killed, and "victim" attaches again, goes to the cluster and back.
+fn keeper_dies(daemon: &mut Daemon) {
+    daemon.kill_and_restart_keeper(true);
+    until("the guest is attached again", || daemon.api.vm("victim").is_ok());
+    daemon.goes_to_file_and_back("victim");
 }
 
 #[test]
 fn an_engine_and_a_keeper_die_and_no_byte_in_the_cluster_is_lost() {
-    let Some(valkey) = start() else { return };
+    let Some(valkey) = start(Layout::default()) else { return };
     let mut daemon = Daemon::start(&remote(&valkey));
     let guest = Guest::start(&daemon, "victim", BUSY);
+    daemon.goes_to_file_and_back("victim");
     for _ in 0..4 {
-        daemon.goes_to_file_and_back("victim");
-        let old = daemon.kill_engine();
-        daemon.wait_for_engine_after(old);
+        engine_dies(&daemon);
     }
-    daemon.goes_to_file_and_back("victim");
-    daemon.kill_and_restart_keeper(true);
-    until("the guest is attached again", || daemon.api.vm("victim").is_ok());
-    daemon.goes_to_file_and_back("victim");
+    keeper_dies(&mut daemon);
     assert!(daemon.vm("victim").far_remote_bytes > 0);
     let remote = daemon.host().remote.expect("a remote store");
     assert!(remote.far_bytes > 0 && remote.used_bytes > 0 && remote.nodes.len() >= 3, "{remote:?}");
@@ -88,19 +98,12 @@ fn plain_values(valkey: &Valkey) -> usize {
 
 #[test]
 fn sealed_pages_survive_engine_keeper_and_an_upgrade_and_none_is_plain_in_a_server() {
-    if missing("valkey", valkey_missing()) {
-        return;
-    }
-    let valkey = Valkey::start(Layout { tls: true, ..Layout::default() }).expect("a cluster");
+    let Some(valkey) = start(Layout { tls: true, ..Layout::default() }) else { return };
     let mut daemon = Daemon::start(&private(&valkey));
     let guest = Guest::start(&daemon, "victim", BUSY);
     daemon.goes_to_file_and_back("victim");
-    let old = daemon.kill_engine();
-    daemon.wait_for_engine_after(old);
-    daemon.goes_to_file_and_back("victim");
-    daemon.kill_and_restart_keeper(true);
-    until("the guest is attached again", || daemon.api.vm("victim").is_ok());
-    daemon.goes_to_file_and_back("victim");
+    engine_dies(&daemon);
+    keeper_dies(&mut daemon);
     let program = Some(env!("CARGO_BIN_EXE_ballastd").to_owned());
     daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("it begins");
     until("it is over", || daemon.api.upgrade().is_ok_and(|now| now.stage == UpgradeStage::Done));
@@ -119,7 +122,7 @@ fn a_key_that_is_damaged_or_another_costs_what_it_sealed_and_is_said_and_no_othe
     if no_uffd() {
         return;
     }
-    let Some(valkey) = start() else { return };
+    let Some(valkey) = start(Layout::default()) else { return };
     let daemon = Daemon::start(&format!("{}encrypt = true\n", remote(&valkey)));
     let names = ["damaged", "another", "calm"];
     let rams = names.map(|_| Ram::new(PAGES));
@@ -165,7 +168,7 @@ fn a_key_that_is_damaged_or_another_costs_what_it_sealed_and_is_said_and_no_othe
 
 #[test]
 fn an_upgrade_moves_a_vm_with_pages_in_the_cluster_and_somebody_serves_it_at_every_moment() {
-    let Some(valkey) = start() else { return };
+    let Some(valkey) = start(Layout::default()) else { return };
     let daemon = Daemon::start(&remote(&valkey));
     let guest = Guest::start(&daemon, "victim", BUSY);
     for _ in 0..4 {
@@ -184,7 +187,7 @@ fn an_upgrade_moves_a_vm_with_pages_in_the_cluster_and_somebody_serves_it_at_eve
 
 #[test]
 fn nodes_die_and_stop_and_the_guest_waits_and_sees_no_wrong_byte() {
-    let Some(mut valkey) = start() else { return };
+    let Some(mut valkey) = start(Layout::default()) else { return };
     let daemon = Daemon::start(&remote(&valkey));
     let guest = Guest::start(&daemon, "victim", BUSY);
     daemon.goes_to_file_and_back("victim");
@@ -216,7 +219,7 @@ fn nodes_die_and_stop_and_the_guest_waits_and_sees_no_wrong_byte() {
 
 #[test]
 fn settings_that_would_lose_pages_are_said() {
-    let Some(valkey) = start() else { return };
+    let Some(valkey) = start(Layout::default()) else { return };
     valkey.say(0, &["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).expect("CONFIG");
     let daemon = Daemon::start(&remote(&valkey));
     until("it is said", || daemon.api.events().is_ok_and(|events| events.iter().any(|e| e.kind == "remote-unsafe")));

@@ -49,7 +49,7 @@ use ballast_base::{PageIdx, PageRange};
 pub use age::{Age, touched};
 pub use ages::{Heat, heat};
 pub use entry::{Entry, RECENT};
-pub use pick::{HeatSource, push_run};
+pub use pick::{HeatSource, is_candidate, push_run};
 pub use shared::{Cycle, Turn, VmHeat};
 pub use source::{AccessSource, CycleReport, PageMap, Phase, Seen, UnitId, Watch};
 pub use tracker::{Settings, Step, Tracker};

@@ -219,8 +219,8 @@ fn sweep(
     None
 }
 
-/// Is the page Resident and unlocked, and without credit? To skip it uses up one round of its credit.
-fn is_candidate(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> bool {
+/// Returns whether the page is Resident, unlocked and without credit. Skipping it uses up one round of its credit.
+pub fn is_candidate(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> bool {
     let Some(byte) = pages.age(region, page) else { return false };
     let age = Age::from_byte(byte);
     if age.credit > 0 && pick == Pick::Cold {

@@ -3,7 +3,6 @@
 
 mod common;
 
-use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Once;
 use std::sync::atomic::Ordering;
@@ -15,7 +14,7 @@ use ballast_pool::Mode;
 use ballast_reserve::{Grant, Reserve};
 use ballast_sys::{Mapping, memfd};
 
-use common::{Place, settle, sum, zero_all};
+use common::{Place, map, settle, sum, zero_all};
 
 const SLICE: u64 = HUGE_SIZE as u64;
 /// Huge pages of the pool of these tests.
@@ -52,13 +51,6 @@ fn pool(place: &Place) -> Option<Reserve> {
 
 fn grant(reserve: &mut Reserve, name: &str, mib: u64) -> Result<Grant, String> {
     reserve.grant(name, Bytes(mib * MIB), Mode::Slices, &Nodes::One(0)).map_err(|error| error.to_string())
-}
-
-fn map(grant: &Grant) -> Mapping {
-    let piece = |extent: &ballast_base::Extent| {
-        (grant.files[usize::from(extent.file)].as_fd(), extent.offset.0, extent.len.0 as usize)
-    };
-    Mapping::shared_pieces(&grant.extents.iter().map(piece).collect::<Vec<_>>()).expect("map")
 }
 
 /// Every slice is zero, and is marked.

@@ -10,24 +10,12 @@ use std::sync::atomic::Ordering;
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGE_SIZE};
 use ballast_pool::Mode;
-use ballast_reserve::{Grant, Reserve};
+use ballast_reserve::Grant;
 use ballast_sys::Mapping;
 
-use common::{Place, sum, zero_all};
+use common::{Place, SECRET, grant, map, sum, zero_all};
 
-const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
 const SLICE: usize = HUGE_SIZE;
-
-fn grant(reserve: &mut Reserve, name: &str, mib: u64) -> Grant {
-    reserve.grant(name, Bytes(mib * MIB), Mode::Slices, &Nodes::Any).expect("granted")
-}
-
-fn map(grant: &Grant) -> Mapping {
-    let piece = |extent: &ballast_base::Extent| {
-        (grant.files[usize::from(extent.file)].as_fd(), extent.offset.0, extent.len.0 as usize)
-    };
-    Mapping::shared_pieces(&grant.extents.iter().map(piece).collect::<Vec<_>>()).expect("map")
-}
 
 /// The words of a mapping, one of each page, that are not zero.
 fn found(map: &Mapping) -> usize {

@@ -11,21 +11,7 @@ use ballast_pool::Mode;
 use ballast_reserve::{Grant, Reserve, Want};
 use ballast_sys::Mapping;
 
-use common::{Place, sum, zero_all};
-
-const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
-
-fn grant(reserve: &mut Reserve, name: &str, mib: u64) -> Grant {
-    reserve.grant(name, Bytes(mib * MIB), Mode::Slices, &Nodes::Any).expect("granted")
-}
-
-/// Map it as a VMM would.
-fn map(grant: &Grant) -> Mapping {
-    let piece = |extent: &ballast_base::Extent| {
-        (grant.files[usize::from(extent.file)].as_fd(), extent.offset.0, extent.len.0 as usize)
-    };
-    Mapping::shared_pieces(&grant.extents.iter().map(piece).collect::<Vec<_>>()).expect("map")
-}
+use common::{Place, SECRET, grant, map, sum, zero_all};
 
 /// Leave a secret in each page, and return how many words were not zero.
 fn search_and_mark(map: &Mapping) -> usize {

@@ -12,7 +12,7 @@
 use ballast_base::{PageIdx, PageRange};
 use ballast_guest::run::COLD;
 use ballast_guest::{Kind, Run};
-use ballast_heat::{Age, ColdRun, Pages, Pick, push_run};
+use ballast_heat::{ColdRun, Pages, Pick, is_candidate, push_run};
 
 use super::places::Places;
 
@@ -108,6 +108,7 @@ fn take(pages: &dyn Pages, hint: Hint, pick: Pick, left: &mut u64, out: &mut Vec
             if *left == 0 {
                 return Some(Hint { pages: PageRange::new(PageIdx(page), PageIdx(stop)), ..hint });
             }
+            // The guest may say that it is cold; its credit, which quarantine gave it when it was in use, counts more.
             if is_candidate(pages, hint.region, PageIdx(page), pick) {
                 *left = left.saturating_sub(granule);
                 push_run(out, hint.region, PageRange::of(PageIdx(page), granule));
@@ -118,18 +119,6 @@ fn take(pages: &dyn Pages, hint: Hint, pick: Pick, left: &mut u64, out: &mut Vec
         at = run.end().0.max(at + 1);
     }
     None
-}
-
-/// Is the page Resident and unlocked, and did quarantine not find it in use lately? The guest may say that it is cold;
-/// what was seen of it counts more.
-fn is_candidate(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> bool {
-    let Some(byte) = pages.age(region, page) else { return false };
-    let age = Age::from_byte(byte);
-    if age.credit > 0 && pick == Pick::Cold {
-        pages.set_age(region, page, Age { credit: age.credit - 1, ..age }.byte());
-        return false;
-    }
-    true
 }
 
 #[cfg(test)]

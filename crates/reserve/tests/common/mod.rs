@@ -2,13 +2,32 @@
 
 #![allow(dead_code)]
 
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ballast_base::{Bytes, MIB};
+use ballast_base::pool::Nodes;
+use ballast_base::{Bytes, Extent, MIB};
 use ballast_needs::skip;
-use ballast_reserve::{Host, Reserve, Want};
+use ballast_pool::Mode;
+use ballast_reserve::{Grant, Host, Reserve, Want};
+use ballast_sys::Mapping;
+
+/// What one VM writes and no other may find.
+pub const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
+
+/// Memory of the pool for this VM, of any node.
+pub fn grant(reserve: &mut Reserve, name: &str, mib: u64) -> Grant {
+    reserve.grant(name, Bytes(mib * MIB), Mode::Slices, &Nodes::Any).expect("granted")
+}
+
+/// Map it as a VMM would.
+pub fn map(grant: &Grant) -> Mapping {
+    let piece =
+        |extent: &Extent| (grant.files[usize::from(extent.file)].as_fd(), extent.offset.0, extent.len.0 as usize);
+    Mapping::shared_pieces(&grant.extents.iter().map(piece).collect::<Vec<_>>()).expect("map")
+}
 
 /// One at a time: they share the kernel's number of huge pages.
 static ONE: Mutex<()> = Mutex::new(());
