@@ -9,8 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-target/dist}
-# TLS to a cluster brought it to 11.0 MiB.
-most=$((12 << 20))
+most=$((10 << 20))
 export ZSTD_SYS_USE_PKG_CONFIG="${ZSTD_SYS_USE_PKG_CONFIG:-1}"
 cargo build --release -p ballast-daemon -p ballast-cli -p ballast-preload -p ballast-bench
 built=$(cd "${CARGO_TARGET_DIR:-target}/release" && pwd)
