@@ -1,10 +1,13 @@
 //! Reclaim: which pages are evicted, and when.
 //!
-//! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop. `refault` and
-//! `interval` tell it which pages refault and how soon, `kept` and `pinned` which pages must stay, `growth` that a VM
-//! at rest holds more, and `pace` whether a client's reply begins a round.
+//! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop. `candidates` picks
+//! pages, `quarantine` has them zapped and holds them for T, and `adaptive` shortens T above the limit. `refault` and
+//! `interval` know which pages refault and how soon, `kept` and `pinned` which pages must stay, `growth` that a VM at
+//! rest holds more, and `pace` whether a client's reply begins a round.
 //! Threads: one reclaim worker for each VM. Promise: a page is evicted only after its quarantine.
 
+mod adaptive;
+mod candidates;
 pub(crate) mod growth;
 pub mod interval;
 pub(crate) mod kept;

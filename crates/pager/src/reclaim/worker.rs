@@ -11,17 +11,14 @@
 //!                   nothing to do        |  background  |  direct
 //! ```
 //!
-//! Above *low* the worker reclaims in the background: it keeps a supply of pages in quarantine and evicts those that
-//! stayed untouched for T, until resident memory is at low again. Above *limit* it does the same without pauses, and
-//! takes warm pages, too. There the quarantine is *adaptive*, unless something may have pages pinned and the engine
-//! cannot know which: it lasts a short T, which is halved as long as nearly all pages are quarantine hits. If they are
-//! hits even with no T at all, reclaim is *forced*: pages are locked before they are copied. From a margin above the
-//! limit on, a page comes in only when one has gone out (`throttle`). Faults that wait for that first raise the number
-//! of pages in quarantine, then halve T. So a VM whose working set is larger than its limit is held to the limit, at
-//! the price of restores.
-//!
-//! Two guesses propose pages: heat (the clock, or the oldest of tracking), and recent refaults (`refault`, which learns
-//! which of the two has the longer refault interval). Pages of either must stay untouched in quarantine.
+//! Above *low* the worker reclaims in the background: it keeps a supply of pages in quarantine (`candidates` picks
+//! them) and evicts those that stayed untouched for T, until resident memory is at low again. Above *limit* it does the
+//! same without pauses, and takes warm pages, too. There the quarantine is *adaptive* (`adaptive`), unless something
+//! may have pages pinned and the engine cannot know which: it lasts a short T, which is halved as long as nearly all
+//! pages are quarantine hits. If they are hits even with no T at all, reclaim is *forced*: pages are locked before they
+//! are copied. From a margin above the limit on, a page comes in only when one has gone out (`throttle`). Faults that
+//! wait for that first raise the number of pages in quarantine, then halve T. So a VM whose working set is larger than
+//! its limit is held to the limit, at the price of restores.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -29,20 +26,19 @@ use std::time::{Duration, Instant};
 
 use ballast_base::units::{GIB, MIB};
 use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_heat::{HeatSource, Pick};
+use ballast_heat::Pick;
 use ballast_store::PageBytes;
 use ballast_sys::PinCheck;
 
-use crate::agent::trust::{By, Trust};
+use crate::reclaim::adaptive::Adaptive;
+use crate::reclaim::candidates::Candidates;
 use crate::reclaim::interval;
 use crate::reclaim::pace::Pace;
 use crate::reclaim::pinned::Asked;
 use crate::reclaim::quarantine::{Due, Quarantine};
-use crate::reclaim::refault::{Guess, RefaultHistory};
 use crate::run::pool::go_first;
 use crate::run::queue::Next;
 use crate::vm::stats::Counter;
-use crate::vm::table::Table;
 use crate::vm::{Hold, Vm};
 use ballast_page::evict::{LockedFrom, To, evict, release};
 use ballast_page::page_state::State;
@@ -54,21 +50,10 @@ const QUIET: Duration = Duration::from_secs(1);
 const REST: Duration = Duration::from_secs(8);
 const BACKGROUND: Duration = Duration::from_millis(20);
 const DIRECT: Duration = Duration::from_millis(2);
-/// Pages put into quarantine in one round: 32 MiB, some milliseconds of picking and zapping. While the first of them
-/// wait for T, more are picked.
-const TOP_UP: u64 = Bytes(32 * MIB).pages_floor().0;
-/// The same while the guest touches everything sooner: 1 ms of evicting, so that the last page of a batch was zapped
-/// hardly longer ago than the first.
-const TOP_UP_SHORT: u64 = 256;
-/// Because faults wait for credits, at most 1/N of what a VM may hold is in quarantine.
-const SUPPLY_PART: u64 = 4;
 /// How long a round evicts at most, beyond the run in hand: then another VM has its turn.
 const SLICE: Duration = Duration::from_millis(2);
-/// A shortened T below this counts as none.
-const SHORTEST: Duration = Duration::from_micros(50);
 /// How long reclaim rests after the store said it is full or busy.
 const STORE_REST: Duration = Duration::from_secs(1);
-
 /// The same while the spill worker frees space: the time it takes to write a few MiB.
 const SPILL_REST: Duration = Duration::from_millis(20);
 
@@ -92,22 +77,13 @@ enum Rest {
 /// The reclaim worker of a VM.
 pub(crate) struct ReclaimWorker {
     vm: Arc<Vm>,
-    source: HeatSource,
     /// The pin check, if there is one; the same for all of a round.
     check: Option<Arc<PinCheck>>,
     /// Rounds in a row that found nothing to zap, while something was pinned.
     fruitless: u32,
-    history: RefaultHistory,
-    /// Samples of pages that went, some on the word of the guest's agent.
-    trust: Trust,
+    candidates: Candidates,
     quarantine: Quarantine,
-    /// T when over the limit, where T is no safety matter: the adaptive quarantine.
-    direct_quarantine: Duration,
-    /// Pages in quarantine beyond those of the margin, while faults wait for credits.
-    supply: u64,
-    /// Forced reclaim: even with no T at all the guest touched nearly all pages before they were copied, so pages are
-    /// locked while they are copied.
-    forced: bool,
+    adaptive: Adaptive,
     rest_until: Option<Instant>,
     store_was_full: bool,
     /// Bytes resident at the last round, and at the last round with nothing to do.
@@ -143,15 +119,11 @@ impl ReclaimWorker {
     /// The worker of a VM that has no page on its way out.
     pub fn new(vm: Arc<Vm>) -> Self {
         let mut worker = Self {
-            source: HeatSource::new(vm.heat.clone()),
             check: None,
             fruitless: 0,
-            history: RefaultHistory::default(),
-            trust: Trust::default(),
+            candidates: Candidates::new(vm.clone()),
             quarantine: Quarantine::new(vm.clone()),
-            direct_quarantine: vm.tuning.direct_quarantine,
-            supply: 0,
-            forced: false,
+            adaptive: Adaptive::new(vm.tuning.direct_quarantine),
             rest_until: None,
             store_was_full: false,
             resident: 0,
@@ -278,7 +250,7 @@ impl ReclaimWorker {
         let low = limit.0.saturating_sub(margin);
         self.is_low = resident <= low;
         // Also where nothing need go: what went before is judged.
-        self.take_note(limit, now);
+        self.candidates.take_note(limit, now);
         if self.is_low {
             if resident + 2 * margin <= low {
                 // Far below: the limit was raised, or the guest freed much. Quarantine is not needed.
@@ -292,28 +264,18 @@ impl ReclaimWorker {
         let over_limit = resident > limit.0 || is_short;
         go_first(is_short);
         if is_short {
-            // First more pages in quarantine at a time, which still tells hot pages from cold ones; then a shorter T.
-            let most = limit.pages_floor().0 / SUPPLY_PART;
-            if self.supply >= most {
-                self.halve_quarantine();
-            }
-            self.supply = (self.supply * 2).clamp(TOP_UP_SHORT.min(most), most);
+            self.adaptive.faults_wait(limit.pages_floor().0);
         } else if !over_limit {
-            self.supply -= self.supply.div_ceil(8);
-            // Slowly: while faults wait now and then, T stays near the value that served them.
-            self.direct_quarantine =
-                (self.direct_quarantine + self.direct_quarantine / 16).clamp(SHORTEST, vm.tuning.direct_quarantine);
-            self.forced = false;
+            self.adaptive.relax();
         }
         let evicted = self.drain(excess, over_limit, now)?;
-        let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.supply;
+        let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.adaptive.supply();
         let watched = vm.stats().get(Counter::Quarantined);
         let mut zapped = 0;
         if watched < wanted && !self.quarantine.is_zapping() {
-            let most = if self.direct_quarantine < vm.tuning.direct_quarantine { TOP_UP_SHORT } else { TOP_UP };
             let urgent = (excess - evicted.min(excess)).saturating_sub(watched).max(1);
-            zapped =
-                self.top_up((wanted - watched).min(most), urgent, if over_limit { Pick::Any } else { Pick::Cold })?;
+            let pick = if over_limit { Pick::Any } else { Pick::Cold };
+            zapped = self.top_up((wanted - watched).min(self.adaptive.batch()), urgent, pick)?;
         }
         if self.has_more {
             return Ok(Duration::ZERO);
@@ -327,7 +289,7 @@ impl ReclaimWorker {
                 vm.mail.throttle.open();
                 IDLE.max(now.elapsed() * PINNED_REST)
             }
-            (true, false) => DIRECT.min(self.wait_for(Some(self.direct_quarantine))),
+            (true, false) => DIRECT.min(self.wait_for(Some(self.adaptive.wait()))),
             _ => BACKGROUND,
         })
     }
@@ -405,13 +367,13 @@ impl ReclaimWorker {
             }
             let _layout = vm.layout();
             // Checked for each run: something may begin to pin pages.
-            let wait = self.wait_for(over_limit.then_some(self.direct_quarantine));
+            let wait = self.wait_for(over_limit.then(|| self.adaptive.wait()));
             let due = self.quarantine.due(wait, !over_limit, now);
             let Some(Due { ticket, guess, region, run }) = due else { break };
             let granule_of = |page| region.granule(page);
             let first = vm.stores.first();
             let to = To { number: first.number, store: &*first.store, since: interval::stamp() };
-            let from = if over_limit && self.forced { LockedFrom::Copy } else { LockedFrom::Punch };
+            let from = if over_limit && self.adaptive.is_forced() { LockedFrom::Copy } else { LockedFrom::Punch };
             region.departures().go(run);
             let check = self.check.clone();
             let asked = Asked::new(&region, check.as_deref());
@@ -422,7 +384,7 @@ impl ReclaimWorker {
             let held = evicted.held.len() as u64 * region.granule_pages();
             vm.ledger().evicted(&evicted, region.granule_pages());
             if evicted.far == run.count() {
-                self.history.guesses.went(guess, (region.number, run.start()), Instant::now());
+                self.candidates.went(guess, (region.number, run.start()), Instant::now());
             }
             tried += run.count() - held;
             gone += evicted.far + evicted.zero;
@@ -447,17 +409,9 @@ impl ReclaimWorker {
             self.store_was_full = false;
         }
         if over_limit && gone * 8 < tried && self.rest_until.is_none_or(|until| until < now) {
-            // The guest touches nearly all of it sooner.
-            self.forced |= self.direct_quarantine.is_zero();
-            self.halve_quarantine();
+            self.adaptive.nearly_all_touched();
         }
         Ok(gone)
-    }
-
-    /// Halves the T of direct reclaim.
-    fn halve_quarantine(&mut self) {
-        let half = self.direct_quarantine / 2;
-        self.direct_quarantine = if half < SHORTEST { Duration::ZERO } else { half };
     }
 
     /// The store refused a page: rest, and report it once.
@@ -480,34 +434,6 @@ impl ReclaimWorker {
         self.quarantine.release_all();
     }
 
-    /// Takes note of what was restored, and of what that says of a guest's agent.
-    fn take_note(&mut self, limit: Bytes, now: Instant) {
-        let vm = self.vm.clone();
-        let (agent, trust) = (&vm.mail.agent, &mut self.trust);
-        let is_reporting = agent.is_reporting();
-        self.history.take_note(&vm.mail.refaults, limit.pages_floor().0, now, |place| {
-            trust.restored(place, now);
-            if is_reporting {
-                agent.restored(place);
-            }
-        });
-        if !agent.has_port() {
-            return;
-        }
-        let verdict = trust.judge(&Table::of(&vm), now);
-        let figures = trust.figures();
-        if let Some(pause) = verdict {
-            vm.report(
-                "agent-ignored",
-                format!(
-                    "what the guest's agent calls cold is touched at once: its reports are ignored for {} s",
-                    pause.as_secs()
-                ),
-            );
-        }
-        agent.judged(figures, verdict.map(|pause| now + pause));
-    }
-
     /// Puts up to about `want` more pages into quarantine, `urgent` of them by whichever guess has them. Returns how
     /// many.
     fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<u64> {
@@ -516,37 +442,7 @@ impl ReclaimWorker {
         if vm.views().is_empty() || vm.held().is_some() {
             return Ok(0);
         }
-        let table = Table::of(&vm);
-        let now = Instant::now();
-        let (agent, mut cold) = (&vm.mail.agent, Vec::new());
-        let is_reporting = agent.is_reporting();
-        if is_reporting {
-            agent.hints().pick(&table, want, Pick::Cold, &mut cold);
-            self.trust.picked(By::Agent, &cold, &table, now);
-        }
-        let got = cold.iter().map(|run| run.pages.count()).sum::<u64>();
-        // What a guest that reports does not call cold goes only if it must.
-        let want = if is_reporting && pick == Pick::Cold { 0 } else { want.saturating_sub(got) };
-        let urgent = urgent.saturating_sub(got);
-        let asked = self.history.guesses.refaulted(want, now);
-        let refaulted = self.history.pick(&table, asked);
-        let found = refaulted.iter().map(|run| run.pages.count()).sum::<u64>().min(asked);
-        // The clock makes up for missing refaults, but only as far as pages must go now.
-        let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
-        let (mut picked, mut warm) = (Vec::new(), want - asked + more);
-        if is_reporting {
-            agent.hints().pick(&table, warm, pick, &mut picked);
-            warm = warm.saturating_sub(picked.iter().map(|run| run.pages.count()).sum());
-        }
-        if warm > 0 {
-            let of_agent = picked.len();
-            self.source.pick(&table, warm, pick, &mut picked);
-            if agent.has_port() {
-                self.trust.picked(By::Host, &picked[of_agent..], &table, now);
-            }
-        }
-        let refaulted = refaulted.into_iter().map(|run| (Guess::Refaulted, run));
-        let picked = cold.into_iter().chain(picked).map(|run| (Guess::Clock, run));
-        self.quarantine.put(layout, picked.chain(refaulted))
+        let picked = self.candidates.pick(want, urgent, pick, Instant::now());
+        self.quarantine.put(layout, picked.into_iter())
     }
 }

@@ -1,0 +1,112 @@
+//! Candidates: which pages go into quarantine next, by every guess that the engine has.
+//!
+//! Before: the reclaim worker wants a number of pages. After: it puts those that are returned here into quarantine, and
+//! reports which were evicted.
+//! Threads: the VM's reclaim worker. Units: pages.
+//! Promise: a page of any guess must still stay untouched in quarantine, so a wrong guess costs a fault and no byte.
+//!
+//! Three guesses propose pages: the guest's agent, if there is one; heat (the clock, or the oldest of tracking); and
+//! recent refaults ([`refault`](super::refault)), which learns whether its pages or those of heat have the longer
+//! refault interval. What the agent calls cold comes first, until samples show that the guest touches it at once
+//! ([`Trust`]).
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use ballast_base::Bytes;
+use ballast_heat::{ColdRun, HeatSource, Pick};
+
+use crate::agent::trust::{By, Trust};
+use crate::reclaim::refault::{Guess, Place, RefaultHistory};
+use crate::vm::Vm;
+use crate::vm::table::Table;
+
+/// The guesses of one VM.
+pub(super) struct Candidates {
+    vm: Arc<Vm>,
+    source: HeatSource,
+    history: RefaultHistory,
+    /// Samples of pages that went, some on the word of the guest's agent.
+    trust: Trust,
+}
+
+impl Candidates {
+    /// The guesses of a VM of which nothing is known yet.
+    pub fn new(vm: Arc<Vm>) -> Self {
+        let source = HeatSource::new(vm.heat.clone());
+        Self { source, history: RefaultHistory::default(), trust: Trust::default(), vm }
+    }
+
+    /// This page was evicted by this guess, with its neighbours.
+    pub fn went(&mut self, guess: Guess, place: Place, now: Instant) {
+        self.history.guesses.went(guess, place, now);
+    }
+
+    /// Takes note of what was restored, and of what that says about the guest's agent.
+    pub fn take_note(&mut self, limit: Bytes, now: Instant) {
+        let vm = &self.vm;
+        let (agent, trust) = (&vm.mail.agent, &mut self.trust);
+        let is_reporting = agent.is_reporting();
+        self.history.take_note(&vm.mail.refaults, limit.pages_floor().0, now, |place| {
+            trust.restored(place, now);
+            if is_reporting {
+                agent.restored(place);
+            }
+        });
+        if !agent.has_port() {
+            return;
+        }
+        let verdict = trust.judge(&Table::of(vm), now);
+        let figures = trust.figures();
+        if let Some(pause) = verdict {
+            vm.report(
+                "agent-ignored",
+                format!(
+                    "what the guest's agent calls cold is touched at once: its reports are ignored for {} s",
+                    pause.as_secs()
+                ),
+            );
+        }
+        agent.judged(figures, verdict.map(|pause| now + pause));
+    }
+
+    /// Picks up to about `want` pages, `urgent` of them by whichever guess has them.
+    pub fn pick(&mut self, want: u64, urgent: u64, pick: Pick, now: Instant) -> Vec<(Guess, ColdRun)> {
+        let vm = &self.vm;
+        let table = Table::of(vm);
+        let (agent, mut cold) = (&vm.mail.agent, Vec::new());
+        let is_reporting = agent.is_reporting();
+        if is_reporting {
+            agent.hints().pick(&table, want, Pick::Cold, &mut cold);
+            self.trust.picked(By::Agent, &cold, &table, now);
+        }
+        let got = pages(&cold);
+        // What a guest that reports does not call cold goes only if it must.
+        let want = if is_reporting && pick == Pick::Cold { 0 } else { want.saturating_sub(got) };
+        let urgent = urgent.saturating_sub(got);
+        let asked = self.history.guesses.refaulted(want, now);
+        let refaulted = self.history.pick(&table, asked);
+        let found = pages(&refaulted).min(asked);
+        // The clock makes up for missing refaults, but only as far as pages must go now.
+        let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
+        let (mut picked, mut warm) = (Vec::new(), want - asked + more);
+        if is_reporting {
+            agent.hints().pick(&table, warm, pick, &mut picked);
+            warm = warm.saturating_sub(pages(&picked));
+        }
+        if warm > 0 {
+            let of_agent = picked.len();
+            self.source.pick(&table, warm, pick, &mut picked);
+            if agent.has_port() {
+                self.trust.picked(By::Host, &picked[of_agent..], &table, now);
+            }
+        }
+        let picked = cold.into_iter().chain(picked).map(|run| (Guess::Clock, run));
+        picked.chain(refaulted.into_iter().map(|run| (Guess::Refaulted, run))).collect()
+    }
+}
+
+/// Returns the number of pages of these runs.
+fn pages(runs: &[ColdRun]) -> u64 {
+    runs.iter().map(|run| run.pages.count()).sum()
+}
