@@ -1,4 +1,4 @@
-//! Which memory was not accessed for how long, by DAMON, the kernel's access monitor, in physical addresses.
+//! DAMON, the kernel's access monitor: it tells for how long which memory was not accessed, by physical address.
 //!
 //! Before: the host wants reports. After: ranges of guest-physical memory, each with how often it was seen accessed.
 //! Units: bytes at DAMON's border, pages here. Promise: a kdamond is taken only where nobody has one, `damon_stat` (on
@@ -17,36 +17,36 @@ use crate::files;
 
 const ADMIN: &str = "/sys/kernel/mm/damon/admin/kdamonds";
 const STAT: &str = "/sys/module/damon_stat/parameters/enabled";
-/// Says that the kdamond is ours, and what `damon_stat` was.
+/// File that says that the kdamond is ours, and how `damon_stat` was set.
 const NOTE: &str = "/run/ballast-agent.damon";
 
-/// A page of each range is looked at this often, and what was seen is summed up this often. Twice DAMON's own defaults:
-/// memory is reported after seconds.
+/// Time between two samples of one page of each range, and time after which DAMON sums the samples up, in microseconds.
+/// Both are twice DAMON's own defaults, because memory is reported after seconds.
 const SAMPLE_US: u64 = 10_000;
 const AGGREGATION_US: u64 = 200_000;
-/// The most that can be seen of a range.
+/// Largest number of samples of one aggregation.
 pub const MOST_ACCESSES: u32 = (AGGREGATION_US / SAMPLE_US) as u32;
-/// Ranges that DAMON tells apart: one for each MiB, within these.
+/// Bounds of the number of ranges that DAMON distinguishes: one for each MiB, within these.
 const FEWEST_RANGES: u64 = 100;
 const MOST_RANGES: u64 = 1000;
 
-/// What DAMON says of a range.
+/// A range that DAMON reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Range {
-    /// First page, and the one after the last.
+    /// First page.
     pub page: u64,
-    /// DAMON in this guest.
+    /// Page after the last one.
     pub end: u64,
-    /// In how many samples of the last aggregation it was accessed.
+    /// Number of samples of the last aggregation in which it was accessed.
     pub accesses: u32,
-    /// For how many aggregations that has been so, about.
+    /// Number of aggregations, about, for which that has been so.
     pub age: u32,
 }
 
-/// DAMON, at work.
+/// DAMON of this guest, while it monitors.
 #[derive(Debug)]
 pub struct Damon {
-    /// Its thread.
+    /// Number of its thread.
     pid: Option<u32>,
 }
 
@@ -54,13 +54,13 @@ fn path(file: &str) -> PathBuf {
     PathBuf::from(ADMIN).join(file)
 }
 
-/// Put back what an agent left that was killed.
+/// Restores the kernel's settings that an agent has left behind because it was killed.
 pub fn undo() {
     let Ok(note) = fs::read_to_string(NOTE) else { return };
     stop(&note);
 }
 
-/// Stop our kdamond, and put `damon_stat` back.
+/// Stops our kdamond, and restores the setting of `damon_stat`.
 fn stop(note: &str) {
     let put = |file: PathBuf, value: &str| {
         if file.exists()
