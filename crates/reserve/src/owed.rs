@@ -21,6 +21,7 @@ use std::collections::BTreeMap;
 use ballast_pool::SLICE_SIZE;
 use ballast_sys::memfd;
 
+use crate::balance::margin;
 use crate::journal;
 use crate::reserve::{During, Error, Reserve};
 
@@ -31,8 +32,6 @@ const IN_VAIN: u32 = 3;
 /// holds pages of the pool could take all of the host's memory.
 const MOST_PART: u64 = 64;
 const MOST: u64 = 8;
-/// 1/64 of the host's memory stays free.
-const FREE_PART: u64 = 64;
 
 impl Reserve {
     /// Returns the number of owed pages, by the number of the node on the host.
@@ -64,7 +63,7 @@ impl Reserve {
     }
 
     /// Called after all waiting slices were tried once more. If none of them found a page in several rounds, this
-    /// reserves other pages.
+    /// reserves other pages, as far as the host keeps its margin.
     ///
     /// # Errors
     /// The kernel does not report its numbers, or refuses.
@@ -80,7 +79,7 @@ impl Reserve {
             *wanted.entry(live.numa_of(dirty.extent().start)).or_default() += u64::from(dirty.extent().slices);
         }
         let memory = self.host_memory()?;
-        let mut room = memory.spare.0.saturating_sub(memory.total.0 / FREE_PART) / SLICE_SIZE;
+        let mut room = memory.spare.0.saturating_sub(margin(memory.total).0) / SLICE_SIZE;
         for (numa, wanted) in wanted {
             let most = (u64::from(self.has(numa)) / MOST_PART).max(MOST);
             let beyond = self.host.pages(numa).during("Asking for huge pages")?.surplus + self.owes(numa)?;

@@ -46,7 +46,7 @@ fn can_fail() -> bool {
 
 /// A pool of 32 MiB in two files, of one node.
 fn pool(place: &Place) -> Option<Reserve> {
-    can_fail().then(|| place.pool_of(32, 16, Some(0)))?
+    can_fail().then(|| place.pool(32, 16))?
 }
 
 fn grant(reserve: &mut Reserve, name: &str, mib: u64) -> Result<Grant, String> {
@@ -99,9 +99,9 @@ fn memory_that_fails_while_nobody_has_it_is_handed_to_nobody_by_this_owner_and_t
         assert!(reserve.take_failures().is_empty(), "it is known");
     }
     // The host may have the rest, and that one stays where it is.
-    reserve.lend(Bytes(32 * MIB), Some(0)).expect("lend");
+    reserve.lend(Bytes(32 * MIB), Some(place.node())).expect("lend");
     assert_eq!((failed(&reserve), place.pages()), (SLICE, 1));
-    reserve.lend(Bytes(0), Some(0)).expect("take back");
+    reserve.lend(Bytes(0), Some(place.node())).expect("take back");
     settle(&mut reserve);
     assert_eq!((sum(&reserve, |node| node.ready), place.pages()), (30 * MIB, PAGES));
 }

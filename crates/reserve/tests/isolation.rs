@@ -38,7 +38,7 @@ fn raw_map(file: &OwnedFd, len: usize) -> *mut libc::c_void {
 #[test]
 fn a_mapping_of_a_part_of_a_brick_grows_by_no_call_into_what_is_another_vms() {
     let Some(place) = Place::new() else { return };
-    let Some(mut reserve) = place.pool_of(32, 16, Some(0)) else { return };
+    let Some(mut reserve) = place.pool(32, 16) else { return };
     let victim = grant(&mut reserve, "victim", 16);
     let ram = map(&victim);
     mark(&ram);
@@ -104,7 +104,7 @@ enum Keep {
 fn whatever_is_kept_of_a_brick_keeps_it_from_every_other_vm() {
     use rustix::fs::{Mode as Rights, OFlags, open};
     let Some(place) = Place::new() else { return };
-    let Some(mut reserve) = place.pool_of(32, 32, Some(0)) else { return };
+    let Some(mut reserve) = place.pool(32, 32) else { return };
     for keep in [Keep::Descriptor, Keep::NameOnly, Keep::OnItsWay, Keep::Mapping, Keep::Child] {
         let spy = grant(&mut reserve, "spy", 2);
         let file = spy.files[0].try_clone().expect("dup");

@@ -57,7 +57,7 @@ fn grant(reserve: &mut Reserve, mib: u64, nodes: &Nodes) -> Grant {
 fn a_vms_pages_are_of_the_nodes_that_were_asked_for_also_after_another_vm_had_them() {
     let Some([one, other]) = two_nodes() else { return };
     let Some(place) = Place::new() else { return };
-    let Some(mut reserve) = place.pool(128, 16) else { return };
+    let Some(mut reserve) = place.pool_of(128, 16, None) else { return };
     let sizes: Vec<u64> = reserve.overview().nodes.iter().map(|node| node.ready.0 / MIB).collect();
     assert_eq!(sizes[..2], [64, 64], "balanced");
     for _ in 0..2 {

@@ -44,7 +44,7 @@ fn memory_is_reserved_handed_out_and_comes_back_zeroed_when_the_last_holder_is_g
     assert_eq!(reserve.tend().expect("tend"), 1);
     assert_eq!(sum(&reserve, |node| node.dirty), 48 * MIB);
     let said = reserve
-        .grant("next", Bytes(64 * MIB), Mode::Slices, &Nodes::Any)
+        .grant("next", Bytes(64 * MIB), Mode::Slices, &Nodes::One(place.node()))
         .expect_err("too little is zeroed")
         .to_string();
     assert!(said.contains("8 are ready for it (24 are to be zeroed"), "{said}");
@@ -92,16 +92,16 @@ fn what_is_lent_is_the_hosts_and_comes_back_zeroed() {
     let Some(mut reserve) = place.pool(64, 16) else { return };
     let held = grant(&mut reserve, "vm", 16);
     search_and_mark(&map(&held));
-    reserve.lend(Bytes(32 * MIB), None).expect("lend");
+    reserve.lend(Bytes(32 * MIB), Some(place.node())).expect("lend");
     assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (16, 32 * MIB));
-    reserve.lend(Bytes(64 * MIB), None).expect("lend");
+    reserve.lend(Bytes(64 * MIB), Some(place.node())).expect("lend");
     assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (8, 48 * MIB), "a VM has the rest");
     assert!(reserve.overview().notes[0].contains("48 MiB of 64 MiB are lent"), "{:?}", reserve.overview().notes);
     reserve.validate().expect("valid");
-    reserve.lend(Bytes(8 * MIB), None).expect("take back");
+    reserve.lend(Bytes(8 * MIB), Some(place.node())).expect("take back");
     assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (28, 8 * MIB));
     // To grow is to take back first.
-    reserve.grow(Want::Bytes(Bytes(64 * MIB)), None, None).expect("grow");
+    reserve.grow(Want::Bytes(Bytes(64 * MIB)), Some(place.node()), None).expect("grow");
     assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (32, 0));
     zero_all(&mut reserve);
     let rest = grant(&mut reserve, "next", 48);
@@ -239,15 +239,50 @@ fn two_nodes_give_as_much_each_and_keep_what_others_have() {
 }
 
 #[test]
+fn pages_that_take_the_place_of_held_ones_leave_the_host_its_margin() {
+    let Some(place) = Place::new() else { return };
+    let root = tempfile::tempdir().expect("a directory");
+    let host = two_nodes(root.path());
+    let mut reserve = Reserve::open(&place.dir(), host.clone()).expect("open");
+    reserve.grow(Want::Bytes(Bytes(32 * MIB)), None, Some(Bytes(16 * MIB))).expect("grow");
+    // The kernel of this machine knows nothing of these pages, so all slices wait.
+    zero_all(&mut reserve);
+    if reserve.overview().waiting != Bytes(32 * MIB) {
+        return ballast_needs::skip("hugetlb", "this machine has huge pages that nobody uses");
+    }
+    // From now on the host is one of 8 GiB, of which 520 MiB are available: 8 MiB more than the margin.
+    for node in [0, 1] {
+        let file = root.path().join(format!("sys/devices/system/node/node{node}/meminfo"));
+        let text = std::fs::read_to_string(&file).expect("read");
+        std::fs::write(&file, text.replace("MemTotal: 16777216 kB", "MemTotal: 4194304 kB")).expect("write");
+    }
+    assert_eq!(host.memory(1).expect("memory").total, Bytes(4 << 30));
+    std::fs::write(root.path().join("proc/meminfo"), format!("MemAvailable: {} kB\n", 520 << 10)).expect("write");
+    let pages = || [0, 1].map(|node| host.pages(node).expect("pages").total).iter().sum::<u64>();
+    let before = pages();
+    for _ in 0..12 {
+        for job in reserve.jobs_again() {
+            let done = job.run();
+            assert!(!reserve.finish(done), "a page from nowhere");
+        }
+        reserve.replenish(false).expect("ask for pages");
+        // The kernel reports what the pool has taken.
+        let left = (520 << 10) - (pages() - before) * (2 << 10);
+        std::fs::write(root.path().join("proc/meminfo"), format!("MemAvailable: {left} kB\n")).expect("write");
+    }
+    assert_eq!(pages() - before, 4);
+}
+
+#[test]
 fn a_change_whose_author_died_is_undone() {
     let Some(place) = Place::new() else { return };
     let Some(reserve) = place.pool(32, 16) else { return };
     drop(reserve);
     // It had noted that nothing of the host's pages is anybody else's, and set the number.
-    let host = ballast_reserve::Host::default();
-    let others = host.pages(0).expect("pages").total - 16;
-    std::fs::write(place.dir().join("journal.json"), format!("{{\"0\":{others}}}")).expect("write");
-    host.change_pages(0, 10).expect("change");
+    let (host, node) = (ballast_reserve::Host::default(), place.node());
+    let others = host.pages(node).expect("pages").total - 16;
+    std::fs::write(place.dir().join("journal.json"), format!("{{\"{node}\":{others}}}")).expect("write");
+    host.change_pages(node, 10).expect("change");
     let reserve = place.open();
     assert_eq!(place.pages(), 16, "the kernel keeps pages that nobody knows of");
     reserve.validate().expect("valid");
@@ -259,9 +294,13 @@ fn a_pool_that_grows_beside_pages_beyond_the_reserved_ones_has_its_own_and_leave
     const OTHERS: u64 = 4;
     let Some(place) = Place::new() else { return };
     let host = ballast_reserve::Host::default();
+    let nodes = host.nodes().expect("nodes");
+    let surplus = |node: &u32| host.pages(*node).expect("pages").surplus;
+    let at_first: Vec<u64> = nodes.iter().map(surplus).collect();
     let others = ballast_sys::hugetlb::PoolLoan::new(OTHERS).and_then(|loan| {
         // They have the free ones, too, if the host had any.
-        let all = OTHERS + host.pages(0)?.free;
+        let free = nodes.iter().map(|node| Ok(host.pages(*node)?.free)).sum::<std::io::Result<u64>>()?;
+        let all = OTHERS + free;
         let file = ballast_sys::memfd::create_huge("ballast-others", Bytes(all * HUGE_SIZE as u64))?;
         let map = Mapping::shared(&file, 0, all as usize * HUGE_SIZE)?;
         map.populate(0, map.len())?;
@@ -270,24 +309,27 @@ fn a_pool_that_grows_beside_pages_beyond_the_reserved_ones_has_its_own_and_leave
         Ok(map)
     });
     let Ok(others) = others.inspect_err(|why| ballast_needs::skip("hugetlb", why)) else { return };
-    let before = host.pages(0).expect("pages");
-    let Some(mut reserve) = place.pool(32, 16) else { return };
+    // The kernel decides which node they are of: the pool is of the one that has most of them.
+    let gained = nodes.iter().zip(at_first).map(|(node, first)| (surplus(node).saturating_sub(first), *node));
+    let (gained, node) = gained.max().expect("a node");
+    let before = host.pages(node).expect("pages");
+    let Some(mut reserve) = place.pool_of(32, 16, Some(node)) else { return };
     assert_eq!(sum(&reserve, |node| node.ready), 32 * MIB, "it waits for pages that others have");
-    assert_eq!(host.pages(0).expect("pages").total, before.total + 16 + before.surplus, "all count as reserved");
+    assert_eq!(host.pages(node).expect("pages").total, before.total + 16 + before.surplus, "all count as reserved");
     assert_eq!(reserve.tend().expect("tend"), 0);
-    let now = host.pages(0).expect("pages");
+    let now = host.pages(node).expect("pages");
     assert_eq!((now.total, now.surplus), (before.total + 16, before.surplus), "they are what they were");
     // Whose owner dies before that: the next one knows.
-    reserve.lend(Bytes(16 * MIB), None).expect("lend");
-    reserve.lend(Bytes(0), None).expect("take back");
+    reserve.lend(Bytes(16 * MIB), Some(node)).expect("lend");
+    reserve.lend(Bytes(0), Some(node)).expect("take back");
     drop(reserve);
     let mut reserve = place.open();
     zero_all(&mut reserve);
     assert_eq!(sum(&reserve, |node| node.ready), 32 * MIB);
     reserve.tend().expect("tend");
     drop(others);
-    let now = host.pages(0).expect("pages");
-    assert_eq!((now.total, now.surplus), (before.total + 16, before.surplus - OTHERS), "no page is kept for nobody");
+    let now = host.pages(node).expect("pages");
+    assert_eq!((now.total, now.surplus), (before.total + 16, before.surplus - gained), "no page is kept for nobody");
     reserve.validate().expect("valid");
 }
 
@@ -301,7 +343,7 @@ fn a_pool_whose_files_are_gone_is_forgotten_and_its_pages_are_the_hosts() {
     let mut reserve = place.open();
     assert_eq!((place.pages(), reserve.overview().nodes.len()), (0, 0), "{:?}", reserve.overview());
     assert!(reserve.overview().notes[0].contains("were gone"));
-    reserve.grow(Want::Bytes(Bytes(32 * MIB)), None, None).expect("grow");
+    reserve.grow(Want::Bytes(Bytes(32 * MIB)), Some(place.node()), None).expect("grow");
     zero_all(&mut reserve);
     let said =
         reserve.grant("huge", Bytes(32 * MIB), Mode::Slices, &Nodes::Any).map(|grant| search_and_mark(&map(&grant)));

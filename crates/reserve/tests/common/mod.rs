@@ -69,12 +69,18 @@ impl Place {
         Reserve::open(&self.dir(), Host::default()).expect("open")
     }
 
-    /// A pool of this size in files of that size, all zeroed; `None` where the host has too little.
-    pub fn pool(&self, size_mib: u64, brick_mib: u64) -> Option<Reserve> {
-        self.pool_of(size_mib, brick_mib, None)
+    /// The first node of this host.
+    pub fn node(&self) -> u32 {
+        self.pages[0].0
     }
 
-    /// The same of one node.
+    /// A pool of this size in files of that size, all of the first node and zeroed; `None` where the host has too
+    /// little.
+    pub fn pool(&self, size_mib: u64, brick_mib: u64) -> Option<Reserve> {
+        self.pool_of(size_mib, brick_mib, Some(self.node()))
+    }
+
+    /// The same of this node, or of all.
     pub fn pool_of(&self, size_mib: u64, brick_mib: u64, node: Option<u32>) -> Option<Reserve> {
         let mut reserve = self.open();
         let grown = reserve.grow(Want::Bytes(Bytes(size_mib * MIB)), node, Some(Bytes(brick_mib * MIB)));
