@@ -21,8 +21,10 @@ use ballast_pool::{Content, Extent, Hit, SLICE_SIZE, SliceIdx, SliceState};
 use ballast_sys::Mapping;
 use ballast_sys::hugetlb::{Place, Presence};
 
+use crate::error::{During, Error};
 use crate::failure::Failure;
-use crate::reserve::{During, Error, Live, Reserve};
+use crate::live::Live;
+use crate::reserve::Reserve;
 
 impl Reserve {
     /// Look at every page of the pool, if the kernel has counted other failures than when it was last done.

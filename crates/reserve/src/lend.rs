@@ -11,9 +11,10 @@ use ballast_pool::unit::slices_to_bytes;
 use ballast_pool::{Kind, SLICE_SIZE, SliceState};
 use serde::{Deserialize, Serialize};
 
+use crate::error::{During, Error};
 use crate::host::Memory;
 use crate::journal;
-use crate::reserve::{During, Error, Reserve};
+use crate::reserve::Reserve;
 
 const FILE: &str = "lending.json";
 

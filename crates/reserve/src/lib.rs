@@ -28,12 +28,14 @@
 #![forbid(unsafe_code)]
 
 pub mod balance;
+mod error;
 pub mod failed;
 mod failure;
 pub mod files;
 pub mod host;
 mod journal;
 mod lend;
+mod live;
 pub mod overview;
 mod owed;
 pub mod refill;
@@ -41,10 +43,12 @@ pub mod reserve;
 mod shared;
 
 pub use balance::Want;
+pub use error::Error;
 pub use failure::Failure;
 pub use host::Host;
 pub use lend::Lending;
+pub use live::FILES;
 pub use overview::{Node, Overview, Tenant};
 pub use refill::{Done, Job};
-pub use reserve::{Error, FILES, Grant, Reserve};
+pub use reserve::{Grant, Reserve};
 pub use shared::Shared;

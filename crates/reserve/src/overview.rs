@@ -6,7 +6,8 @@ use ballast_base::Bytes;
 use ballast_pool::unit::slices_to_bytes;
 use ballast_pool::{Content, Extent, SliceIdx, SliceState};
 
-use crate::reserve::{Live, Reserve};
+use crate::live::Live;
+use crate::reserve::Reserve;
 
 /// Overview of the pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -22,8 +22,9 @@ use ballast_pool::SLICE_SIZE;
 use ballast_sys::memfd;
 
 use crate::balance::margin;
+use crate::error::{During, Error};
 use crate::journal;
-use crate::reserve::{During, Error, Reserve};
+use crate::reserve::Reserve;
 
 const FILE: &str = "owed.json";
 /// Failed rounds over all waiting slices before the pool reserves other pages for them.
