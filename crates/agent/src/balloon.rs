@@ -1,7 +1,7 @@
 //! The balloon: memory held for the host, page by page, by node (Demeter, section 3.3, without a driver).
 //!
-//! Before: the host says how many pages of a node it wants. After: the agent holds that many, pinned, and has told
-//! which they are; or fewer, where the guest cannot spare them.
+//! Before: the host says how many pages of a node it wants. After: the agent holds that many, pinned, and has told the
+//! host which ones; or fewer, if the guest cannot spare them.
 //! Units: pages. Promise: it is filled a chunk at a time, so that the host's other questions do not wait; it shrinks
 //! when the guest waits for memory, or when nobody listens any more; the kernel has all of it back when the agent ends.
 
@@ -17,7 +17,7 @@ use crate::vital;
 
 /// Pages taken at a time: 8 MiB.
 const CHUNK: u64 = 2048;
-/// What a node keeps to spare: 1/N of it, and this in any case.
+/// Memory that a node keeps free: 1/N of it, and at least this much.
 const SPARE_PART: u64 = 32;
 const SPARE_LEAST: u64 = 16 << 8;
 /// The share of time, in 1/1000, that tasks may wait for memory before some of it goes back; and how long nothing is
@@ -35,56 +35,56 @@ struct Chunk {
 #[derive(Debug, Default)]
 pub struct Balloon {
     pins: Option<Pins>,
-    /// By node.
+    /// Memory held, by node.
     wanted: BTreeMap<u32, u64>,
     held: BTreeMap<u32, Vec<Chunk>>,
     slots: Vec<u32>,
     next_slot: u32,
     rest_until: Option<Instant>,
-    /// When stall was looked at, and how much there had been.
+    /// Time at which stall was read last, and its value then.
     stall: Option<(Instant, u64)>,
     /// Time it has spent on taking memory since then, of which the kernel counts as stall what it waited for.
     own: Duration,
-    /// What keeps it from what is wanted.
+    /// Reason why it holds less than the host wants.
     pub note: String,
 }
 
 impl Balloon {
-    /// What the host wants of a node.
+    /// Sets the number of pages that the host wants of a node.
     pub fn want(&mut self, node: u32, pages: u64) {
         self.wanted.insert(node, pages);
         self.rest_until = None;
         self.note.clear();
     }
 
-    /// Pages held of a node.
+    /// Returns the number of pages held of a node.
     pub fn held(&self, node: u32) -> u64 {
         self.held.get(&node).map_or(0, |chunks| chunks.iter().map(|chunk| chunk.memory.pages()).sum())
     }
 
-    /// All that is held: node and pages.
+    /// Returns all pages held, with their nodes.
     pub fn all(&self) -> Vec<(u32, Vec<Run>)> {
         let of = |chunks: &Vec<Chunk>| chunks.iter().filter_map(|chunk| chunk.memory.runs().ok()).flatten().collect();
         self.held.iter().map(|(node, chunks)| (*node, of(chunks))).collect()
     }
 
-    /// Does it differ from what is wanted, so that [`step`](Self::step) has something to do?
+    /// Returns whether it differs from the number that the host wants, so that [`step`](Self::step) has work.
     pub fn is_busy(&self, now: Instant) -> bool {
         let rests = self.rest_until.is_some_and(|until| now < until);
         self.wanted.iter().any(|(node, pages)| self.held(*node) > *pages || (self.held(*node) < *pages && !rests))
     }
 
-    /// Give everything back: nobody is there who wants it.
+    /// Gives everything back, because no host wants it.
     pub fn empty(&mut self) {
         self.wanted.clear();
         self.held.clear();
-        // With its table all pins go.
+        // Closing the table removes all pins.
         self.pins = None;
         self.slots.clear();
         self.next_slot = 0;
     }
 
-    /// One chunk nearer to what is wanted. Returns what was taken: node and pages.
+    /// Takes or gives back one chunk towards the wanted number. Returns the pages that were taken, with their node.
     pub fn step(&mut self, now: Instant) -> Option<(u32, Vec<Run>)> {
         self.heed_stall(now);
         let taken = self.one_step(now);
@@ -156,7 +156,7 @@ impl Balloon {
         let pinned = Owned::new(pages as usize, Some(node)).and_then(|memory| {
             let (start, len) = memory.place();
             self.pins.as_ref().expect("made above").set(slot, start, len)?;
-            // Only now: pinning may have moved them.
+            // Read after pinning, which may have moved them.
             let runs = memory.runs()?;
             Ok((memory, runs))
         });

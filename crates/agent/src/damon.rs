@@ -6,8 +6,8 @@
 //! A note below /run has the next start, or `--undo`, do that for an agent that was killed.
 //!
 //! DAMON samples one page of each of its ranges at a time by the accessed bits of page tables, splits and merges ranges
-//! by what it finds, and counts for how many aggregations a range has been as it is (its age). It sees pages that
-//! programs map and pages of files; the kernel's own memory it takes for cold, whatever is done with it.
+//! by the result, and counts for how many aggregations a range has been as it is (its age). It sees pages that programs
+//! map and pages of files. It takes the kernel's own memory for cold, however often the kernel uses it.
 
 use std::fs;
 use std::io;
@@ -80,10 +80,10 @@ fn stop(note: &str) {
 }
 
 impl Damon {
-    /// Watch this memory, in ranges of pages.
+    /// Starts to monitor this memory, in ranges of pages.
     ///
     /// # Errors
-    /// The kernel has no DAMON, or somebody uses it.
+    /// The kernel has no DAMON, or another program uses it.
     pub fn start(ram: &[(u64, u64)]) -> io::Result<Self> {
         undo();
         let count: u32 = files::read(path("nr_kdamonds"))?.parse().unwrap_or(u32::MAX);
@@ -132,10 +132,10 @@ impl Damon {
         Ok(())
     }
 
-    /// All ranges as they are now, ascending. Waits for the end of an aggregation.
+    /// Returns all ranges as they are now, ascending. Waits for the end of an aggregation.
     ///
     /// # Errors
-    /// Somebody has stopped DAMON.
+    /// Another program has stopped DAMON.
     pub fn ranges(&self) -> io::Result<Vec<Range>> {
         files::write(path("0/state"), "update_schemes_tried_regions")?;
         let dir = path("0/contexts/0/schemes/0/tried_regions");
@@ -156,7 +156,7 @@ impl Damon {
         Ok(ranges)
     }
 
-    /// CPU time of DAMON's thread so far, in microseconds.
+    /// Returns the CPU time of DAMON's thread so far, in microseconds.
     pub fn cpu_us(&self) -> u64 {
         let stat = self.pid.and_then(|pid| files::read(format!("/proc/{pid}/stat")).ok()).unwrap_or_default();
         let after = stat.rsplit_once(')').map_or("", |(_, after)| after);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static ENDS: AtomicBool = AtomicBool::new(false);
 
-/// Is the agent to end?
+/// Returns whether the agent must end.
 pub fn ends() -> bool {
     ENDS.load(Ordering::Acquire)
 }
@@ -18,7 +18,7 @@ extern "C" fn end(_: libc::c_int) {
     ENDS.store(true, Ordering::Release);
 }
 
-/// From now on SIGTERM and SIGINT are found by [`ends`]; whatever waits is interrupted.
+/// Makes [`ends`] report SIGTERM and SIGINT from now on. A signal interrupts a system call that waits.
 pub fn heed_signals() {
     for signal in [libc::SIGTERM, libc::SIGINT] {
         // SAFETY: a zeroed sigaction is one without flags and mask; the handler stores a flag, which it may.
@@ -36,20 +36,20 @@ fn named(path: &Path, what: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{what} {}: {error}", path.display()))
 }
 
-/// All of a file, without blanks around it.
+/// Reads all of a file, without blanks around it.
 pub fn read(path: impl AsRef<Path>) -> io::Result<String> {
     let path = path.as_ref();
     let text = fs::read_to_string(path).map_err(|error| named(path, "reading", &error))?;
     Ok(text.trim().to_owned())
 }
 
-/// Write this to a file of the kernel's.
+/// Writes this to a file of the kernel.
 pub fn write(path: impl AsRef<Path>, value: impl ToString) -> io::Result<()> {
     let path = path.as_ref();
     fs::write(path, value.to_string()).map_err(|error| named(path, "writing", &error))
 }
 
-/// The number after this name, in lines such as `MemFree:  123 kB`.
+/// Returns the number after this name, in lines such as `MemFree:  123 kB`.
 pub fn number_after(text: &str, name: &str) -> Option<u64> {
     let rest = text.lines().find_map(|line| line.split_once(name).map(|(_, rest)| rest))?;
     rest.trim_start_matches([':', ' ', '\t']).split_whitespace().next()?.parse().ok()

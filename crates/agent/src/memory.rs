@@ -2,7 +2,7 @@
 //!
 //! Before: /proc/iomem and /proc/kpageflags. After: ranges of pages, and a class for each page.
 //! Units: pages, by guest-physical address; a flag word each.
-//! Promise: of memory that the kernel uses for itself nothing is said: nobody sees whether it is used.
+//! Promise: memory that the kernel uses for itself has no class, because nothing shows whether it is used.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +12,7 @@ use ballast_guest::Kind;
 
 use crate::files;
 
-/// Ranges of RAM that the kernel manages, ascending: first page, and the one after the last.
+/// Returns the ranges of RAM that the kernel manages, ascending: first page, and the page after the last one.
 pub fn ram() -> io::Result<Vec<(u64, u64)>> {
     Ok(system_ram(&files::read("/proc/iomem")?))
 }
@@ -23,7 +23,7 @@ fn system_ram(iomem: &str) -> Vec<(u64, u64)> {
         let (first, last) = place.split_once('-')?;
         let number = |text: &str| u64::from_str_radix(text, 16).ok();
         let (page, end) = (number(first)?.div_ceil(4096), (number(last)? + 1) / 4096);
-        // Not what is inside of it, which is indented. Addresses are zero for a process that may not know them.
+        // Indented lines are parts of RAM and are skipped. Addresses are zero for a process without the permission.
         (what == "System RAM" && page < end).then_some((page, end))
     };
     iomem.lines().filter_map(range).collect()
@@ -53,10 +53,10 @@ pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
         return Some(Kind::Free);
     }
     if flags & TAIL != 0 {
-        // Which flags of its head a tail shows differs between kernels.
+        // Kernels differ in the flags of its head that a tail shows.
         return head.filter(|kind| *kind != Kind::Free);
     }
-    // What is locked is wanted in memory, and what the agent holds is locked.
+    // A program locks memory that it wants resident. The agent locks the memory it holds.
     if flags & LRU == 0 || flags & (UNEVICTABLE | WRITEBACK) != 0 {
         return None;
     }
@@ -72,16 +72,16 @@ pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
 pub struct Flags(File);
 
 impl Flags {
-    /// Open it.
+    /// Opens the file.
     ///
     /// # Errors
-    /// Not for this user, or the kernel has none.
+    /// This user may not read it, or the kernel has none.
     pub fn open() -> io::Result<Self> {
         let file = File::open("/proc/kpageflags");
         file.map(Self).map_err(|error| io::Error::new(error.kind(), format!("opening /proc/kpageflags: {error}")))
     }
 
-    /// Tell each page of this range and its flags.
+    /// Calls a function with each page of this range and its flags.
     ///
     /// # Errors
     /// It cannot be read.

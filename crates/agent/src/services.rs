@@ -1,11 +1,11 @@
 //! Kernel services that touch far pages (Blowfish, section 4.5): khugepaged and compaction, counted and tuned.
 //!
-//! Before: the host says whether they are to be tuned. After: they do less of what touches memory that nobody uses.
+//! Before: the host says whether to tune them. After: they touch less memory that no program uses.
 //! Promise: settings are as before when tuning ends, also when this is dropped.
 //!
 //! Blowfish patches both: khugepaged skips what is mostly unused, compaction skips what is far. A stock kernel has
-//! knobs for the first (`max_ptes_none`: a huge page is made only where most of it is there already; the scan rate),
-//! and none for the second but to compact less beforehand.
+//! knobs for the first: `max_ptes_none` (a huge page is made only if most of it is present already) and the scan rate.
+//! For the second it can only compact less in advance.
 
 use ballast_guest::message::Tick;
 
@@ -14,8 +14,8 @@ use crate::files;
 const THP: &str = "/sys/kernel/mm/transparent_hugepage/khugepaged";
 const COMPACTION: &str = "/proc/sys/vm/compaction_proactiveness";
 
-/// Settings while tuned. Pages of a huge page that may lack: an eighth instead of nearly all; half as many pages
-/// scanned in four times the time; no compaction before somebody needs it.
+/// Settings while tuned. At most an eighth of a huge page may be absent, instead of nearly all of it. Half as many
+/// pages are scanned in four times the time. Memory is compacted on demand only.
 const TUNED: [(&str, &str); 4] =
     [("max_ptes_none", "64"), ("pages_to_scan", "2048"), ("scan_sleep_millisecs", "40000"), ("", "0")];
 
@@ -26,12 +26,12 @@ fn path(name: &str) -> String {
 /// The guest's services.
 #[derive(Debug, Default)]
 pub struct Services {
-    /// What was set before: file and value.
+    /// Settings before: file and value.
     before: Vec<(String, String)>,
 }
 
 impl Services {
-    /// Tune them, or put back what was.
+    /// Tunes them, or restores their settings.
     pub fn tune(&mut self, tune: bool) {
         if tune != self.before.is_empty() {
             return;
@@ -55,7 +55,7 @@ impl Services {
         }
     }
 
-    /// What they have done since boot.
+    /// Returns their counters since boot.
     pub fn count(&self, tick: &mut Tick) {
         let stat = files::read("/proc/vmstat").unwrap_or_default();
         let number = |name: &str| {

@@ -1,4 +1,4 @@
-//! How the guest is: free memory, stall, nodes.
+//! State of the guest: free memory, stall, nodes.
 //!
 //! Before: a tick. After: what the host is told of the guest as a whole.
 //! Units: pages; stall in microseconds since boot. Promise: what the kernel does not say is zero.
@@ -49,7 +49,7 @@ fn node(node: u32) -> Node {
     Node { node, pages: pages("MemTotal"), free: pages("MemFree"), ballooned: 0 }
 }
 
-/// What a node could give without anybody having to wait for long: what is free, and half of what is in files as well.
+/// Memory that a node can give without a long wait of any program: its free pages, and half of its pages of files.
 pub fn spare(node: u32) -> u64 {
     let text = files::read(format!("{NODES}/node{node}/meminfo")).unwrap_or_default();
     let pages = |name: &str| files::number_after(&text, name).unwrap_or(0) / KB_PER_PAGE;

@@ -61,7 +61,7 @@ pub fn frame(session: u64, kind: u16, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// FNV-1a over a header without its sum, and a body. It finds what was torn; nobody is kept from lying.
+/// FNV-1a over a header without its sum, and a body. It detects a torn frame, and does not protect from forged ones.
 fn sum(header: &[u8], body: &[u8]) -> u64 {
     let all = header.iter().chain(body);
     all.fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
@@ -70,28 +70,28 @@ fn sum(header: &[u8], body: &[u8]) -> u64 {
 /// Frames out of a stream.
 #[derive(Debug, Default)]
 pub struct Frames {
-    /// What came and is no whole frame yet: never more than the longest frame and what was pushed last.
+    /// Bytes of no whole frame yet: never more than the longest frame and the bytes pushed last.
     rest: Vec<u8>,
-    /// Where it begins: what is before was dealt with.
+    /// Index of the first byte that was not handled yet.
     at: usize,
     /// Bytes that belonged to no frame.
     garbage: u64,
 }
 
 impl Frames {
-    /// These bytes came.
+    /// Adds bytes of the stream.
     pub fn push(&mut self, bytes: &[u8]) {
         self.rest.drain(..self.at);
         self.at = 0;
         self.rest.extend_from_slice(bytes);
     }
 
-    /// How many bytes belonged to no frame since the last time.
+    /// Returns the number of bytes since the last call that belonged to no frame.
     pub fn take_garbage(&mut self) -> u64 {
         std::mem::take(&mut self.garbage)
     }
 
-    /// The next whole frame.
+    /// Returns the next whole frame.
     pub fn next_frame(&mut self) -> Option<Next> {
         loop {
             let rest = &self.rest[self.at..];

@@ -1,4 +1,4 @@
-//! What a guest's agent and its host say to each other.
+//! Messages between a guest's agent and its host.
 //!
 //! Before: the agent in the guest, or the engine on the host, has something to say. After: the other one has it as a
 //! message, or knows that what came was none.

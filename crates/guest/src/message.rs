@@ -1,11 +1,11 @@
-//! All that either side can say.
+//! The messages of both sides.
 //!
 //! Before: one side has something to say. After: its bytes, and the same message on the other side.
 //! Promise: what is decoded is within the bounds stated here. What it means is not checked: to the host all of it is a
 //! hint.
 //!
-//! The host says hello first, with a session of its own making; whatever comes before that is old. The agent answers
-//! each hello with one, and begins anew.
+//! The host says hello first, with a session that it made up. A message that comes before the hello is old. The agent
+//! replies to each hello with its own, and begins anew.
 
 use crate::bytes::{Reader, Refused, Writer};
 use crate::frame::{Frame, MAX_BODY, frame};
@@ -21,10 +21,10 @@ pub const MAX_PIECES: usize = 64;
 /// Bytes at the beginning of a page by which it is recognised.
 pub const NONCE: usize = 32;
 
-/// What an agent is to do.
+/// Orders of the host to an agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
-    /// How often it says how the guest is, in milliseconds.
+    /// Interval of the messages about the state of the guest, in milliseconds.
     pub tick_ms: u32,
     /// Say which pages are cold.
     pub reports: bool,
@@ -87,7 +87,7 @@ pub enum Tracking {
     Damon = 1,
 }
 
-/// How the guest is.
+/// State of the guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tick {
     /// Memory that the kernel manages.

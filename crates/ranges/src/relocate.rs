@@ -1,4 +1,4 @@
-//! Balanced relocation (§3.2.3): which pages to promote and to demote, as many the one as the other.
+//! Balanced relocation (§3.2.3): which pages to promote and which to demote, the same number of each.
 //!
 //! Before: ranges in the order of their heat, and where each page is. After: an agent moves the pages, in batches.
 //! The paper swaps pages. `move_pages` cannot, so the fast tier keeps a small *reserve* free, and each batch demotes
@@ -13,9 +13,9 @@ use crate::range::{Range, SAMPLE};
 /// Where a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tier {
-    /// In the memory that is short.
+    /// In fast memory, which is short.
     Fast,
-    /// In the other.
+    /// In slow memory.
     Slow,
 }
 
@@ -49,9 +49,9 @@ pub enum Rule {
     Ours,
 }
 
-/// With less, pages of equal heat change places for ever, by the noise of samples: simulated, with 1, 1 GiB a second
-/// where this moves 80 MiB. With 3, the fast tier serves 30 % of accesses to scattered heat and not 91, of which there
-/// are 1,000 samples a second.
+/// With less, pages of equal heat change places without end, by the noise of samples: simulated, a value of 1 moves
+/// 1 GiB a second where this one moves 80 MiB. With 3, the fast tier serves 30 % of the accesses to scattered heat
+/// instead of 91 % (1,000 samples a second).
 pub const SPREADS: f64 = 2.0;
 
 /// Pages to move, by their addresses. The hottest are promoted first, the coldest demoted first.

@@ -18,13 +18,13 @@ const TIERING: u64 = 2;
 /// What moves pages here.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Beside {
-    /// Somebody who promotes by heat. Two that do so undo each other's moves.
+    /// It promotes by heat. Two that do so undo each other's moves.
     pub promoter: Option<String>,
-    /// What goes well beside ours, and may use the room it keeps free.
+    /// It does not disturb ours, but may use the memory that ours keeps free.
     pub notes: Vec<String>,
 }
 
-/// Look who is there; `own_damon` says that DAMON is ours.
+/// Returns what else moves pages; `own_damon` says that DAMON is ours.
 ///
 /// # Errors
 /// A setting cannot be read.
@@ -55,7 +55,7 @@ pub struct Balancing {
 }
 
 impl Balancing {
-    /// Switch it off. `None` if it is off already, or not there.
+    /// Switches it off. Returns `None` if it is off already, or absent.
     ///
     /// # Errors
     /// Not permitted.
@@ -68,7 +68,7 @@ impl Balancing {
 
 impl Drop for Balancing {
     fn drop(&mut self) {
-        // Somebody who has set it meanwhile is right.
+        // A program that has set it meanwhile has precedence.
         if self.files.optional(BALANCING).is_ok_and(|mode| mode.as_deref() == Some("0")) {
             let _ = self.files.write(BALANCING, &self.before);
         }

@@ -22,15 +22,15 @@ pub struct Moves {
     pub promoted: u64,
     /// From the fast tier to a slow one.
     pub demoted: u64,
-    /// Were gone.
+    /// Pages that were gone.
     pub absent: u64,
-    /// Several processes map them.
+    /// Pages that several processes map.
     pub shared: u64,
-    /// Pinned, or under I/O.
+    /// Pages that are pinned, or under I/O.
     pub busy: u64,
-    /// No room on the other tier.
+    /// Pages for which the other tier had no room.
     pub full: u64,
-    /// The kernel cannot move them.
+    /// Pages that the kernel cannot move.
     pub never: u64,
 }
 

@@ -28,7 +28,7 @@ const FORGIVEN_AFTER: u32 = 16;
 struct Unit {
     present: [u64; WORDS],
     fast: [u64; WORDS],
-    /// Could not be moved: left alone for a while.
+    /// It could not be moved, and is left alone for a while.
     kept: [u64; WORDS],
 }
 
@@ -48,7 +48,7 @@ fn place(address: u64) -> (u64, usize, u64) {
 }
 
 impl Pages {
-    /// What the program maps now: nothing is known of anything else any more.
+    /// Takes what the program maps now, and forgets all else.
     pub fn set_areas(&mut self, areas: Vec<(u64, u64)>) {
         let covered = |unit: u64| {
             let after = areas.partition_point(|(start, _)| *start < (unit + 1) * UNIT);
@@ -124,7 +124,7 @@ impl Pages {
         }
     }
 
-    /// There is no page any more.
+    /// The page is gone.
     pub fn gone(&mut self, address: u64) {
         let (number, word, bit) = place(address);
         if let Some(unit) = self.units.get_mut(&number) {

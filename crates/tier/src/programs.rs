@@ -2,8 +2,8 @@
 //!
 //! Before: what the owner of the guest has chosen. After: [`crate::engine`] samples these and moves their pages.
 //! Threads: any. Units: bytes and addresses.
-//! Promise: a program that says no is left alone, and so is one that cannot be looked at; one that ends meanwhile is
-//! gone and no error.
+//! Promise: a program that opts out is left alone, and so is one whose files cannot be read. A program that ends
+//! meanwhile is left out without an error.
 
 use std::io;
 
@@ -18,13 +18,13 @@ pub const OPT_OUT: &str = "BALLAST_TIERING=off";
 /// Which programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
-    /// Not those with less resident memory than this: they gain too little.
+    /// Least resident memory of a program. Smaller ones gain too little.
     pub least: u64,
     /// Most at a time, the largest first.
     pub most: usize,
     /// Those in one of these control groups or below (`/system.slice`); all if there are none.
     pub cgroups: Vec<String>,
-    /// But those in one of these, or below.
+    /// Except those in one of these, or below.
     pub not_cgroups: Vec<String>,
 }
 

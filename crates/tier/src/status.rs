@@ -1,4 +1,4 @@
-//! What the owner of the guest, and by the agent the host, is told: the QoS statistics of Demeter §3.3.
+//! The QoS statistics of Demeter §3.3, for the owner of the guest and, through the agent, for the host.
 //!
 //! Before: [`crate::engine`] counts. After: the agent sends it, a log shows it. Units: in each name.
 //! Promise: counters only grow; what is not known is `None`.
@@ -22,7 +22,7 @@ pub struct TierStatus {
 }
 
 impl TierStatus {
-    /// With one more node.
+    /// Adds a node.
     pub(crate) fn add(&mut self, node: u32, now: Use) {
         self.nodes.push(node);
         self.size_bytes += now.size;
@@ -30,7 +30,7 @@ impl TierStatus {
     }
 }
 
-/// How tiering goes.
+/// State of tiering.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// The fastest first.
@@ -39,7 +39,7 @@ pub struct Status {
     pub told_by: Told,
     /// Where samples come from.
     pub source: String,
-    /// Why nothing is moved, if so.
+    /// Reason why nothing is moved, if so.
     pub aside: Option<String>,
     /// What else moves pages here, without being in the way.
     pub notes: Vec<String>,
