@@ -38,6 +38,7 @@ mod pager;
 mod plain;
 mod plot;
 mod pool;
+mod probe;
 mod progress;
 mod qemu;
 mod reclaim;

@@ -48,6 +48,8 @@ pub enum Role {
     Sparse(SparseConfig),
     /// One of many small guests that read all of their memory.
     Reader(ReaderConfig),
+    /// A VM that does nothing but fault.
+    Prober(SparseConfig),
     /// Becomes the program named by the words after it, and ends with the process that started it.
     Become {
         /// The file of a memory cgroup that takes a process id.
@@ -239,7 +241,8 @@ pub enum Order {
         /// This part of it, spread evenly.
         percent: u32,
     },
-    /// Read all of memory over and over until the second time; count and time the touches from the first time on.
+    /// Read all of memory over and over until the second time; count and time the touches from the first time on. A
+    /// prober begins with the first time, and each of its touches is a fault.
     Read {
         /// In nanoseconds of the monotonic clock.
         from_ns: u64,
@@ -292,6 +295,8 @@ pub enum Answer {
     Touched(Touched),
     /// Memory was read.
     Read(Reads),
+    /// Every touch was a fault.
+    Probed(Probed),
     /// A slice, or a storm, is over.
     Sliced {
         /// Operations or touches.
@@ -315,6 +320,26 @@ pub enum Answer {
     Path(PathBuf),
     /// It could not be done.
     Failed(String),
+}
+
+/// The faults of a prober in one turn.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Probed {
+    /// Equal parts of the turn, one after the other.
+    pub slices: Vec<Slice>,
+    /// How often it touched a page.
+    pub touches: u64,
+    /// How often it faulted, by the kernel's count.
+    pub faulted: u64,
+}
+
+/// The faults that ended in one part of a turn.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Slice {
+    /// How long each took.
+    pub faults: Waits,
+    /// The times from the end of one to the end of the next.
+    pub gaps: Waits,
 }
 
 /// How pages went out.

@@ -19,6 +19,7 @@ use crate::guest::Guest;
 use crate::helper::obey;
 use crate::order::{Answer, Backing, Order, Role, SparseConfig};
 use crate::pager::{Pager, enter};
+use crate::probe::Prober;
 use crate::workload::Runner;
 use crate::{guard, plain};
 
@@ -56,6 +57,10 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
                 Order::Verify => reader.verify(),
                 other => bail!("a reader cannot do {other:?}"),
             })
+        }
+        Role::Prober(config) => {
+            let mut prober = Prober::new(config)?;
+            obey(|order| prober.obey(&order))
         }
         Role::Workload(config) => {
             let mut runner = Runner::new(config)?;

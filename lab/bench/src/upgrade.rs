@@ -1,7 +1,8 @@
 //! The effect of an upgrade on VMs, while another engine follows the serving one.
 //!
 //! Before: VMs that are held to half of their RAM read all of it over and over. After: how long touches took with an
-//! upgrade in the middle and without one, how long each VM had no engine, and whether anything went wrong.
+//! upgrade in the middle and without one, how long each VM had no engine, and whether anything went wrong; and what a
+//! VM that does nothing but fault saw of an upgrade (`probe`).
 //! Threads: the bench's one; one asks the API all the time; VMs are processes. Units: in the names.
 //! Promise: every word that is read is compared: wrong data ends the bench. Turns with and without an upgrade take
 //! turns. `BALLAST_NEXT` names the `ballastd` of another build; the bench goes forth and back between it and its own.
@@ -18,7 +19,8 @@ use ballast_sys::{Uffd, program};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
 use crate::density::fleet::{Fleet, Side, Turn};
-use crate::order::GuestKind;
+use crate::order::{GuestKind, Slice};
+use crate::probe::Probe;
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::waits::Waits;
@@ -63,6 +65,22 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         under.push(turn?);
     }
     fleet.verify()?;
+    let mut probe = Probe::start(bench)?;
+    // In each round one window without an upgrade, one with, and one more without: the two show how much chance does.
+    let mut probed: [Vec<Slice>; 3] = Default::default();
+    let (mut touches, mut cut) = (0, 0);
+    for round in bench.progress.over("probe", 0..turns) {
+        let program = if round % 2 == 0 { &next } else { &own };
+        let socket = bench.daemon.dir().join("api.sock");
+        let steady = probe.turn(bench, || Ok(()))?.0;
+        let (under, window, _) = probe.turn(bench, || upgrade(&socket, program.display().to_string()))?;
+        let again = probe.turn(bench, || Ok(()))?.0;
+        cut += u64::from(window.is_cut);
+        touches += under.touches;
+        for (slices, turn) in probed.iter_mut().zip([&steady, &under, &again]) {
+            slices.push(window.of(turn));
+        }
+    }
     let us = |turn: &Turn| turn.worst_ms * 1e3;
     let steady_of = |figure: fn(&Turn) -> f64| steady.iter().map(figure).collect::<Vec<_>>();
     let of = |figure: &dyn Fn(&(Turn, UpgradeStat)) -> f64| under.iter().map(figure).collect::<Vec<_>>();
@@ -70,6 +88,15 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     row.figure("upgrade_fault_us_p99", &of(&|(turn, _)| turn.p99_us));
     row.figure("steady_fault_us_longest", &steady.iter().map(us).collect::<Vec<_>>());
     row.figure("upgrade_fault_us_longest", &of(&|(turn, _)| us(turn)));
+    for (when, slices) in ["steady", "upgrade", "steady_again"].into_iter().zip(&probed) {
+        let of = |figure: fn(&Slice) -> u64| slices.iter().map(|slice| figure(slice) as f64 / 1e3).collect::<Vec<_>>();
+        row.figure(&format!("{when}_probe_us_p99"), &of(|slice| slice.faults.percentile_ns(0.99)));
+        row.figure(&format!("{when}_probe_us_p999"), &of(|slice| slice.faults.percentile_ns(0.999)));
+        row.figure(&format!("{when}_probe_us_longest"), &of(|slice| slice.faults.worst_ns()));
+        row.figure(&format!("{when}_probe_unserved_us_longest"), &of(|slice| slice.gaps.worst_ns()));
+    }
+    row.fact("probe_faults", touches);
+    row.fact("probe_windows_cut", cut);
     row.figure("upgrade_gap_us", &of(&|(_, stat)| stat.longest_gap_us as f64));
     row.figure("upgrade_switch_us", &of(&|(_, stat)| stat.longest_switch_us as f64));
     row.figure("upgrade_ms", &of(&|(_, stat)| stat.took_us as f64 / 1e3));

@@ -303,7 +303,7 @@ fn density_has_busy_recovering_and_idle_vms_and_their_cost_and_every_byte_of_the
 }
 
 #[test]
-fn upgrade_has_faults_gap_switch_and_requests_with_and_without_an_upgrade() {
+fn upgrade_has_faults_gap_switch_requests_and_a_probe_with_and_without_an_upgrade() {
     if no_bench() {
         return;
     }
@@ -316,6 +316,12 @@ fn upgrade_has_faults_gap_switch_and_requests_with_and_without_an_upgrade() {
         assert_figure_alone(row, &key);
         assert_figure_alone(row, &format!("{key}_max"));
     }
+    for when in ["steady", "upgrade", "steady_again"] {
+        for key in ["us_p99", "us_p999", "us_longest", "unserved_us_longest"] {
+            assert_figure_alone(row, &format!("{when}_probe_{key}_max"));
+        }
+    }
+    assert!(row["probe_faults"].as_u64() > Some(0), "{row}");
     assert!(row["second_reader_us_p50"].as_f64() > Some(0.0), "{row}");
     assert_eq!((row["upgrade_gap_us_max"].as_f64(), row["wrong_bytes"].as_u64()), (Some(0.0), Some(0)), "{row}");
     assert!(row["api_requests"].as_u64() > Some(0) && row["failed_ops"].is_u64(), "{row}");

@@ -1,0 +1,192 @@
+//! A VM that asks all the time whether somebody serves its faults: one thread has the kernel unmap a page, touches it,
+//! and begins again.
+//!
+//! Before: `upgrade` starts it as a process of its own. After: how long each of these faults took, and how long each
+//! time was between two that were served, seen from outside: neither keeper nor engine has a part in the measuring.
+//! Threads: one in the guest, without a pause; the client has one of its own. Units: nanoseconds of the monotonic
+//! clock; slices of [`SLICE_NS`].
+//! Promise: every touch was a fault, by the kernel's count, and one that an engine served, by the engines' count; its
+//! page had the number that was written last. A time in which nobody serves is a touch, and a time between two served
+//! faults, of at least that length.
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_base::units::MIB;
+use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_sys::clock::monotonic_ns;
+use ballast_testvm::GuestRam;
+use rustix::mm::{Advice, madvise};
+
+use crate::order::{Answer, Backing, Order, Probed, Role, Slice, SparseConfig};
+use crate::pager::Pager;
+use crate::rig::Bench;
+use crate::worker::Worker;
+
+/// One part of a turn, whose faults are counted apart.
+const SLICE_NS: u64 = 20_000_000;
+/// Half of it goes far, so that all of it is under userfaultfd.
+const RAM: u64 = 32 * MIB;
+/// Pages that are touched in turn.
+const PAGES: usize = 64;
+/// Guest and bench are ready by then.
+const LEAD: Duration = Duration::from_millis(50);
+/// Its faults until an upgrade begins.
+const BEFORE: Duration = Duration::from_millis(100);
+/// A turn. One upgrade and the end of the old engine take less, unless the host is crowded.
+const TIME: Duration = Duration::from_millis(1000);
+/// What an upgrade does after its end (the old engine ends, the keeper becomes another program) counts as well.
+const AFTER: Duration = Duration::from_millis(100);
+const SQUEEZE: Duration = Duration::from_secs(60);
+
+/// The guest.
+pub(crate) struct Prober {
+    config: SparseConfig,
+    ram: GuestRam,
+    pager: Option<Pager>,
+    /// How often each of the pages was touched.
+    touches: [u64; PAGES],
+}
+
+impl Prober {
+    pub(crate) fn new(config: SparseConfig) -> Result<Self> {
+        let ram = GuestRam::new(Bytes(config.ram_bytes)).context("Making guest RAM")?;
+        Ok(Self { config, ram, pager: None, touches: [0; PAGES] })
+    }
+
+    pub(crate) fn obey(&mut self, order: &Order) -> Result<Answer> {
+        match order {
+            Order::Attach => {
+                let SparseConfig { socket, name, .. } = &self.config;
+                let (backing, start) =
+                    (Backing::Ballast { socket: socket.clone(), name: name.clone() }, Instant::now());
+                self.pager = Some(Pager::attach(&backing, &self.ram)?);
+                Ok(Answer::Attached { wall_us: start.elapsed().as_secs_f64() * 1e6 })
+            }
+            Order::Fill => {
+                // Numbers that nobody compresses to nothing; the pages that are touched begin at 0.
+                for page in PAGES..self.ram.len() / PAGE_SIZE {
+                    self.ram.word(page * PAGE_SIZE).store(page as u64, Relaxed);
+                }
+                (0..PAGES).for_each(|page| self.ram.word(page * PAGE_SIZE).store(0, Relaxed));
+                Ok(Answer::Done)
+            }
+            Order::Read { from_ns, until_ns } => self.probe(*from_ns, *until_ns).map(Answer::Probed),
+            other => bail!("a prober cannot do {other:?}"),
+        }
+    }
+
+    fn probe(&mut self, from_ns: u64, until_ns: u64) -> Result<Probed> {
+        let slices = (until_ns.saturating_sub(from_ns) / SLICE_NS) as usize + 1;
+        let mut probed = Probed { slices: vec![Slice::default(); slices], ..Probed::default() };
+        std::thread::sleep(Duration::from_nanos(from_ns.saturating_sub(monotonic_ns())));
+        // None of them is far when the turn begins.
+        (0..PAGES).for_each(|page| {
+            self.ram.word(page * PAGE_SIZE).load(Relaxed);
+        });
+        let faulted = faults()?;
+        let mut last = monotonic_ns();
+        for page in (0..PAGES).cycle() {
+            let at = (self.ram.addr() + page * PAGE_SIZE) as *mut libc::c_void;
+            // SAFETY: the page is in this guest's RAM, a shared mapping of a file: its bytes stay there, and no Rust
+            // reference is made into guest RAM but to atomics, which live as long as the mapping.
+            unsafe { madvise(at, PAGE_SIZE, Advice::LinuxDontNeed) }.context("Unmapping a page")?;
+            let begin = monotonic_ns();
+            let found = self.ram.word(page * PAGE_SIZE).fetch_add(1, Relaxed);
+            let now = monotonic_ns();
+            ensure!(found == self.touches[page], "WRONG DATA: page {page} holds {found:#x}");
+            self.touches[page] += 1;
+            probed.touches += 1;
+            let slice = &mut probed.slices[(((now - from_ns) / SLICE_NS) as usize).min(slices - 1)];
+            slice.faults.add(now - begin);
+            slice.gaps.add(now - last);
+            last = now;
+            if now >= until_ns {
+                break;
+            }
+        }
+        probed.faulted = faults()? - faulted;
+        Ok(probed)
+    }
+}
+
+/// Faults of this thread, by the kernel's count.
+fn faults() -> Result<u64> {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: the call fills the structure, which is all integers.
+    let usage = unsafe {
+        ensure!(libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) == 0, "getrusage failed");
+        usage.assume_init()
+    };
+    Ok((usage.ru_minflt + usage.ru_majflt) as u64)
+}
+
+/// The same as the bench sees it.
+pub(crate) struct Probe {
+    worker: Worker,
+    name: String,
+}
+
+/// The slices in which an upgrade was under way, and whether it outlasted the turn.
+pub(crate) struct Window {
+    slices: std::ops::Range<usize>,
+    pub(crate) is_cut: bool,
+}
+
+impl Window {
+    /// The faults of a turn in these slices.
+    pub(crate) fn of(&self, probed: &Probed) -> Slice {
+        let mut sum = Slice::default();
+        for slice in &probed.slices[self.slices.clone()] {
+            sum.faults.merge(&slice.faults);
+            sum.gaps.merge(&slice.gaps);
+        }
+        sum
+    }
+}
+
+impl Probe {
+    /// Start it.
+    pub(crate) fn start(bench: &mut Bench) -> Result<Self> {
+        let name = bench.vm_name();
+        let config = SparseConfig { socket: bench.daemon.attach_socket(), name: name.clone(), ram_bytes: RAM };
+        let mut probe = Self { worker: Worker::start(&Role::Prober(config))?, name };
+        probe.worker.ask(&Order::Attach)?;
+        bench.daemon.wait_for_vm(&probe.name)?;
+        probe.worker.ask(&Order::Fill)?;
+        let api = bench.daemon.api();
+        api.set_limit(&probe.name, Some(RAM / 2))?;
+        let start = Instant::now();
+        while api.vm(&probe.name)?.resident_bytes > RAM / 2 + MIB {
+            ensure!(start.elapsed() < SQUEEZE, "the prober's pages do not go");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(probe)
+    }
+
+    /// Have it fault for one turn, in which `meanwhile` runs. Returns the time that took as well.
+    pub(crate) fn turn<T>(
+        &mut self,
+        bench: &Bench,
+        meanwhile: impl FnOnce() -> Result<T>,
+    ) -> Result<(Probed, Window, T)> {
+        let served = || Ok::<_, anyhow::Error>(bench.daemon.api().vm(&self.name)?.faults.total());
+        let before = served()?;
+        let from_ns = monotonic_ns() + LEAD.as_nanos() as u64;
+        self.worker.tell(&Order::Read { from_ns, until_ns: from_ns + TIME.as_nanos() as u64 })?;
+        std::thread::sleep(LEAD + BEFORE);
+        let slice = || (monotonic_ns().saturating_sub(from_ns) / SLICE_NS) as usize;
+        let first = slice();
+        let meanwhile = meanwhile()?;
+        let end = slice() + 1 + (AFTER.as_nanos() as u64 / SLICE_NS) as usize;
+        let Answer::Probed(probed) = self.worker.answer()? else { bail!("a prober does not probe") };
+        let served = bench.daemon.api().vm(&self.name)?.faults.total() - before;
+        let Probed { touches, faulted, .. } = probed;
+        ensure!(faulted >= touches, "of {touches} touches of the prober only {faulted} were faults");
+        ensure!(served >= touches, "of {touches} touches of the prober engines served only {served}");
+        let most = probed.slices.len();
+        let window = Window { slices: first.min(most - 1)..end.min(most), is_cut: end > most };
+        Ok((probed, window, meanwhile))
+    }
+}
