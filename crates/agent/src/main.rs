@@ -1,9 +1,9 @@
 //! `ballast-agent`: runs in a guest, and tells the host what only the guest knows.
 //!
 //! Before: an unmodified Linux guest (6.1 or newer; reports need DAMON, as in Debian 13's 6.12) whose VMM shows it a
-//! virtio-serial port of our name. No engine listens to it yet. After: a host that listens knows which memory is free,
-//! which is cold and what is in it, and can have the guest give up memory of a NUMA node. Nothing of the guest depends
-//! on it: when the agent ends, however it ends, the guest has back the memory it held; what it set in the kernel it
+//! virtio-serial port of our name (`ballast run --agent`). After: the engine knows which memory is free, which is cold
+//! and what is in it; the agent can also give up memory of a NUMA node, which no engine asks for yet. Nothing of the
+//! guest depends on it: when the agent ends, however it ends, the guest has back the memory it held; what it set in the kernel it
 //! puts back, or `--undo` does if it was killed.
 //!
 //! Threads: one, which waits for the host and for the next tick. With `--tiering` one more (`tiering`).
