@@ -3,8 +3,8 @@
 //! Before: an unmodified Linux guest (6.1 or newer; reports need DAMON, as in Debian 13's 6.12) whose VMM shows it a
 //! virtio-serial port of our name (`ballast run --agent`). After: the engine knows which memory is free, which is cold
 //! and what is in it; the agent can also give up memory of a NUMA node, which no engine asks for yet. Nothing of the
-//! guest depends on it: when the agent ends, however it ends, the guest has back the memory it held; what it set in the kernel it
-//! puts back, or `--undo` does if it was killed.
+//! guest depends on it: when the agent ends, however it ends, the guest has back the memory it held; what it set in the
+//! kernel it puts back, or `--undo` does if it was killed.
 //!
 //! Threads: one, which waits for the host and for the next tick. With `--tiering` one more (`tiering`).
 //! Units: pages are 4 KiB, numbered by guest-physical address.
