@@ -48,6 +48,8 @@ fn attach(daemon: &Daemon, ram: &Ram, name: &str) -> Client {
     let low = GuestRange { address: 0, offset: Bytes(0), len: half };
     let high = GuestRange { address: HIGH * PAGE_SIZE as u64, offset: half, len: half };
     client.set_guest_ranges(Hva(ram.map.addr() as u64), &[low, high]).expect("where the guest sees it");
+    // The keeper has answered; the engine may still be opening the VM.
+    daemon.vm(name);
     client
 }
 
