@@ -14,7 +14,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub use ballast_base::fill::{FaultKind, FillOutcome};
 use ballast_base::{Hva, PAGE_SIZE};
 
-const UFFD_API: u64 = 0xAA;
+mod abi;
+
+use abi::{
+    ApiArg, CopyArg, EVENT_PAGEFAULT, FillArg, PAGEFAULT_FLAG_MINOR, ProtectArg, REGISTER_MODE_MINOR,
+    REGISTER_MODE_MISSING, REGISTER_MODE_RWP, RWPROTECT_MODE_RWP, RangeArg, RawMessage, RegisterArg, UFFD_API,
+    UFFDIO_API, UFFDIO_CONTINUE, UFFDIO_COPY, UFFDIO_POISON, UFFDIO_REGISTER, UFFDIO_RWPROTECT, UFFDIO_UNREGISTER,
+    UFFDIO_WAKE, UFFDIO_ZEROPAGE,
+};
 
 /// Feature bits of `UFFDIO_API` that Ballast asks about.
 pub mod feature {
@@ -44,94 +51,6 @@ pub const HUGETLB_FEATURES: u64 = feature::MISSING_HUGETLBFS | feature::MINOR_HU
 
 /// Features by which the kernel records touches: see [`Uffd::protect`].
 pub const ACCESS_FEATURES: u64 = feature::RWP | feature::RWP_ASYNC;
-
-#[repr(C)]
-struct ApiArg {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-struct RangeArg {
-    start: u64,
-    len: u64,
-}
-
-#[repr(C)]
-struct RegisterArg {
-    range: RangeArg,
-    mode: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-struct CopyArg {
-    dst: u64,
-    src: u64,
-    len: u64,
-    mode: u64,
-    copied: i64,
-}
-
-/// `UFFDIO_ZEROPAGE`, `UFFDIO_CONTINUE` and `UFFDIO_POISON` share this shape.
-#[repr(C)]
-struct FillArg {
-    range: RangeArg,
-    mode: u64,
-    done: i64,
-}
-
-#[repr(C)]
-struct ProtectArg {
-    range: RangeArg,
-    mode: u64,
-}
-
-/// `struct uffd_msg`: 32 bytes, packed by hand so that no field is misaligned.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct RawMessage {
-    event: u8,
-    reserved1: u8,
-    reserved2: u16,
-    reserved3: u32,
-    flags: u64,
-    address: u64,
-    thread: u32,
-    padding: u32,
-}
-
-const fn request(direction: u64, number: u64, size: usize) -> u64 {
-    (direction << 30) | ((size as u64) << 16) | (UFFD_API << 8) | number
-}
-const READ: u64 = 2;
-const READ_WRITE: u64 = 3;
-
-const UFFDIO_REGISTER: u64 = request(READ_WRITE, 0x00, size_of::<RegisterArg>());
-const UFFDIO_UNREGISTER: u64 = request(READ, 0x01, size_of::<RangeArg>());
-const UFFDIO_WAKE: u64 = request(READ, 0x02, size_of::<RangeArg>());
-const UFFDIO_COPY: u64 = request(READ_WRITE, 0x03, size_of::<CopyArg>());
-const UFFDIO_ZEROPAGE: u64 = request(READ_WRITE, 0x04, size_of::<FillArg>());
-const UFFDIO_CONTINUE: u64 = request(READ_WRITE, 0x07, size_of::<FillArg>());
-const UFFDIO_POISON: u64 = request(READ_WRITE, 0x08, size_of::<FillArg>());
-const UFFDIO_RWPROTECT: u64 = request(READ_WRITE, 0x09, size_of::<ProtectArg>());
-const UFFDIO_API: u64 = request(READ_WRITE, 0x3F, size_of::<ApiArg>());
-
-// The numbers of include/uapi/linux/userfaultfd.h, compared with those that the formula above gives for our structs.
-const _: () = assert!(UFFDIO_REGISTER == 0xC020_AA00 && UFFDIO_UNREGISTER == 0x8010_AA01);
-const _: () = assert!(UFFDIO_WAKE == 0x8010_AA02 && UFFDIO_COPY == 0xC028_AA03);
-const _: () = assert!(UFFDIO_ZEROPAGE == 0xC020_AA04 && UFFDIO_CONTINUE == 0xC020_AA07);
-const _: () = assert!(UFFDIO_POISON == 0xC020_AA08 && UFFDIO_API == 0xC018_AA3F);
-const _: () = assert!(UFFDIO_RWPROTECT == 0xC018_AA09);
-const _: () = assert!(size_of::<RawMessage>() == 32);
-
-const REGISTER_MODE_MISSING: u64 = 1 << 0;
-const REGISTER_MODE_MINOR: u64 = 1 << 2;
-const REGISTER_MODE_RWP: u64 = 1 << 3;
-const RWPROTECT_MODE_RWP: u64 = 1 << 0;
-const EVENT_PAGEFAULT: u8 = 0x12;
-const PAGEFAULT_FLAG_MINOR: u64 = 1 << 2;
 
 /// Most faults in one read.
 pub const READ_AT_ONCE: usize = 64;
@@ -193,7 +112,7 @@ impl Uffd {
     }
 
     fn ioctl<T>(&self, request: u64, arg: &mut T) -> io::Result<()> {
-        // SAFETY: every request constant above encodes the size of the struct it is called with (asserted at compile
+        // SAFETY: every request constant of `abi` encodes the size of the struct it is called with (asserted at compile
         // time), `arg` is alive and exclusively ours, and the kernel writes within it only.
         let answer = unsafe { libc::ioctl(self.0.as_raw_fd(), request, arg) };
         if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
