@@ -11,8 +11,10 @@
 //! ([`lease`]), and may have a key that seals its pages ([`seal`]). [`check`] finds server settings that lose pages.
 #![forbid(unsafe_code)]
 
+mod budget;
 pub mod check;
 mod cluster;
+mod garbage;
 pub mod lease;
 mod link;
 mod loss;
@@ -29,11 +31,12 @@ mod store;
 mod stream;
 mod sweep;
 
+pub use budget::RemoteBudget;
 pub use cluster::{Cluster, ClusterOptions};
 pub use link::Access;
 pub use nodes::NodeFigures;
 pub use refusal::Addr;
 pub use seal::Seal;
 pub use slot::slot_of;
-pub use store::{RemoteBudget, RemoteStore, tick_now};
+pub use store::{RemoteStore, tick_now};
 pub use stream::Tls;

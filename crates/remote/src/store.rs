@@ -4,7 +4,7 @@
 //! replicas have each page, compressed and with a checksum; a slow worker gets it back.
 //! Threads: any; every call except `free` and `usage` may wait for the network. A read waits up to its node's timeout
 //! (0.1 to 1.6 s, see `nodes`), a write ten times that, 4 s at most.
-//! Units: a page is one value; the budget counts pages at the mean size of the pages that were put.
+//! Units: a page is one value; `budget` counts pages.
 //! Promise: `Stored` means that an `OK` and a `WAIT` for the replicas arrived in one pipeline on one connection.
 //! `Absent` means that every node that might have the page was asked (`loss`).
 //!
@@ -12,38 +12,31 @@
 //! processes of the host share, and a generation is never drawn ahead of that clock. So no two runs of pages have the
 //! same generation, even in different engines of this VM, and the last one used need not be stored. A write that a dead
 //! engine left with a server thus never replaces a page of another engine.
-//!
-//! *Leftovers.* Pages that a dead engine put and no word names are found by a sweep of the VM's keys. It runs after
-//! `recover`, and after `own` for keys that a departed engine could not unlink. The thread that calls `tidy` runs it in
-//! steps. A key is garbage if its generation is older than that call and no word named it at that time. The alternative
-//! is a mark for each chunk in shared memory that says where to look. But pages are freed in all chunks all the time,
-//! so nearly every mark would be set. A mark could be cleared only when all words that the chunk's copies ever had are
-//! known to agree, which no store is told. And it would not find writes of a dead engine that arrive later.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use ballast_base::PageIdx;
 use ballast_base::store::Recovered;
 use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob};
 use ballast_sys::clock;
 
+use crate::budget::{RemoteBudget, Share};
 use crate::cluster::Cluster;
+use crate::garbage::Garbage;
 use crate::lease::Lease;
 use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
 use crate::request::{self, Found, Values, Verb};
 use crate::seal::{SEALED_MAX, Seal};
-use crate::sweep::{self, Scan, write_timeout};
+use crate::sweep::write_timeout;
 
 /// Tick of the generations. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
 const TICK: Duration = Duration::from_micros(100);
-/// Memory that a server needs for a page in addition to its value: the key, and its own tables.
-const KEY_BYTES: u64 = 128;
 /// Pause of `tidy` after the cluster did not respond.
 const REST: Duration = Duration::from_secs(1);
 /// Pause after a read that failed, so that no CPU is busy with requests to an unreachable node.
@@ -52,62 +45,22 @@ const PAUSE: Duration = Duration::from_millis(5);
 const PART: usize = 64;
 /// Time limit of the search for pages of a run that their owner does not have, after the first one.
 const LOOKS: Duration = Duration::from_secs(1);
-/// Time limit of the sweep in one call of `tidy`.
-const SWEEP_SLICE: Duration = Duration::from_millis(20);
-
-/// Budget of all stores of a process in the cluster.
-#[derive(Debug)]
-pub struct RemoteBudget {
-    limit: Bytes,
-    pages: AtomicU64,
-    /// Pages ever put and their bytes, for the mean size.
-    put_pages: AtomicU64,
-    put_bytes: AtomicU64,
-}
-
-impl RemoteBudget {
-    /// Creates a budget of this size. It covers keys and the servers' tables.
-    pub fn new(limit: Bytes) -> Arc<Self> {
-        let [pages, put_pages, put_bytes] = [0; 3].map(AtomicU64::new);
-        Arc::new(Self { limit, pages, put_pages, put_bytes })
-    }
-
-    /// Returns the estimated size of this many pages.
-    fn bytes(&self, pages: u64) -> u64 {
-        let (put, bytes) = (self.put_pages.load(Relaxed), self.put_bytes.load(Relaxed));
-        let mean = bytes.checked_div(put).unwrap_or(PAGE_SIZE as u64 + KEY_BYTES);
-        pages.saturating_mul(mean)
-    }
-
-    /// Returns the estimated size of all pages in the cluster.
-    pub fn used(&self) -> Bytes {
-        Bytes(self.bytes(self.pages.load(Relaxed)))
-    }
-
-    /// Returns the limit.
-    pub fn limit(&self) -> Bytes {
-        self.limit
-    }
-}
 
 /// The store of one VM.
 #[derive(Debug)]
 pub struct RemoteStore {
     vm: VmId,
     cluster: Arc<Cluster>,
-    budget: Arc<RemoteBudget>,
+    share: Share,
     codec: Codec,
     seal: RwLock<Arc<Seal>>,
     when_alone: Option<WhenAlone>,
     lease: Lease,
     /// Last generation drawn.
     last: Mutex<u64>,
-    /// Estimated number of pages that were put and not unlinked.
-    pages: AtomicU64,
     /// The store had pages at some time. The lease is renewed, whatever the count is.
     used: AtomicBool,
-    freed: Mutex<Freed>,
-    leftovers: Mutex<Option<Leftovers>>,
+    garbage: Garbage,
     refusal: Mutex<Option<String>>,
     rests_until: Mutex<Option<Instant>>,
 }
@@ -119,25 +72,6 @@ impl std::fmt::Debug for WhenAlone {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("WhenAlone")
     }
-}
-
-/// Pages that must still be unlinked.
-#[derive(Debug, Default)]
-struct Freed {
-    /// Pages, and whether they may already have been unlinked.
-    pages: HashMap<(PageKey, Handle), bool>,
-    /// Pages that a failed write may have left. They were never counted.
-    failed: Vec<(PageKey, Handle)>,
-}
-
-/// State of the sweep for pages that earlier engines may have left.
-#[derive(Debug)]
-struct Leftovers {
-    /// Pages that a word names, and that must stay.
-    live: HashSet<(PageKey, Handle)>,
-    /// All pages that are put from now on have a larger generation.
-    newest: Handle,
-    scan: Option<Scan>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -155,16 +89,14 @@ impl RemoteStore {
         Self {
             vm,
             cluster,
-            budget,
+            share: Share::new(budget),
             codec,
             seal: RwLock::new(Arc::new(Seal::plain())),
             when_alone: None,
             lease: Lease::new(vm, lease),
             last: Mutex::new(tick_now()),
-            pages: AtomicU64::new(0),
             used: AtomicBool::new(false),
-            freed: Mutex::default(),
-            leftovers: Mutex::default(),
+            garbage: Garbage::default(),
             refusal: Mutex::default(),
             rests_until: Mutex::default(),
         }
@@ -199,19 +131,10 @@ impl RemoteStore {
         Handle::new(*last)
     }
 
+    /// Counts pages that are in the cluster already.
     fn add_pages(&self, count: u64) {
         self.used.fetch_or(count > 0, Relaxed);
-        self.pages.fetch_add(count, Relaxed);
-        self.budget.pages.fetch_add(count, Relaxed);
-    }
-
-    fn sub_pages(&self, count: u64) {
-        let less = |pages: &AtomicU64, by: u64| {
-            let before = pages.fetch_update(Relaxed, Relaxed, |pages| Some(pages.saturating_sub(by)));
-            before.unwrap_or_default().min(by)
-        };
-        let had = less(&self.pages, count);
-        less(&self.budget.pages, had);
+        self.share.add(count);
     }
 
     /// Records why a page was refused.
@@ -227,10 +150,9 @@ impl RemoteStore {
         if !seal.works() {
             return Err(self.refuse("the key that its pages are sealed with is lost".into(), PutOutcome::Busy));
         }
-        let waiting = lock(&self.freed).pages.len() as u64;
-        let held = self.budget.pages.load(Relaxed).saturating_sub(waiting);
-        if self.budget.bytes(held + count) > self.budget.limit.0 {
-            return Err(self.refuse(format!("its budget of {} is used", self.budget.limit), PutOutcome::Full));
+        if !self.share.has_room(count, self.garbage.waiting()) {
+            let limit = self.share.budget().limit();
+            return Err(self.refuse(format!("its budget of {limit} is used"), PutOutcome::Full));
         }
         self.lease.ensure(&self.cluster).map_err(|why| self.refuse(why, PutOutcome::Busy))?;
         let Some(generation) = self.draw() else {
@@ -253,14 +175,13 @@ impl RemoteStore {
         let replicas = self.cluster.options().replicas;
         match request::set_as_made(&self.cluster, replicas, &names, write_timeout, &mut values, &mut make) {
             Ok(()) => {
-                self.budget.put_pages.fetch_add(count, Relaxed);
-                self.budget.put_bytes.fetch_add(values.bytes() as u64 + count * KEY_BYTES, Relaxed);
-                self.add_pages(count);
+                self.used.store(true, Relaxed);
+                self.share.put(count, values.bytes() as u64);
                 Ok(generation)
             }
             Err(failed) => {
                 if failed.unknown {
-                    lock(&self.freed).failed.extend(keys.into_iter().map(|key| (key, generation)));
+                    self.garbage.failed(keys.into_iter().map(|key| (key, generation)));
                 }
                 Err(self.refuse(failed.why, if failed.full { PutOutcome::Full } else { PutOutcome::Busy }))
             }
@@ -304,84 +225,6 @@ impl RemoteStore {
                 }
             };
         }
-    }
-
-    /// Unlinks the pages that were freed. Returns false if the cluster does not respond.
-    fn unlink_freed(&self) -> bool {
-        let freed = std::mem::take(&mut *lock(&self.freed));
-        let mut pages: Vec<_> = freed.pages.into_iter().collect();
-        pages.sort_unstable_by_key(|((key, handle), _)| (key.region.vm, key.region.number, key.page, handle.bits()));
-        let chunk = |key: &PageKey| (key.region, key.page.0 / CHUNK_PAGES);
-        let mut works = true;
-        for run in pages.chunk_by(|((a, _), _), ((b, _), _)| chunk(a) == chunk(b)) {
-            // A large run of one chunk may span several generations.
-            let keys = run.iter().map(|((key, handle), _)| name::key(*key, *handle)).collect();
-            match if works { sweep::unlink(&self.cluster, keys) } else { Err(rests()) } {
-                // A page that may have been unlinked before counts as unlinked now.
-                Ok(gone) => {
-                    let maybe = run.iter().filter(|(_, maybe)| *maybe).count() as u64;
-                    self.sub_pages((gone + maybe).min(run.len() as u64));
-                }
-                Err(failed) => {
-                    let mut freed = lock(&self.freed);
-                    for (page, maybe) in run {
-                        *freed.pages.entry(*page).or_default() |= *maybe || works;
-                    }
-                    self.note_rest(failed.why);
-                    works = false;
-                }
-            }
-        }
-        if works && !freed.failed.is_empty() {
-            let keys = freed.failed.iter().map(|(key, handle)| name::key(*key, *handle)).collect();
-            works = sweep::unlink(&self.cluster, keys).inspect_err(|failed| self.note_rest(failed.why.clone())).is_ok();
-        }
-        if !works {
-            lock(&self.freed).failed.extend(freed.failed);
-        }
-        works
-    }
-
-    fn note_rest(&self, why: String) {
-        *lock(&self.rests_until) = Some(Instant::now() + REST);
-        *lock(&self.refusal) = Some(why);
-    }
-
-    /// Continues the sweep for leftovers.
-    fn sweep(&self) {
-        let mut leftovers = lock(&self.leftovers);
-        let Some(Leftovers { live, newest, scan }) = &mut *leftovers else { return };
-        let until = Instant::now() + SWEEP_SLICE;
-        while Instant::now() < until {
-            let under_way = scan.take().map_or_else(|| Scan::begin(&self.cluster, name::pattern(self.vm)), Ok);
-            let stepped = under_way.and_then(|mut scan| Ok((scan.step(&self.cluster)?, scan)));
-            let (keys, rest) = match stepped {
-                Ok((Some(keys), rest)) => (keys, rest),
-                Ok((None, _)) => {
-                    *leftovers = None;
-                    return;
-                }
-                Err(error) => return self.note_rest(error.to_string()),
-            };
-            let mut garbage = keys;
-            garbage.retain(|bytes| {
-                name::parse(bytes).is_some_and(|page| page.1.bits() <= newest.bits() && !live.contains(&page))
-            });
-            if let Err(failed) = sweep::unlink(&self.cluster, garbage) {
-                return self.note_rest(failed.why);
-            }
-            *scan = Some(rest);
-        }
-    }
-}
-
-fn rests() -> request::Failed {
-    request::Failed { full: false, why: "it does not answer".into(), unknown: false }
-}
-
-impl Drop for RemoteStore {
-    fn drop(&mut self) {
-        self.sub_pages(self.pages.load(Relaxed));
     }
 }
 
@@ -429,22 +272,24 @@ impl Store for RemoteStore {
 
     /// The next `tidy` unlinks the page, because the caller may be a fault worker.
     fn free(&self, key: PageKey, handle: Handle) {
-        lock(&self.freed).pages.entry((key, handle)).or_default();
+        self.garbage.free(key, handle);
     }
 
     fn tidy(&self) {
         if lock(&self.rests_until).is_some_and(|until| Instant::now() < until) {
             return;
         }
-        if !self.unlink_freed() {
-            return;
+        let steps = || {
+            self.garbage.unlink_freed(&self.cluster, &self.share)?;
+            if self.used.load(Relaxed) {
+                self.lease.ensure(&self.cluster)?;
+            }
+            self.garbage.sweep(&self.cluster, self.vm)
+        };
+        if let Err(why) = steps() {
+            *lock(&self.rests_until) = Some(Instant::now() + REST);
+            *lock(&self.refusal) = Some(why);
         }
-        if self.used.load(Relaxed)
-            && let Err(why) = self.lease.ensure(&self.cluster)
-        {
-            return self.note_rest(why);
-        }
-        self.sweep();
     }
 
     /// Sends nothing to the cluster; `tidy` finds the leftovers.
@@ -452,11 +297,10 @@ impl Store for RemoteStore {
         let newest = self.draw().or(Handle::new(Handle::MAX)).ok_or_else(|| io::Error::other("no generation"))?;
         let live: HashSet<_> = live.collect();
         let kept_blobs = live.len() as u64;
-        // The sweep also finds these pages.
-        *lock(&self.freed) = Freed::default();
-        self.sub_pages(self.pages.load(Relaxed));
+        self.garbage.forget_freed();
+        self.share.sub(self.share.pages());
         self.add_pages(kept_blobs);
-        *lock(&self.leftovers) = Some(Leftovers { live, newest, scan: None });
+        self.garbage.begin_sweep(live, newest);
         Ok(Recovered { kept_blobs, ..Recovered::default() })
     }
 
@@ -473,9 +317,8 @@ impl Store for RemoteStore {
         }
         let Some(newest) = self.draw().or(Handle::new(Handle::MAX)) else { return };
         let live: HashSet<_> = live.collect();
-        let waiting = lock(&self.freed).pages.keys().filter(|page| !live.contains(page)).count();
-        self.add_pages((live.len() + waiting) as u64);
-        *lock(&self.leftovers) = Some(Leftovers { live, newest, scan: None });
+        self.add_pages(live.len() as u64 + self.garbage.waiting_beside(&live));
+        self.garbage.begin_sweep(live, newest);
     }
 
     fn is_told(&self) -> bool {
@@ -487,12 +330,13 @@ impl Store for RemoteStore {
     }
 
     fn is_short(&self) -> bool {
-        self.budget.used().0 > self.budget.limit.0 - self.budget.limit.0 / 16
+        let (used, limit) = (self.share.budget().used().0, self.share.budget().limit().0);
+        used > limit - limit / 16
     }
 
     fn usage(&self) -> StoreUsage {
-        let waiting = lock(&self.freed).pages.len() as u64;
-        let pages = self.pages.load(Relaxed).saturating_sub(waiting);
-        StoreUsage { pages, bytes: self.budget.bytes(pages), budget_bytes: self.budget.limit.0 }
+        let pages = self.share.pages().saturating_sub(self.garbage.waiting());
+        let budget = self.share.budget();
+        StoreUsage { pages, bytes: budget.bytes(pages), budget_bytes: budget.limit().0 }
     }
 }
