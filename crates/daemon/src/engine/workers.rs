@@ -18,7 +18,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
-use ballast_pager::run::pool::{Handle, Pool, go_first};
+use ballast_pager::run::pool::thread::go_first;
+use ballast_pager::run::pool::{Handle, Pool};
 use ballast_pager::run::queue::Next;
 
 type Work = Box<dyn FnOnce() + Send>;

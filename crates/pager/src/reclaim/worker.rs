@@ -36,7 +36,7 @@ use crate::reclaim::interval;
 use crate::reclaim::pace::Pace;
 use crate::reclaim::pinned::Asked;
 use crate::reclaim::quarantine::{Due, Quarantine};
-use crate::run::pool::go_first;
+use crate::run::pool::thread::go_first;
 use crate::run::queue::Next;
 use crate::vm::stats::Counter;
 use crate::vm::{Hold, Vm};

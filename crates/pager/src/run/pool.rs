@@ -1,37 +1,22 @@
 //! The pool: the threads that run tasks. There is one for each CPU, and one more for each that waits in the kernel.
 //!
 //! Before: [`Pool::add`] gives it a task. After: the task runs whenever [`Notifier::notify`] or the time it asked for
-//! says so, one run at a time, until it is over. Threads: one for each CPU, each at the default nice value; spares; one
-//! watchdog. Promise: a task that waits delays other tasks by [`TICK`] and [`LONG`] at most: a spare takes its thread's
-//! place, and ends when it is not needed any more. [`blocking`] announces a wait; else the watchdog finds it. A panic
-//! in a task ends that task alone.
-//!
-//! Threads that wait are counted, and not those that run, because on a host whose CPUs are all busy a run takes long
-//! for want of a CPU, and more threads would only divide the CPUs. So the watchdog asks the kernel whether a thread
-//! that has taken long sleeps.
+//! says so, one run at a time, until it is over. Threads: one for each CPU, each at the default nice value
+//! ([`thread`]); spares; one watchdog. Promise: a task that waits delays other tasks for some milliseconds only: a
+//! spare takes its thread's place, and ends when it is not needed any more. [`blocking`] announces a wait; else the
+//! watchdog finds it.
 
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, RwLock};
 use std::thread::ThreadId;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use ballast_sys::priority;
+use super::queue::{GroupId, Next, Queue, TaskId, USUAL_SHARES};
 
-use super::queue::{GroupId, Next, Queue, TaskId, USUAL_SHARES, charge};
-
-/// Time between looks of the watchdog while tasks run, and how long one must have run to be looked at.
-const TICK: Duration = Duration::from_millis(20);
-const LONG: Duration = Duration::from_millis(10);
-/// Ticks without any run after which the watchdog sleeps until there is one: further ticks cost an idle host more than
-/// the wake-up.
-const QUIET_TICKS: u32 = 2;
-/// A timer before this is not left to the watchdog while another thread could wait for it.
-const SOON: Duration = Duration::from_millis(5);
-/// A spare with nothing to do ends after this long.
-const LINGER: Duration = Duration::from_secs(1);
+pub mod thread;
+pub(super) mod watchdog;
 
 /// Something that runs now and then, for some milliseconds at most unless it waits.
 pub trait Task: Send {
@@ -156,17 +141,6 @@ impl Inner {
 thread_local! {
     /// The pool of the calling thread, unless the thread waits.
     static POOL: Cell<Option<Pool>> = const { Cell::new(None) };
-    /// Does a thread of a pool go before guests?
-    static GOES_FIRST: Cell<Option<bool>> = const { Cell::new(None) };
-}
-
-/// Sets whether what this thread does now goes before guests, because threads of guests wait for it. This ends with the
-/// run of the task. No task goes first for long: each holds page locks now and then that a fault may want.
-pub fn go_first(first: bool) {
-    if GOES_FIRST.get().is_some_and(|now| now != first) {
-        GOES_FIRST.set(Some(first));
-        if first { priority::run_first() } else { priority::run_beside() }
-    }
 }
 
 /// Does something that may wait for long (a disk, another process). Meanwhile another thread takes this one's place.
@@ -310,155 +284,17 @@ impl Pool {
         }
         Ok(())
     }
-
-    /// Runs tasks, as a thread of the pool.
-    fn work(self) {
-        POOL.set(Some(self.clone()));
-        GOES_FIRST.set(Some(false));
-        let me = std::thread::current().id();
-        let mut inner = self.lock();
-        inner.threads.get_mut(&me).expect("entered at its start").number = rustix::thread::gettid().as_raw_pid() as u32;
-        let mut name: Arc<str> = IDLE.into();
-        let mut last = None;
-        loop {
-            let now = Instant::now();
-            let Some(id) = inner.queue.take(now) else {
-                go_first(false);
-                if name.as_ref() != IDLE {
-                    name = IDLE.into();
-                    set_name(IDLE);
-                }
-                let (guard, timed_out) = self.rest(inner, now);
-                inner = guard;
-                // Not what it was before: other spares may have ended meanwhile.
-                if !timed_out || inner.unblocked() <= self.0.base {
-                    continue;
-                }
-                inner.threads.remove(&me);
-                return;
-            };
-            inner.runs += 1;
-            if !std::mem::replace(&mut inner.is_watched, true) {
-                self.0.watch.notify_one();
-            }
-            let body = inner.tasks.get_mut(&id).expect("it is not over");
-            let mut task = body.task.take().expect("it does not run twice at a time");
-            let wanted = body.name.clone();
-            inner.threads.get_mut(&me).expect("entered at its start").runs = Some(Running { task: id, since: now });
-            let is_soon = |due: Instant| due.saturating_duration_since(now) < SOON;
-            if inner.queue.is_ready() || inner.timed.is_none() && inner.queue.next_due().is_some_and(is_soon) {
-                self.dispatch(&mut inner);
-            }
-            drop(inner);
-            if last.replace(id) != Some(id) {
-                go_first(false);
-            }
-            if name != wanted {
-                set_name(&wanted);
-                name = wanted;
-            }
-            let next = catch_unwind(AssertUnwindSafe(|| task.run(now))).unwrap_or_else(|_| {
-                tracing::error!("the task {name} panicked");
-                Next::Done
-            });
-            let spent = charge(now.elapsed(), task.shares());
-            // Dropping the task may take as long as a run.
-            let task = (next != Next::Done).then_some(task);
-            inner = self.lock();
-            inner.queue.ran(id, spent, next);
-            match task {
-                Some(task) => inner.tasks.get_mut(&id).expect("it is not over").task = Some(task),
-                None => {
-                    inner.tasks.remove(&id);
-                    self.0.over.notify_all();
-                }
-            }
-            let worker = inner.threads.get_mut(&me).expect("entered at its start");
-            (worker.runs, worker.is_blocked) = (None, false);
-        }
-    }
-
-    /// Waits for work. Returns whether there was none for as long as a spare waits.
-    fn rest<'a>(&'a self, mut inner: MutexGuard<'a, Inner>, now: Instant) -> (MutexGuard<'a, Inner>, bool) {
-        inner.idle += 1;
-        // One thread wakes for a timer, not all.
-        let timed = inner.timed;
-        let due = inner.queue.next_due().filter(|due| timed.is_none_or(|timed| *due < timed));
-        inner.timed = due.or(timed);
-        let lingers = (inner.unblocked() > self.0.base).then_some(LINGER);
-        let pause = due.map(|due| due.saturating_duration_since(now)).into_iter().chain(lingers).min();
-        let timed_out;
-        (inner, timed_out) = match pause {
-            Some(pause) => {
-                let (inner, timeout) = self.0.work.wait_timeout(inner, pause).expect("no panic while held");
-                (inner, timeout.timed_out())
-            }
-            None => (self.0.work.wait(inner).expect("no panic while held"), false),
-        };
-        inner.idle -= 1;
-        if due.is_some() && inner.timed == due {
-            inner.timed = None;
-        }
-        let is_over = timed_out && due.is_none() && !inner.queue.is_ready();
-        (inner, is_over)
-    }
-
-    /// Looks for threads that wait in the kernel, and for timers that nobody waits for.
-    fn watch(self) {
-        let (mut runs, mut quiet) = (0, 0);
-        let mut inner = self.lock();
-        loop {
-            quiet = if inner.runs == runs && inner.threads.values().all(|worker| worker.runs.is_none()) {
-                quiet + 1
-            } else {
-                0
-            };
-            runs = inner.runs;
-            if quiet > QUIET_TICKS {
-                inner.is_watched = false;
-                inner = self.0.watch.wait_while(inner, |inner| !inner.is_watched).expect("no panic while held");
-                quiet = 0;
-                continue;
-            }
-            inner = self.0.watch.wait_timeout(inner, TICK).expect("no panic while held").0;
-            let now = Instant::now();
-            let takes_long = |worker: &&mut Worker| {
-                !worker.is_blocked && worker.runs.is_some_and(|run| now.saturating_duration_since(run.since) >= LONG)
-            };
-            for worker in inner.threads.values_mut().filter(takes_long) {
-                worker.is_blocked = sleeps(worker.number);
-            }
-            self.make_up(&mut inner);
-            let is_late = inner.queue.next_due().is_some_and(|due| due <= now);
-            if inner.queue.is_ready() || is_late {
-                self.dispatch(&mut inner);
-            }
-        }
-    }
 }
 
 /// The name of a thread that runs no task.
 const IDLE: &str = "pool";
-
-/// Names the calling thread, cut as the kernel cuts it: at 15 bytes.
-fn set_name(name: &str) {
-    let end = name.floor_char_boundary(15);
-    if let Ok(name) = std::ffi::CString::new(&name[..end]) {
-        let _ = rustix::thread::set_name(&name);
-    }
-}
-
-/// Returns whether this thread of ours sleeps, so that it would not run if it had a CPU.
-pub(super) fn sleeps(thread: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['S', 'D']))
-}
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::sync::mpsc;
+    use std::time::Duration;
 
     fn wait_until(what: impl Fn() -> bool) {
         while !what() {

@@ -30,7 +30,8 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 
-use super::pool::{blocking, sleeps};
+use super::pool::blocking;
+use super::pool::watchdog::sleeps;
 use super::queue::{GroupId, TaskId};
 use super::serve::{Placement, Serve};
 use super::set::{Notify, Set, Slot, Visit, Worker};
