@@ -5,20 +5,7 @@
 //! Promise: a call proposes no page twice, checks each page at most once, and proposes more than wanted only to
 //! complete a granule.
 //!
-//! | Order | What |
-//! |---|---|
-//! | 0 | the oldest generation |
-//! | 1 | cold pages of bloated units |
-//! | 2 | cold pages of other units that had a full scan; the third generation |
-//! | 3, 4 | the rest of the second and of the youngest generation |
-//!
-//! A unit has a generation; where it is not one huge page, each of its blocks has one. Within an order, the memory that
-//! is untouched for longest goes first, and of what the same cycle saw touched, the unit that was touched in the fewest
-//! cycles: a limit below what is touched in every cycle must be met from the youngest generation, where only that tells
-//! the hottest memory from the rest. The last tie-break is random and differs from round to round: by address, a guest
-//! whose hottest memory comes first would lose it in every round.
-//!
-//! Cold is what has order 0 or 1. With tracking, a round is made once for each coarse cycle, because nothing else makes
+//! Cold is what has order 0 or 1 in the table of `offer`. With tracking, a round is made once for each coarse cycle, because nothing else makes
 //! memory cold. Without it, everything has order 0, and rounds go through memory by address, as a clock hand does.
 
 use std::sync::Arc;
@@ -26,49 +13,14 @@ use std::sync::Arc;
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 
 use crate::age::Age;
-use crate::entry::Entry;
-use crate::generations::{Blocks, GENERATIONS};
-use crate::inside::Inside;
-use crate::moment::Moment;
-use crate::sample::SplitMix64;
 use crate::shared::VmHeat;
-use crate::source::{PageMap, UnitId};
+use crate::source::UnitId;
 use crate::tracker::Tracker;
 use crate::{ColdRun, Pages, Pick};
 
-const OLDEST: u8 = 0;
-const BLOAT: u8 = 1;
-const COLD_PART: u8 = 2;
+mod offer;
 
-/// Some pages of a unit that may be reclaimed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Offer {
-    /// See the table above.
-    order: u8,
-    /// Last touch seen.
-    seen: Moment,
-    /// In how many of the cycles that its entry remembers the unit was touched.
-    often: u32,
-    /// The random tie-break of the round; 0 for what is cold, which goes by address.
-    tie_break: u64,
-    unit: UnitId,
-    part: Part,
-    /// The first page of the unit that no call has checked.
-    from: u16,
-}
-
-/// Which pages of the unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Part {
-    /// All.
-    All,
-    /// Those that its last full scans found cold.
-    Cold,
-    /// The others.
-    Warm,
-    /// The blocks of this generation, without the cold pages of a younger one.
-    Blocks(u8),
-}
+use offer::{BLOAT, Offer, offer};
 
 /// Proposes pages to reclaim: the seam between *how much* (reclaim) and *which* (heat).
 #[derive(Debug)]
@@ -124,48 +76,6 @@ impl HeatSource {
     }
 }
 
-/// A random number for a unit in a round.
-fn tie_break(unit: UnitId, round: u64) -> u64 {
-    let of_round = SplitMix64::new(round).next_u64();
-    SplitMix64::new(of_round ^ (u64::from(unit.region) << 32 | u64::from(unit.unit))).next_u64()
-}
-
-/// Offer a unit, whole or in parts.
-fn offer(tracker: &Tracker, unit: UnitId, tracked: bool, granule: u64, out: &mut Vec<Offer>) {
-    let often = tracker.units().entry(unit).map_or(0, Entry::frequency);
-    let mut push = |order, seen, part| {
-        let tie_break = if order > BLOAT { tie_break(unit, tracker.cycles().0) } else { 0 };
-        out.push(Offer { order, seen, often, tie_break, unit, part, from: 0 });
-    };
-    if !tracked {
-        return push(OLDEST, Moment(0), Part::All);
-    }
-    let order = |generation| match GENERATIONS - 1 - generation {
-        0 => OLDEST,
-        younger => COLD_PART + younger as u8 - 1,
-    };
-    let seen = tracker.units().seen(unit).unwrap_or(Moment(u32::MAX));
-    // Memory that no cycle has watched is new: of the youngest generation.
-    let generation = tracker.generation(unit).unwrap_or(0);
-    let scanned = match tracker.units().inside(unit) {
-        Some(Inside::Scanned(scanned)) if granule == 1 && generation < GENERATIONS - 1 => Some(scanned),
-        _ => None,
-    };
-    let scanned = scanned.filter(|_| tracker.cold_pages(unit).is_some());
-    if let Some(scanned) = scanned {
-        push(if scanned.bloated { BLOAT } else { COLD_PART }, seen, Part::Cold);
-    }
-    match tracker.units().blocks(unit) {
-        Some(blocks) => {
-            for generation in (0..GENERATIONS).filter(|generation| !blocks.pages(*generation).is_empty()) {
-                push(order(generation), tracker.seen_in(generation).min(seen), Part::Blocks(generation as u8));
-            }
-        }
-        None if scanned.is_some() => push(order(generation), seen, Part::Warm),
-        None => push(order(generation), seen, Part::All),
-    }
-}
-
 /// Propose the pages of one offer until there are enough. Returns what is left of the offer.
 fn sweep(
     tracker: &Tracker,
@@ -179,23 +89,7 @@ fn sweep(
     if region >= pages.regions() {
         return None;
     }
-    let (cold, bloated) = match tracker.units().inside(offer.unit) {
-        Some(Inside::Scanned(scanned)) => (tracker.cold_pages(offer.unit).unwrap_or_default(), scanned.bloated),
-        _ => (PageMap::NONE, false),
-    };
-    let blocks = tracker.units().blocks(offer.unit).unwrap_or_default();
-    let oldest = GENERATIONS - 1;
-    // Read again in each call, because scans continue: what they saw touched since is no longer cold.
-    let wanted = match offer.part {
-        Part::All => PageMap::ALL,
-        Part::Cold if offer.order == BLOAT && !bloated => PageMap::NONE,
-        // The oldest blocks are an offer of their own.
-        Part::Cold if blocks != Blocks::default() => cold.without(blocks.pages(oldest)),
-        Part::Cold => cold,
-        Part::Warm => PageMap::ALL.without(cold),
-        Part::Blocks(generation) if usize::from(generation) == oldest => blocks.pages(oldest),
-        Part::Blocks(generation) => blocks.pages(generation.into()).without(cold),
-    };
+    let wanted = offer.wanted(tracker);
     let base = PageIdx::first_of_unit(offer.unit.unit.into()).0;
     let stop = pages.len(region).min(base + PAGES_PER_UNIT);
     let granule = pages.granule(region);
@@ -244,7 +138,7 @@ pub fn push_run(out: &mut Vec<ColdRun>, region: u32, pages: PageRange) {
 mod tests {
     use super::*;
     use crate::source::Phase;
-    use crate::source::{CycleReport, Seen};
+    use crate::source::{CycleReport, PageMap, Seen};
     use crate::touched;
     use crate::tracker::Settings;
     use proptest::collection::vec;
