@@ -5,8 +5,9 @@
 //! Promise: a call proposes no page twice, checks each page at most once, and proposes more than wanted only to
 //! complete a granule.
 //!
-//! Cold is what has order 0 or 1 in the table of `offer`. With tracking, a round is made once for each coarse cycle, because nothing else makes
-//! memory cold. Without it, everything has order 0, and rounds go through memory by address, as a clock hand does.
+//! Cold is what has order 0 or 1 in the table of `offer`. With tracking, a round is made once for each coarse cycle,
+//! because nothing else makes memory cold. Without it, everything has order 0, and rounds go through memory by address,
+//! as a clock hand does.
 
 use std::sync::Arc;
 

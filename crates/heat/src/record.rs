@@ -1,7 +1,8 @@
 //! Record: access cycles in a file, to be replayed or analysed.
 //!
 //! Before: [`crate::Tracker`] keeps the last cycles while a recorder asks for them. After: `ballast vm heat --record`
-//! writes them, `--replay` feeds them to a new tracker. Threads: any; plain values. Units: milliseconds and nanoseconds, in the field names.
+//! writes them, `--replay` feeds them to a new tracker. Threads: any; plain values. Units: milliseconds and
+//! nanoseconds, in the field names.
 //! Promise: a file that is cut short or changed is refused, and the error says where (`read`).
 //!
 //! ```text

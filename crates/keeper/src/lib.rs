@@ -7,10 +7,10 @@
 //! the keeper itself dies, its engine serves on without reclaiming, and clients bring everything to the next keeper.
 //!
 //! [`run`](mod@run) is the loop over the state in [`keeper`]. [`clients`] listens to VMMs; [`attach`] makes VMs of
-//! them, with [`admit`], [`resume`], [`store_files`], [`regions`] and [`lost`]; [`closing`] ends them; [`engine_child`] has the
-//! engine; [`fence`] tells when a dead engine can do nothing to a VM any more; [`upgrade`] has another engine follow
-//! while the first serves, in the stages of [`stage`], to its [`upgrade_end`]; then [`replace`] has this process become
-//! the new program, too, which makes its keeper from the record in [`kept`].
+//! them, with [`admit`], [`resume`], [`store_files`], [`regions`] and [`lost`]; [`closing`] ends them; [`engine_child`]
+//! has the engine; [`fence`] tells when a dead engine can do nothing to a VM any more; [`upgrade`] has another engine
+//! follow while the first serves, in the stages of [`stage`], to its [`upgrade_end`]; then [`replace`] has this process
+//! become the new program, too, which makes its keeper from the record in [`kept`].
 #![forbid(unsafe_code)]
 
 mod admit;

@@ -1,7 +1,7 @@
 //! Resume: a VM that existed before this keeper, or before its attach socket was cut, is a VM again.
 //!
-//! Before: a process brought the VM's state file and stores back (`attach`). After: the engine has the VM. If no process
-//! has brought some of its regions yet, it has it when one brings them, or when they are given up (`lost`).
+//! Before: a process brought the VM's state file and stores back (`attach`). After: the engine has the VM. If no
+//! process has brought some of its regions yet, it has it when one brings them, or when they are given up (`lost`).
 //! Threads: the keeper's one; `lost` searches on a thread of its own.
 //! Promise: no engine gets the VM before the one that may have been serving it can do nothing to it any more. A region
 //! that a process may still map is not given up before `LONGEST_WAIT` is over.

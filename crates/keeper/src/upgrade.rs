@@ -1,7 +1,8 @@
 //! Upgrade: another engine follows the serving one, while that one serves.
 //!
 //! Before: an operator named a program (`Report::Upgrade`). After: the engine of that program has all VMs; or the old
-//! one goes on, and operators are told why (`upgrade_end`). `stage` says what happens in which stage; `moving` moves VMs.
+//! one goes on, and operators are told why (`upgrade_end`). `stage` says what happens in which stage; `moving` moves
+//! VMs.
 //! Threads: the keeper's one. Nothing here waits.
 //! Promise: no work of the old engine ends before the new one has looked at every VM and could serve it. A VM is with
 //! one engine at a time, or with both while neither does more than serve its faults; its state file says which.

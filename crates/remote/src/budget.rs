@@ -2,7 +2,8 @@
 //!
 //! Before: an operator says how much memory far pages may take on other machines. After: a store puts pages only while
 //! they fit, and operators see an estimate of what is used.
-//! Threads: any, without locks; sums may be off for a moment. Units: pages, at the mean size of the pages that were put.
+//! Threads: any, without locks; sums may be off for a moment. Units: pages, at the mean size of the pages that were
+//! put.
 //! Promise: a store that is dropped gives back all that it counted. Pages that were freed count until their keys are
 //! unlinked, but do not keep others out.
 

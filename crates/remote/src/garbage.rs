@@ -1,7 +1,7 @@
 //! Garbage: pages of one store that no word names any more, until their keys are unlinked.
 //!
-//! Before: a page was freed, a write failed, or an earlier engine ended. After: `tidy` has unlinked the keys, a chunk at
-//! a time, and the budget counts the pages no more.
+//! Before: a page was freed, a write failed, or an earlier engine ended. After: `tidy` has unlinked the keys, a chunk
+//! at a time, and the budget counts the pages no more.
 //! Threads: any may free; one thread at a time unlinks and sweeps. Units: pages of the VM, by key and handle.
 //! Promise: a page is unlinked only if it was freed, or if it is older than the sweep and no word named it when that
 //! began. What cannot be unlinked now stays here.
@@ -9,8 +9,9 @@
 //! *Leftovers.* A sweep of the VM's keys finds pages that a dead engine put and no word names. It runs after `recover`,
 //! and after `own` for keys that a departed engine could not unlink. The thread that calls `tidy` runs it in steps. The
 //! alternative is a mark for each chunk in shared memory that says where to look. But pages are freed in all chunks all
-//! the time, so nearly every mark would be set. A mark could be cleared only when all words that the chunk's copies ever
-//! had are known to agree, which no store is told. And it would not find writes of a dead engine that arrive later.
+//! the time, so nearly every mark would be set. A mark could be cleared only when all words that the chunk's copies
+//! ever had are known to agree, which no store is told. And it would not find writes of a dead engine that arrive
+//! later.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -60,8 +60,8 @@ pub(super) enum Part {
 }
 
 impl Offer {
-    /// Returns which pages of the unit it offers now. Scans continue, and what they saw touched since the round was made
-    /// is no longer cold.
+    /// Returns which pages of the unit it offers now. Scans continue, and what they saw touched since the round was
+    /// made is no longer cold.
     pub fn wanted(&self, tracker: &Tracker) -> PageMap {
         let (cold, bloated) = match tracker.units().inside(self.unit) {
             Some(Inside::Scanned(scanned)) => (tracker.cold_pages(self.unit).unwrap_or_default(), scanned.bloated),

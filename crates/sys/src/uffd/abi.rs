@@ -1,6 +1,7 @@
 //! The kernel's side of userfaultfd: the structs and numbers of `include/uapi/linux/userfaultfd.h`.
 //!
-//! Before: nothing; no system call is made here. After: `Uffd` passes these to `ioctl` and reads messages of this shape.
+//! Before: nothing; no system call is made here. After: `Uffd` passes these to `ioctl` and reads messages of this
+//! shape.
 //! Promise: each request number encodes the size of the struct it is called with, and equals the header's. Both are
 //! checked when this is compiled.
 

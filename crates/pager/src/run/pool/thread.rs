@@ -2,8 +2,8 @@
 //!
 //! Before: the pool started it because too few threads could run. After: it runs tasks until it is a spare that nobody
 //! needs. Threads: this is what each of them does; see [`super`] for how many there are.
-//! Units: a run is charged by the time it took and the shares of its group. Promise: the pool's lock is not held while a
-//! task runs or is dropped. A panic in a task ends that task alone. What goes before guests ends with the run.
+//! Units: a run is charged by the time it took and the shares of its group. Promise: the pool's lock is not held while
+//! a task runs or is dropped. A panic in a task ends that task alone. What goes before guests ends with the run.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};

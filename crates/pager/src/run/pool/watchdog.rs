@@ -1,7 +1,7 @@
 //! The watchdog of the pool: finds threads that wait in the kernel and did not announce it.
 //!
-//! Before: a task runs. After: a thread that sleeps counts as blocked, so that a spare takes its place, and a timer that
-//! nobody waits for is not late for long.
+//! Before: a task runs. After: a thread that sleeps counts as blocked, so that a spare takes its place, and a timer
+//! that nobody waits for is not late for long.
 //! Threads: one for each pool; it sleeps while no task runs. Promise: a task that waits delays others by `TICK` and
 //! `LONG` at most.
 //!
