@@ -43,6 +43,20 @@ fn memory_that_was_huge_before_it_went_far_is_huge_again_when_it_is_back() {
 }
 
 #[test]
+fn while_each_broken_unit_lacks_a_page_nothing_looks_until_a_page_is_resident() {
+    let Some(rig) = huge_rig(QUICK) else { return };
+    until("no unit is broken", || rig.vm.coalesce_rests());
+    rig.squeeze(Bytes(2 * MIB));
+    rig.set_limit(None);
+    until("broken units lack pages", || rig.vm.coalesce_rests());
+    let coalesced = rig.vm.stats().get(Counter::Coalesced);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    until("all of it is mapped huge", || huge(&rig) == RAM);
+    assert!(rig.vm.stats().get(Counter::Coalesced) > coalesced);
+    until("no unit is broken", || rig.vm.coalesce_rests());
+}
+
+#[test]
 fn memory_that_was_only_watched_is_huge_again_without_a_touch() {
     // Nothing is old enough to go: pages are zapped, the limit is raised, and they are taken out of quarantine.
     let Some(rig) = Rig::unasked(RAM, AMPLE, Duration::from_secs(3600)).made_huge() else { return };

@@ -5,6 +5,7 @@
 //! Units: 512 pages, aligned in the file and in a view's addresses. Promise: a unit with a page that is not Resident,
 //! or with a hole, is left alone; `unit.rs` says why no byte can be lost. It uses [`SHARE`] of one CPU at most.
 //!
+//! While each of them lacks a page it rests, and a page that becomes resident notifies it: an idle VM costs no passes.
 //! It looks only at units that were mapped huge before. Where there were no huge pages, making them is not our
 //! decision; and a page that was punched out of a huge page has split it, so that joining it again copies 2 MiB.
 
@@ -25,6 +26,9 @@ use ballast_page::page_state::State;
 
 /// Collapsing takes at most 1/N of the time.
 const SHARE: u32 = 20;
+/// It looks this many times as rarely while no broken unit is resident, unless a page becomes resident. So a missed
+/// notification, or memory that comes in without a fault, delays a unit by some seconds.
+const RARELY: u32 = 16;
 /// Pause after the host had no huge page.
 const SHORT_OF_MEMORY: Duration = Duration::from_secs(10);
 
@@ -35,12 +39,14 @@ pub(crate) struct CoalesceWorker {
     /// Where the pass under way continues: region and unit.
     at: (u32, u64),
     begun: bool,
+    /// The last pass had no broken unit that is resident.
+    rests: bool,
 }
 
 impl CoalesceWorker {
     /// The worker of this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
-        Self { vm, at: (0, 0), begun: false }
+        Self { vm, at: (0, 0), begun: false, rests: false }
     }
 
     /// Maps the next unit that can be mapped huge; returns when to look for another one.
@@ -53,10 +59,24 @@ impl CoalesceWorker {
         if !std::mem::replace(&mut self.begun, true) {
             return Next::about(now, every);
         }
-        let pause = match pass(vm, &mut self.at) {
+        if std::mem::take(&mut self.rests) {
+            vm.mail.rest_coalesce(false);
+            return Next::about(now, every);
+        }
+        let mut passed = pass(vm, &mut self.at);
+        if let Ok(Passed::AllAway) = passed {
+            vm.mail.rest_coalesce(true);
+            self.at = (0, 0);
+            // Once more, for a page that became resident just before.
+            passed = pass(vm, &mut self.at);
+            self.rests = matches!(passed, Ok(Passed::AllAway));
+            vm.mail.rest_coalesce(self.rests);
+        }
+        let pause = match passed {
             // Its share of a CPU.
-            Ok(Some(took)) => return Next::after(Instant::now(), took * (SHARE - 1)),
-            Ok(None) => every,
+            Ok(Passed::Tried(took)) => return Next::after(Instant::now(), took * (SHARE - 1)),
+            Ok(Passed::Later) => every,
+            Ok(Passed::AllAway) => every * RARELY,
             Err(Stopped::NoMemory) => SHORT_OF_MEMORY.max(every),
             Err(Stopped::Failed(error)) => {
                 tracing::warn!(vm = vm.state.name(), "Mapping memory huge again: {error}");
@@ -68,22 +88,34 @@ impl CoalesceWorker {
     }
 }
 
+/// How far a pass came.
+enum Passed {
+    /// One unit was tried, which took this long. The place after it is where the next pass begins.
+    Tried(Duration),
+    /// To the end. A broken unit is resident, and may be mapped huge soon.
+    Later,
+    /// To the end. There is no broken unit, or each lacks a page.
+    AllAway,
+}
+
 /// Why a pass ended early.
 enum Stopped {
     NoMemory,
     Failed(std::io::Error),
 }
 
-/// Looks at units from this place on, until one was tried. Returns how long that took, and leaves the place after it;
-/// `None` at the end.
-fn pass(vm: &Vm, at: &mut (u32, u64)) -> Result<Option<Duration>, Stopped> {
+/// Looks at units from this place on, until one was tried.
+fn pass(vm: &Vm, at: &mut (u32, u64)) -> Result<Passed, Stopped> {
+    let mut end = if *at == (0, 0) { Passed::AllAway } else { Passed::Later };
     for region in vm.regions().iter().skip(at.0 as usize) {
         let first = if region.number == at.0 { at.1 } else { 0 };
         for number in first..region.units().len() {
-            let Some(unit) = region.units().get(number).filter(|unit| unit.is_broken() && !unit.is_tracked()) else {
+            let Some(unit) = region.units().get(number).filter(|unit| unit.is_broken()) else { continue };
+            if !is_resident(region, number) {
                 continue;
-            };
-            if vm.held().is_some() || !is_resident(region, number) || !unit.found_whole() {
+            }
+            end = Passed::Later;
+            if unit.is_tracked() || vm.held().is_some() || !unit.found_whole() {
                 continue;
             }
             *at = (region.number, number + 1);
@@ -100,10 +132,10 @@ fn pass(vm: &Vm, at: &mut (u32, u64)) -> Result<Option<Duration>, Stopped> {
                 _ => {}
             }
             // CPU time: on a busy host the wait for a CPU is no cost of this.
-            return Ok(Some(cpu_time().saturating_sub(before)));
+            return Ok(Passed::Tried(cpu_time().saturating_sub(before)));
         }
     }
-    Ok(None)
+    Ok(end)
 }
 
 /// Returns whether all words of a unit are Resident, so that every page of it is the guest's.

@@ -212,6 +212,7 @@ impl ZapScan {
             run.push((watched.number(), mapping));
         }
         self.map_run(of, &mut run);
+        self.vm.mail.became_resident();
         self.vm.mail.touches.begin(std::iter::empty());
         seen
     }

@@ -47,6 +47,9 @@ impl Vm {
 impl Ledger<'_> {
     /// This many pages moved from one state to another.
     pub fn moved(self, from: State, to: State, pages: u64) {
+        if to == State::Resident {
+            self.vm.mail.became_resident();
+        }
         let (from, to) = (gauge(from), gauge(to));
         if from == to {
             return;

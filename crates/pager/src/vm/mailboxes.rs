@@ -29,7 +29,9 @@ const AWAKE: u64 = 0;
 /// | `over_limit` | reclaim worker | tracking, readahead |
 /// | `spill` | reclaim worker | spill worker |
 /// | `rests_at` | reclaim worker | fault workers, growth |
+/// | `coalesce_rests` | coalesce worker | all that make pages resident |
 /// | `reclaim` | all, and the daemon | reclaim worker |
+/// | `coalesce` | all that make pages resident | coalesce worker |
 /// | `track` | all, and the daemon | tracking worker |
 /// | `discards` | clients | discard worker |
 /// | `agent` | agent's worker, reclaim worker | each other, the API |
@@ -46,7 +48,10 @@ pub(crate) struct Mailboxes {
     /// While the reclaim worker looks rarely: a worker that brings a page in notifies it, and so does `growth` when the
     /// VM no longer holds this many bytes. [`AWAKE`] while it looks often.
     rests_at: AtomicU64,
+    /// While the coalesce worker looks rarely: a page that becomes resident notifies it.
+    coalesce_rests: AtomicBool,
     pub reclaim: Notifier,
+    pub coalesce: Notifier,
     pub track: Notifier,
     pub discards: Discards,
     pub agent: Arc<Told>,
@@ -59,6 +64,23 @@ impl Mailboxes {
         if self.rests_at.load(Ordering::Relaxed) != AWAKE {
             self.wake_from_rest();
         }
+    }
+
+    /// A page is resident that was not, or a unit is not tracked any more: a unit may be whole now.
+    pub fn became_resident(&self) {
+        if self.coalesce_rests.load(Ordering::Relaxed) && self.coalesce_rests.swap(false, Ordering::Relaxed) {
+            self.coalesce.notify();
+        }
+    }
+
+    /// Does the coalesce worker rest?
+    pub fn does_coalesce_rest(&self) -> bool {
+        self.coalesce_rests.load(Ordering::Relaxed)
+    }
+
+    /// Does the coalesce worker rest from now on?
+    pub fn rest_coalesce(&self, rests: bool) {
+        self.coalesce_rests.store(rests, Ordering::Relaxed);
     }
 
     /// The reclaim worker found nothing to do while the VM held this many bytes, or (`None`) it has something to do.

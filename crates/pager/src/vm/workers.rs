@@ -70,7 +70,7 @@ impl Vm {
         self.add_task("reclaim", Some(&mail.reclaim), ReclaimWorker::new, ReclaimWorker::run)?;
         growth::watch(self)?;
         self.add_task("prefetch", Some(&mail.prefetch.notifier), PrefetchWorker::new, PrefetchWorker::run)?;
-        self.add_task("coalesce", None, CoalesceWorker::new, CoalesceWorker::run)?;
+        self.add_task("coalesce", Some(&mail.coalesce), CoalesceWorker::new, CoalesceWorker::run)?;
         self.add_task("track", Some(&mail.track), TrackWorker::new, TrackWorker::run)?;
         self.add_task("agent", Some(&mail.agent.notifier), AgentWorker::new, AgentWorker::run)?;
         self.start_discards()?;
@@ -240,5 +240,10 @@ impl Vm {
     /// Has its reclaim worker nothing to do until the VM holds more or less? For tests.
     pub fn rests(&self) -> bool {
         self.mail.rested_at().is_some()
+    }
+
+    /// Does its coalesce worker rest until a page becomes resident? For tests.
+    pub fn coalesce_rests(&self) -> bool {
+        self.mail.does_coalesce_rest()
     }
 }
