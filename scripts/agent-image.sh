@@ -5,7 +5,7 @@
 # Before: scripts/guest-image.sh. After: tests boot vmlinuz and initrd.img. The initrd is the test guest's, with a
 # second archive behind it: this kernel's drivers, the agent, linked statically, and what its test runs.
 # Packages are downloaded and unpacked, never installed. The kernel is kept once it is there; `--refresh` fetches it
-# anew.
+# again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 guest=${BALLAST_GUEST_DIR:-target/guest}

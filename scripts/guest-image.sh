@@ -1,10 +1,9 @@
 #!/bin/sh
 # Make the test guest: an unmodified Debian cloud kernel and an initrd with busybox and Redis, in target/guest/.
 #
-# Before: scripts/setup.sh. After: `testvm::qemu` boots vmlinuz and initrd.img.
-# Packages are downloaded and unpacked, never installed: nothing on the host changes outside target/guest.
-# Does nothing when the image is there and this script, guest-drivers.sh and guest/init are unchanged; `--refresh` makes
-# it anew with the newest packages.
+# Before: scripts/setup.sh. After: `testvm::qemu` boots vmlinuz and initrd.img. Packages are downloaded and unpacked,
+# never installed: nothing on the host changes outside target/guest. Does nothing when the image is there and this
+# script, guest-drivers.sh and guest/init are unchanged; `--refresh` makes it again with the newest packages.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 out=${BALLAST_GUEST_DIR:-$here/../target/guest}

@@ -2,9 +2,9 @@
 # Get a Valkey server (or, where Debian has none for this release, Redis) for the tests of the remote store, in
 # target/valkey/: bin/server, its libraries beside it, and which server it is in `name`.
 #
-# Before: scripts/setup.sh. After: `testvm::valkey` starts clusters of it on loopback.
-# Packages are downloaded and unpacked, never installed: no service starts, nothing changes outside target/valkey.
-# Does nothing when it is there and this script is unchanged; `--refresh` gets it anew.
+# Before: scripts/setup.sh. After: `testvm::valkey` starts clusters of it on loopback. Packages are downloaded and
+# unpacked, never installed: no service starts, nothing changes outside target/valkey. Does nothing when it is there and
+# this script is unchanged; `--refresh` gets it again.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 out=${BALLAST_VALKEY_DIR:-$here/../target/valkey}

@@ -2,8 +2,9 @@
 //!
 //! Before: the host says how many pages of a node it wants. After: the agent holds that many, pinned, and has told the
 //! host which ones; or fewer, if the guest cannot spare them.
-//! Units: pages. Promise: it is filled a chunk at a time, so that the host's other questions do not wait; it shrinks
-//! when the guest waits for memory, or when nobody listens any more; the kernel has all of it back when the agent ends.
+//! Units: pages. Promise: it is filled a chunk at a time, so that the host's other requests do not wait; it shrinks
+//! when the guest waits for memory, or when no host listens any more; the kernel has all of it back when the agent
+//! ends.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,7 +21,7 @@ const CHUNK: u64 = 2048;
 /// Memory that a node keeps free: 1/N of it, and at least this much.
 const SPARE_PART: u64 = 32;
 const SPARE_LEAST: u64 = 16 << 8;
-/// The share of time, in 1/1000, that tasks may wait for memory before some of it goes back; and how long nothing is
+/// Share of time, in 1/1000, that tasks may wait for memory before some of it is returned; and how long nothing is
 /// taken after that.
 const STALL: u64 = 50;
 const REST: Duration = Duration::from_secs(10);
@@ -43,7 +44,7 @@ pub struct Balloon {
     rest_until: Option<Instant>,
     /// Time at which stall was read last, and its value then.
     stall: Option<(Instant, u64)>,
-    /// Time it has spent on taking memory since then, of which the kernel counts as stall what it waited for.
+    /// Time that it has spent on taking memory since then. The kernel counts its waits as stall.
     own: Duration,
     /// Reason why it holds less than the host wants.
     pub note: String,
@@ -86,7 +87,7 @@ impl Balloon {
 
     /// Takes or gives back one chunk towards the wanted number. Returns the pages that were taken, with their node.
     pub fn step(&mut self, now: Instant) -> Option<(u32, Vec<Run>)> {
-        self.heed_stall(now);
+        self.check_stall(now);
         let taken = self.one_step(now);
         self.own += now.elapsed();
         taken
@@ -123,9 +124,9 @@ impl Balloon {
         self.note = why;
     }
 
-    /// Where tasks wait for memory, an eighth of what is held goes back. Also while it is as full as is wanted: so this
-    /// is asked now and then, whether there is a step to take or not.
-    pub fn heed_stall(&mut self, now: Instant) {
+    /// Returns 1/8 of the held memory if tasks wait for memory. Called now and then even if no step is due, because a
+    /// full balloon must shrink, too.
+    pub fn check_stall(&mut self, now: Instant) {
         let at = self.stall.map(|(at, _)| now.saturating_duration_since(at));
         if at.is_some_and(|since| since < Duration::from_secs(1)) {
             return;
@@ -156,7 +157,7 @@ impl Balloon {
         let pinned = Owned::new(pages as usize, Some(node)).and_then(|memory| {
             let (start, len) = memory.place();
             self.pins.as_ref().expect("made above").set(slot, start, len)?;
-            // Read after pinning, which may have moved them.
+            // Read after pinning, because pinning may move pages.
             let runs = memory.runs()?;
             Ok((memory, runs))
         });
@@ -171,7 +172,7 @@ impl Balloon {
         Ok(runs)
     }
 
-    /// Give back this many pages of a node: whole chunks, and of the last one what is too much is taken anew.
+    /// Returns this number of pages of a node, in whole chunks. If that is too much, the rest is taken again.
     fn shrink(&mut self, node: u32, pages: u64) {
         let mut left = pages;
         while left > 0 {
@@ -187,8 +188,8 @@ impl Balloon {
     }
 }
 
-/// Did tasks of the guest wait too much for memory in this time? While the balloon fills, the kernel has to find memory
-/// for it, and counts this program among those that wait: that is no reason to give back what it was for.
+/// Did tasks of the guest wait too long for memory in this time? While the balloon fills, the kernel finds memory for
+/// it and counts this program among the waiting tasks; that is no reason to return memory.
 fn is_stalled(passed: Duration, stall_us: u64, own: Duration) -> bool {
     let others = stall_us.saturating_sub(own.as_micros() as u64);
     u128::from(others) * 1000 > passed.as_micros() * u128::from(STALL)

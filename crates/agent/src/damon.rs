@@ -1,9 +1,9 @@
-//! DAMON, the kernel's access monitor: it tells for how long which memory was not accessed, by physical address.
+//! DAMON, the kernel's access monitor: for how long each range of physical memory was not accessed.
 //!
 //! Before: the host wants reports. After: ranges of guest-physical memory, each with how often it was seen accessed.
-//! Units: bytes at DAMON's border, pages here. Promise: a kdamond is taken only where nobody has one, `damon_stat` (on
-//! by default in newer kernels, and then in the way) is stopped meanwhile, and both are as before when this is dropped.
-//! A note below /run has the next start, or `--undo`, do that for an agent that was killed.
+//! Units: bytes at DAMON's border, pages here. Promise: a kdamond is taken only if no other program has one,
+//! `damon_stat` (on by default in newer kernels, and then in the way) is stopped meanwhile, and both are as before when
+//! this is dropped. A note below /run has the next start, or `--undo`, do that for an agent that was killed.
 //!
 //! DAMON samples one page of each of its ranges at a time by the accessed bits of page tables, splits and merges ranges
 //! by the result, and counts for how many aggregations a range has been as it is (its age). It sees pages that programs
@@ -39,7 +39,7 @@ pub struct Range {
     pub end: u64,
     /// Number of samples of the last aggregation in which it was accessed.
     pub accesses: u32,
-    /// Number of aggregations, about, for which that has been so.
+    /// Number of aggregations, about, for which that has not changed.
     pub age: u32,
 }
 
@@ -54,7 +54,7 @@ fn path(file: &str) -> PathBuf {
     PathBuf::from(ADMIN).join(file)
 }
 
-/// Restores the kernel's settings that an agent has left behind because it was killed.
+/// Restores the kernel's settings that a killed agent did not restore.
 pub fn undo() {
     let Ok(note) = fs::read_to_string(NOTE) else { return };
     stop(&note);

@@ -1,6 +1,7 @@
 //! The kernel's files, and the signals that end the agent.
 //!
-//! Promise: an error says which file it is about. Before the agent ends by a signal it has put back what it set.
+//! Promise: an error says which file it is about. Before the agent ends by a signal, it restores the settings that it
+//! changed.
 
 use std::fs;
 use std::io;
@@ -18,8 +19,8 @@ extern "C" fn end(_: libc::c_int) {
     ENDS.store(true, Ordering::Release);
 }
 
-/// Makes [`ends`] report SIGTERM and SIGINT from now on. A signal interrupts a system call that waits.
-pub fn heed_signals() {
+/// Makes [`ends`] report SIGTERM and SIGINT from now on. A signal interrupts a waiting system call.
+pub fn handle_signals() {
     for signal in [libc::SIGTERM, libc::SIGINT] {
         // SAFETY: a zeroed sigaction is one without flags and mask; the handler stores a flag, which it may.
         unsafe {

@@ -1,15 +1,15 @@
-//! `ballast-agent`: runs in a guest, and tells the host what only the guest knows.
+//! `ballast-agent`: a program in the guest that reports the guest's memory to the host.
 //!
 //! Before: an unmodified Linux guest (6.1 or newer; reports need DAMON, as in Debian 13's 6.12) whose VMM shows it a
 //! virtio-serial port of our name (`ballast run --agent`). After: the engine knows which memory is free, which is cold
-//! and what is in it; the agent can also give up memory of a NUMA node, which no engine asks for yet. Nothing of the
-//! guest depends on it: when the agent ends, however it ends, the guest has back the memory it held; what it set in the
-//! kernel it puts back, or `--undo` does if it was killed.
+//! and what is in it. The agent can also give up memory of a NUMA node, but no engine requests that yet. The guest does
+//! not depend on the agent: when it ends for any reason, the guest has the held memory back. The agent restores the
+//! kernel's settings; if it was killed, `--undo` does.
 //!
 //! Threads: one, which waits for the host and for the next tick. With `--tiering` one more (`tiering`).
 //! Units: pages are 4 KiB, numbered by guest-physical address.
-//! Promise: it takes a few percent of one CPU at most, never more memory than the host asked for and the guest can
-//! spare, and follows no order but those of `ballast_guest::ToGuest`.
+//! Promise: it takes a few percent of one CPU at most, and never more memory than the host asked for and the guest can
+//! spare. It obeys only the orders in `ballast_guest::ToGuest`.
 //!
 //! | File | What |
 //! |---|---|
@@ -54,7 +54,7 @@ Options:
   -V, --version     Print the version
 ";
 
-/// What the command line says.
+/// The command line.
 #[derive(Debug, Default)]
 struct Options {
     port: Option<String>,
@@ -90,7 +90,7 @@ fn main() -> ExitCode {
             damon::undo();
             return Ok(());
         }
-        files::heed_signals();
+        files::handle_signals();
         let tiering = match options.tiering {
             true => Some(tiering::start().map_err(|error| format!("starting tiering: {error}"))?),
             false => None,

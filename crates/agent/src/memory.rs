@@ -43,7 +43,8 @@ const POISONED: u64 = 1 << 19;
 const NO_PAGE: u64 = 1 << 20;
 const OFFLINE: u64 = 1 << 23;
 
-/// What a page holds, if it is to be told: `head` is the class of the last page that is no tail of a compound page.
+/// Returns the content of a page, if it is reported. `head` is the class of the last page that is no tail of a compound
+/// page.
 pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
     const NEVER: u64 = NO_PAGE | POISONED | OFFLINE | HUGETLB;
     if flags & NEVER != 0 {
@@ -53,10 +54,10 @@ pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
         return Some(Kind::Free);
     }
     if flags & TAIL != 0 {
-        // Kernels differ in the flags of its head that a tail shows.
+        // Kernels differ in which flags of the head a tail has.
         return head.filter(|kind| *kind != Kind::Free);
     }
-    // A program locks memory that it wants resident. The agent locks the memory it holds.
+    // Locked memory is to stay resident. The agent locks the memory it holds.
     if flags & LRU == 0 || flags & (UNEVICTABLE | WRITEBACK) != 0 {
         return None;
     }

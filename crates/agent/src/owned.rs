@@ -1,6 +1,6 @@
 //! Memory of the agent's own, on a node, whose guest-physical pages are known.
 //!
-//! Before: somebody wants pages of a node. After: they are this process's, filled and locked, and it is known which.
+//! Before: pages of a node are wanted. After: this process has them, filled and locked, and knows their numbers.
 //! Units: bytes of whole pages. Promise: the memory is the guest's again when this is dropped, or the process ends.
 
 use std::fs::File;
@@ -23,18 +23,18 @@ const FRAME: u64 = (1 << 55) - 1;
 pub struct Owned {
     start: *mut u8,
     len: usize,
-    /// What was mapped, to be aligned in.
+    /// The whole mapping, which is larger so that the memory can be aligned.
     mapped: (*mut u8, usize),
 }
 
 impl Owned {
-    /// This many pages of a node, or of any.
+    /// Takes this number of pages of a node, or of any.
     ///
     /// # Errors
     /// The node has no more, or the kernel does not lock them.
     pub fn new(pages: usize, node: Option<u32>) -> io::Result<Self> {
         let len = pages * PAGE;
-        // From two MiB on it is worth a huge page, which needs its place.
+        // From 2 MiB on it may be a huge page, which needs alignment.
         let extra = if len >= HUGE { HUGE } else { 0 };
         let (read_write, private) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping, at a place of the kernel's choice.
@@ -43,7 +43,7 @@ impl Owned {
             return last_error("mapping memory");
         }
         let mapped = mapped.cast::<u8>();
-        // SAFETY: within the mapping, which has that much more.
+        // SAFETY: within the mapping, which is larger by the alignment.
         let start = unsafe { mapped.add(if extra > 0 { mapped.align_offset(HUGE) } else { 0 }) };
         let owned = Self { start, len, mapped: (mapped, len + extra) };
         if let Some(node) = node {
@@ -53,7 +53,7 @@ impl Owned {
                 return last_error("binding memory to a node");
             }
         }
-        // SAFETY: our mapping, which nobody else uses.
+        // SAFETY: our mapping, which no other code uses.
         if unsafe { libc::madvise(owned.start.cast(), len, libc::MADV_POPULATE_WRITE) } < 0 {
             return last_error("filling memory of a node");
         }
@@ -64,30 +64,29 @@ impl Owned {
         Ok(owned)
     }
 
-    /// Where it is in this process.
+    /// Returns its address in this process, and its length.
     pub fn place(&self) -> (usize, usize) {
         (self.start as usize, self.len)
     }
 
-    /// How many pages.
+    /// Returns the number of pages.
     pub fn pages(&self) -> u64 {
         (self.len / PAGE) as u64
     }
 
-    /// Write at the beginning of one of its pages.
+    /// Writes at the beginning of one of its pages.
     ///
     /// # Panics
     /// If it has no such page.
     pub fn write(&mut self, page: usize, bytes: &[u8]) {
         assert!(page * PAGE + bytes.len() <= self.len);
-        // SAFETY: inside the mapping, which nobody else uses.
+        // SAFETY: inside the mapping, which no other code uses.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(page * PAGE), bytes.len()) };
     }
 
-    /// Which pages of the guest these are, in the order of their addresses here.
+    /// Returns their guest-physical page numbers, in the order of their addresses here.
     ///
-    /// # Errors
-    /// They are not told to this user.
+    /// # Errors This user may not read them.
     pub fn frames(&self) -> io::Result<Vec<u64>> {
         let mut bytes = vec![0; self.len / PAGE * 8];
         File::open("/proc/self/pagemap")?.read_exact_at(&mut bytes, (self.start as usize / PAGE * 8) as u64)?;
@@ -100,7 +99,7 @@ impl Owned {
         frames.ok_or_else(|| io::Error::new(io::ErrorKind::PermissionDenied, "/proc/self/pagemap hides pages"))
     }
 
-    /// The same as runs, ascending.
+    /// Returns the same as runs, ascending.
     ///
     /// # Errors
     /// As above.
@@ -115,7 +114,7 @@ impl Owned {
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // SAFETY: the whole mapping, which nobody else uses.
+        // SAFETY: the whole mapping, which no other code uses.
         unsafe { libc::munmap(self.mapped.0.cast(), self.mapped.1) };
     }
 }

@@ -1,9 +1,9 @@
 //! Pinning: memory of this process that stays at its physical place, by io_uring's registered buffers.
 //!
-//! Before: memory is mapped and filled. After: the kernel neither moves nor frees its pages until it is let go, or the
-//! process ends.
-//! Promise: `mlock` does not do that: compaction migrates locked pages. A registered buffer is a long-term pin, of
-//! which the kernel keeps track, and for which it moves pages out of movable zones first.
+//! Before: memory is mapped and filled. After: the kernel neither moves nor frees its pages until it is unpinned, or
+//! the process ends.
+//! `mlock` is not enough: compaction migrates locked pages. A registered buffer is a long-term pin, for which the
+//! kernel first moves the pages out of movable zones.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -69,7 +69,7 @@ impl Pins {
         if done < 0 { last_error("pinning memory by io_uring") } else { Ok(()) }
     }
 
-    /// Pin this memory, in this place of the table; with a length of zero, let go what is there.
+    /// Pins this memory at this index of the table; a length of zero unpins the memory there.
     ///
     /// # Errors
     /// The kernel does not pin it.

@@ -1,8 +1,8 @@
 //! The virtio-serial port: bytes from and to the host.
 //!
-//! Before: the VMM shows a port of our name; the host may or may not listen. After: what the host said, and what it is
-//! told, as far as it takes it.
-//! Promise: nothing here waits for the host but [`Port::wait`], and that no longer than it is told.
+//! Before: the VMM shows a port of our name; the host may or may not listen. After: the host's bytes were read, and
+//! ours were written as far as the host takes them.
+//! Promise: only [`Port::wait`] waits for the host, and not longer than its timeout.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -15,19 +15,19 @@ use ballast_guest::PORT;
 
 use crate::files;
 
-/// What the host may be behind with: reports and ticks that come beyond this are dropped.
+/// Most bytes that the host has not taken yet: reports and ticks beyond this are dropped.
 const BEHIND: usize = 512 << 10;
 
 /// The port.
 #[derive(Debug)]
 pub struct Port {
     file: File,
-    /// What the host has not taken yet.
+    /// Bytes that the host has not taken yet.
     out: Vec<u8>,
     sent: usize,
 }
 
-/// Our port in sysfs, which names it without the help of udev.
+/// Finds our port in sysfs, which has its name without udev.
 fn find() -> io::Result<PathBuf> {
     let class = fs::read_dir("/sys/class/virtio-ports");
     let ports = class.map_err(|error| io::Error::new(error.kind(), format!("no virtio-serial port: {error}")))?;
@@ -40,10 +40,9 @@ fn find() -> io::Result<PathBuf> {
 }
 
 impl Port {
-    /// Open it.
+    /// Opens the port.
     ///
-    /// # Errors
-    /// There is none, or somebody has it open.
+    /// # Errors There is none, or another process has it open.
     pub fn open(path: Option<&str>) -> io::Result<Self> {
         let path = path.map_or_else(find, |path| Ok(path.into()))?;
         let open = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(&path);
@@ -52,7 +51,7 @@ impl Port {
         Ok(Self { file, out: Vec::new(), sent: 0 })
     }
 
-    /// Wait until the host has said something or takes something, for this long at most. Returns whether it listens.
+    /// Waits until the host has sent bytes or takes some, at most for this time. Returns whether it listens.
     ///
     /// # Errors
     /// The port is gone.
@@ -60,7 +59,7 @@ impl Port {
         let out = if self.out.is_empty() { 0 } else { libc::POLLOUT };
         let mut fd = libc::pollfd { fd: self.file.as_raw_fd(), events: libc::POLLIN | out, revents: 0 };
         let ms = timeout.as_millis().min(60_000) as i32;
-        // SAFETY: one entry, as is said.
+        // SAFETY: one entry, as the count says.
         if unsafe { libc::poll(&mut fd, 1, ms) } < 0 {
             let error = io::Error::last_os_error();
             return if error.kind() == io::ErrorKind::Interrupted { Ok(true) } else { Err(error) };
@@ -71,7 +70,7 @@ impl Port {
         Ok(fd.revents & libc::POLLHUP == 0)
     }
 
-    /// What the host has said; nothing if it has said nothing.
+    /// Reads bytes from the host; returns 0 if there are none.
     ///
     /// # Errors
     /// The port is gone.
@@ -82,25 +81,25 @@ impl Port {
         }
     }
 
-    /// Is the host so far behind that what it can do without is not to be sent?
+    /// Are more than [`BEHIND`] bytes unread, so that reports and ticks are to be dropped?
     pub fn is_behind(&self) -> bool {
         self.out.len() - self.sent > BEHIND
     }
 
-    /// Forget what the host has not taken: it begins anew.
+    /// Drops the bytes that the host has not taken, because a new session begins.
     pub fn forget(&mut self) {
         self.out.clear();
         self.sent = 0;
     }
 
-    /// Send this, as soon as the host takes it.
+    /// Sends this as soon as the host takes it.
     pub fn send(&mut self, bytes: &[u8]) {
         self.out.drain(..self.sent);
         self.sent = 0;
         self.out.extend_from_slice(bytes);
     }
 
-    /// Give the host what it takes now.
+    /// Writes as much as the host takes now.
     ///
     /// # Errors
     /// The port is gone.

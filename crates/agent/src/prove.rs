@@ -1,9 +1,9 @@
-//! Proof of where the host sees what the guest sees: a page of the agent's own with the host's nonce in it.
+//! Proof that host and guest mean the same page by a number: a page of the agent's with the host's nonce in it.
 //!
 //! Before: the host names pieces of guest-physical memory and a nonce. After: in as many pieces as possible there is a
 //! page that begins with the nonce, and the host is told which.
-//! Promise: little memory is tried for it, for a moment; a piece in which the kernel gives no page is left out, and the
-//! host asks again.
+//! Promise: it takes little memory, and for a moment only. A piece in which the kernel gives no page is left out, and
+//! the host asks again.
 
 use ballast_guest::Run;
 use ballast_guest::message::NONCE;
@@ -11,7 +11,7 @@ use ballast_guest::message::NONCE;
 use crate::owned::Owned;
 use crate::vital;
 
-/// Pages tried at a time, and times for each node: 16 MiB.
+/// Pages tried at a time, and tries for each node: 16 MiB together.
 const AT_ONCE: usize = 64;
 const TRIES: usize = 64;
 
@@ -20,7 +20,7 @@ const TRIES: usize = 64;
 pub struct Proof(Vec<Owned>);
 
 impl Proof {
-    /// Find pages in these pieces. Returns one for each piece that has one.
+    /// Finds pages in these pieces. Returns at most one for each piece.
     pub fn find(&mut self, nonce: &[u8; NONCE], pieces: &[Run]) -> Vec<Run> {
         self.0.clear();
         let mut open = pieces.to_vec();
@@ -42,7 +42,7 @@ impl Proof {
                         keep = true;
                     }
                 }
-                // What did not help is kept for now, so that the kernel does not give the same pages again.
+                // Pages in no piece are kept for now, so that the kernel does not give the same ones again.
                 if keep { self.0.push(owned) } else { tried.push(owned) }
             }
         }

@@ -3,7 +3,7 @@
 //! Before: `damon` says how hot ranges are, `memory` what each page holds. After: a bounded number of runs, the
 //! cheapest to lose first within each level.
 //! Units: pages. Promise: no page is in two runs; of free memory a reserve is never told, so that the guest's next
-//! allocations find pages that the host has; pages that were restored lately are not cold.
+//! allocations find pages that the host has; pages that were restored recently are not cold.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ use crate::memory;
 pub const MOST_RUNS: usize = 16 << 10;
 /// Aggregations of DAMON's without an access after which memory is cold: 2 s.
 const COLD_AGE: u32 = 10;
-/// Free pages that are not told: 1/N of memory, within these (Blowfish, section 4.6, leaves 100 MB).
+/// Free pages that are not reported: 1/N of memory, within these (Blowfish, section 4.6, leaves 100 MB).
 const FREE_PART: u64 = 32;
 const FREE_LEAST: u64 = 16 << 8;
 const FREE_MOST: u64 = 100 << 8;
@@ -28,7 +28,7 @@ const FREE_RUN: u32 = 16;
 const BACK: Duration = Duration::from_secs(30);
 const BACK_MOST: usize = 64 << 10;
 
-/// How hot a range is.
+/// Returns the heat of a range.
 pub fn level(range: &Range) -> u8 {
     match (range.accesses, range.age) {
         (0, COLD_AGE..) => COLD,
@@ -42,7 +42,7 @@ pub fn level(range: &Range) -> u8 {
 pub struct Back(HashMap<u64, Instant>);
 
 impl Back {
-    /// These were restored now.
+    /// Records that these were restored now.
     pub fn add(&mut self, run: &Run, now: Instant) {
         if self.0.len() + run.count as usize > BACK_MOST {
             self.0.retain(|_, at| now.saturating_duration_since(*at) < BACK);
@@ -64,8 +64,8 @@ pub struct Sorting {
 }
 
 impl Sorting {
-    /// A page has these flags and lies in a range of this level; `None`: nobody knows how hot it is. Pages come in
-    /// ascending order.
+    /// Adds a page with these flags in a range of this level; `None`: its heat is unknown. Pages come in ascending
+    /// order.
     pub fn page(&mut self, page: u64, flags: u64, level: Option<u8>, back: &Back, now: Instant) {
         let class = memory::class(flags, self.head);
         self.head = class;
@@ -79,7 +79,7 @@ impl Sorting {
         ballast_guest::run::push(&mut self.runs, Run { page, count: 1, kind, level });
     }
 
-    /// What to tell, of a guest with this much memory, `free` of it free: at most `most` runs.
+    /// Returns at most `most` runs to report, for a guest with this much memory, `free` of it free.
     pub fn finish(self, total: u64, free: u64, most: usize) -> Vec<Run> {
         let reserve = (total / FREE_PART).clamp(FREE_LEAST, FREE_MOST);
         let (mut of_nobody, mut runs): (Vec<_>, Vec<_>) = self.runs.into_iter().partition(|run| run.kind == Kind::Free);
@@ -92,7 +92,7 @@ impl Sorting {
         }
         of_nobody.retain(|run| run.count > 0);
         of_nobody.truncate(most / 2);
-        // Where memory is too patchy, the shortest runs are left out.
+        // If there are too many runs, the shortest are left out.
         let most = most - of_nobody.len();
         let mut least = 1;
         while runs.len() > most {

@@ -1,9 +1,9 @@
-//! What the host says, and what it is told: the loop around all else.
+//! The conversation with the host: the agent's main loop.
 //!
 //! Before: the port is open. After: the agent is told to end, or the port is gone.
-//! Threads: one, which waits for the host, for the next tick, and for nothing else for long.
-//! Promise: reports take at most 1/20 of a CPU here. A host that says nothing for a while has the guest get back what
-//! is held for it, and no report is made for nobody.
+//! Threads: one, which waits for the host and for the next tick, and for nothing else for long.
+//! Promise: reports take at most 1/20 of a CPU here. If the host is silent for a while, the guest gets the held memory
+//! back, and no reports are made.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -21,22 +21,22 @@ use crate::report::{self, Back, Sorting};
 use crate::services::Services;
 use crate::{files, vital};
 
-/// After this long without a host that listens, nothing is held for it: an engine that is replaced is back sooner.
+/// Time without a listening host after which held memory is returned. A replaced engine is back sooner.
 const GONE: Duration = Duration::from_secs(20);
-/// Pauses where the port is there and nobody listens, and where DAMON could not be had.
+/// Pauses while no host listens at the port, and before DAMON is tried again.
 const NOBODY: Duration = Duration::from_millis(500);
 const DAMON_AGAIN: Duration = Duration::from_secs(30);
-/// A report comes every so often at most, and after N times as long as it took.
+/// Least time between two reports; and at least N times what the last one took.
 const REPORT_EVERY: Duration = Duration::from_secs(2);
 const REPORT_PART: u32 = 20;
 
-/// Serve the host until the agent is told to end.
+/// Serves the host until the agent is told to end.
 ///
 /// # Errors
 /// There is no port, or it is gone.
 pub fn run(path: Option<&str>) -> io::Result<()> {
     let mut port = Port::open(path)?;
-    // Where memory is short, this is the first to go: it holds what others need.
+    // If memory is short, the kernel is to kill this process first: it holds memory that others need.
     let _ = files::write("/proc/self/oom_score_adj", 1000);
     damon::undo();
     let mut guest = Guest::new();
@@ -70,17 +70,17 @@ pub fn run(path: Option<&str>) -> io::Result<()> {
     Ok(())
 }
 
-/// How reports come about.
+/// State of the source of reports.
 #[derive(Debug)]
 enum Source {
-    /// Nobody wants them, or it was not tried yet.
+    /// The host wants none, or it was not tried yet.
     None,
     Damon(Damon),
     /// It is not available; the next try is at this time.
     Without(Instant),
 }
 
-/// What the agent knows and has.
+/// State of the agent.
 struct Guest {
     frames: Frames,
     session: Option<u64>,
@@ -123,7 +123,7 @@ impl Guest {
         }
     }
 
-    /// How long there is nothing to do, unless the host says something.
+    /// Returns the time until something is to do, unless the host sends a message.
     fn pause(&self, now: Instant) -> Duration {
         if self.session.is_none() {
             return Duration::from_secs(5);
@@ -143,7 +143,7 @@ impl Guest {
         }
     }
 
-    /// Nobody wants anything.
+    /// Stops all work, because no host wants any.
     fn rest(&mut self) {
         self.balloon.empty();
         self.services.tune(false);
@@ -196,7 +196,7 @@ impl Guest {
         (self.next_tick, self.next_report) = (now, now);
         let kernel = files::read("/proc/sys/kernel/osrelease").unwrap_or_default();
         self.say(port, &ToHost::Hello { agent: env!("CARGO_PKG_VERSION").into(), kernel });
-        // What the host forgot that it has.
+        // Pages that the host no longer knows it has.
         for (node, runs) in self.balloon.all() {
             for runs in runs.chunks(MAX_RUNS) {
                 self.say(port, &ToHost::Taken { node, runs: runs.to_vec() });
@@ -204,7 +204,7 @@ impl Guest {
         }
     }
 
-    /// Those of these pages that the allocator has now.
+    /// Returns the pages among these that the allocator has now.
     fn free_of(&self, runs: &[Run]) -> Vec<Run> {
         let mut free = Vec::new();
         let Some(flags) = &self.flags else { return free };
@@ -248,7 +248,7 @@ impl Guest {
 
     fn tick(&mut self, now: Instant, port: &mut Port) {
         self.next_tick = now + Duration::from_millis(self.wanted.tick_ms.clamp(100, 60_000).into());
-        self.balloon.heed_stall(now);
+        self.balloon.check_stall(now);
         if port.is_behind() {
             return;
         }
@@ -268,7 +268,7 @@ impl Guest {
         self.say(port, &ToHost::Tick(tick));
     }
 
-    /// Have DAMON at work, if it is available.
+    /// Starts DAMON, if it is available.
     fn watch(&mut self, now: Instant) {
         match self.source {
             Source::Damon(_) => return,
@@ -294,7 +294,7 @@ impl Guest {
             _ => Ok(Vec::new()),
         };
         let ranges = ranges.unwrap_or_else(|error| {
-            // Somebody else has it now.
+            // Another program has it now.
             self.note = format!("asking DAMON: {error}");
             self.source = Source::Without(now + DAMON_AGAIN);
             Vec::new()

@@ -1,4 +1,4 @@
-//! Tiering: which memory of the guest's programs is on which of its nodes. The seam to the crate that does it.
+//! Tiering: which memory of the guest's programs is on which of its nodes. `ballast-tier` does the work.
 //!
 //! Before: `--tiering`. After: a thread of its own works until [`Tiering::end`].
 //! Threads: one, named `tiering`; nothing of the rest of the agent waits for it, and it needs nothing of the host.
@@ -9,14 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-/// The thread at work.
+/// The running thread.
 #[derive(Debug)]
 pub struct Tiering {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<()>,
 }
 
-/// Start it.
+/// Starts the thread.
 ///
 /// # Errors
 /// This guest has nothing to tier, or the kernel gives no thread.
@@ -27,7 +27,7 @@ pub fn start() -> io::Result<Tiering> {
     Ok(Tiering { stop, thread })
 }
 
-/// Move memory until told to stop. Here the tiering crate is called.
+/// Moves memory until told to stop, by the crate `ballast-tier`.
 fn work(stop: &AtomicBool) {
     eprintln!("ballast-agent: this build has no tiering");
     while !stop.load(Ordering::Acquire) {
@@ -36,7 +36,7 @@ fn work(stop: &AtomicBool) {
 }
 
 impl Tiering {
-    /// End it, and wait until it has put back what it changed.
+    /// Ends it, and waits until it has restored the settings that it changed.
     pub fn end(self) {
         self.stop.store(true, Ordering::Release);
         self.thread.thread().unpark();

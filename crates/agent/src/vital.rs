@@ -1,7 +1,7 @@
 //! State of the guest: free memory, stall, nodes.
 //!
-//! Before: a tick. After: what the host is told of the guest as a whole.
-//! Units: pages; stall in microseconds since boot. Promise: what the kernel does not say is zero.
+//! Before: a tick. After: the values that the host is told about the guest as a whole.
+//! Units: pages; stall in microseconds since boot. Promise: a value that the kernel does not have is zero.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ use crate::files;
 const KB_PER_PAGE: u64 = 4;
 const NODES: &str = "/sys/devices/system/node";
 
-/// The guest's memory and its stall.
+/// Returns the guest's memory and its stall.
 pub fn tick() -> Tick {
     let meminfo = files::read("/proc/meminfo").unwrap_or_default();
     let pages = |name: &str| files::number_after(&meminfo, name).unwrap_or(0) / KB_PER_PAGE;
@@ -32,7 +32,7 @@ pub fn tick() -> Tick {
     }
 }
 
-/// Nodes with memory, by number.
+/// Returns the nodes with memory, by number.
 pub fn nodes() -> Vec<Node> {
     let numbers = fs::read_dir(NODES).into_iter().flatten().flatten();
     let mut numbers: Vec<u32> =
@@ -49,7 +49,8 @@ fn node(node: u32) -> Node {
     Node { node, pages: pages("MemTotal"), free: pages("MemFree"), ballooned: 0 }
 }
 
-/// Memory that a node can give without a long wait of any program: its free pages, and half of its pages of files.
+/// Returns the memory that a node can give without a long wait of any program: its free pages, and half of its pages of
+/// files.
 pub fn spare(node: u32) -> u64 {
     let text = files::read(format!("{NODES}/node{node}/meminfo")).unwrap_or_default();
     let pages = |name: &str| files::number_after(&text, name).unwrap_or(0) / KB_PER_PAGE;
@@ -57,9 +58,9 @@ pub fn spare(node: u32) -> u64 {
     pages("MemFree") + files / 2
 }
 
-/// CPU time of this process so far, in microseconds.
+/// Returns the CPU time of this process so far, in microseconds.
 pub fn cpu_us() -> u64 {
-    // SAFETY: a zeroed rusage is one, and the kernel fills it.
+    // SAFETY: a zeroed rusage is valid, and the kernel fills it.
     let usage = unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         libc::getrusage(libc::RUSAGE_SELF, &mut usage);

@@ -1,6 +1,6 @@
 //! The agent in a guest, as the API shows it.
 //!
-//! Before: the engine has heard something of a guest's agent, or nothing. After: operators see whether it is heeded.
+//! Before: the engine talks with a guest's agent, or finds none. After: operators see whether its reports are used.
 //! Units: bytes, pages of 4 KiB, microseconds, by name. Promise: what a guest says of itself is shown as such, and
 //! never decides about another VM.
 
@@ -9,18 +9,18 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What is heard of an agent.
+/// State of the agent in a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum AgentState {
-    /// Nobody answers at its port, or not for a while: the host tracks the VM itself.
+    /// No agent has replied for a while, or ever: the host tracks the VM itself.
     #[default]
     Silent,
-    /// It answers and reports nothing, for the reason in `note`.
+    /// It replies but reports nothing, for the reason in `note`.
     Idle,
-    /// What it calls cold goes first.
+    /// Pages that it reports as cold are evicted first.
     Reporting,
-    /// What it called cold was touched at once: its reports are ignored for a while.
+    /// Pages that it reported as cold were touched at once: its reports are ignored for a while.
     Ignored,
 }
 
@@ -35,60 +35,60 @@ impl fmt::Display for AgentState {
     }
 }
 
-/// The agent in a guest. Counters begin anew with an engine; what the guest says of itself is the guest's word.
+/// The agent in a guest. Counters start at zero with each engine. Values about the guest are the guest's own claims.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AgentStat {
-    /// Is it heeded?
+    /// Whether its reports are used.
     pub state: AgentState,
-    /// For how much longer it is ignored, in seconds.
+    /// Seconds until its reports are used again; null if they are used.
     pub ignored_s: Option<u64>,
-    /// Times that it was ignored.
+    /// How often its reports were ignored for a while.
     pub times_ignored: u64,
     /// Its version.
     pub version: String,
     /// Release of the guest's kernel.
     pub kernel: String,
-    /// What keeps it from reporting, in its words.
+    /// Why it does not report, as the agent says it.
     pub note: String,
-    /// Whole reports taken.
+    /// Complete reports received.
     pub reports: u64,
-    /// Messages of any kind.
+    /// Messages received, of any kind.
     pub messages: u64,
-    /// Messages that made no sense or came too often.
+    /// Messages that were invalid, or exceeded the rate limit.
     pub rejected_messages: u64,
-    /// Bytes that belonged to no message.
+    /// Received bytes that belonged to no message.
     pub garbage_bytes: u64,
-    /// Pages of reports that are not the guest's, were named twice, or lie where nothing is proved.
+    /// Pages in reports that are not the guest's, were named twice, or lie in a part that is not proved.
     pub rejected_pages: u64,
-    /// What the last report calls cold.
+    /// Memory that the last report calls cold.
     pub cold_bytes: u64,
-    /// Part of it: what the guest's kernel has free.
+    /// Part of it: memory that is free in the guest's kernel.
     pub free_bytes: u64,
-    /// Pages told to it that were restored.
+    /// Restored pages that the agent was told about.
     pub restored_pages: u64,
-    /// Parts of guest-physical memory, and those of them that the guest has proved.
+    /// Parts of guest-physical memory.
     pub pieces: u32,
     /// Parts that the guest has proved.
     pub pieces_proved: u32,
-    /// The guest's memory, and what of it programs could have without swapping.
+    /// Memory of the guest.
     pub guest_total_bytes: u64,
-    /// What programs of the guest could have without swapping.
+    /// Memory that programs of the guest could get without swapping.
     pub guest_available_bytes: u64,
-    /// Time in which some task of the guest waited for memory, since it booted.
+    /// Time in which at least one task of the guest waited for memory, since the guest booted.
     pub guest_stall_us: u64,
     /// CPU time of the agent and of the guest's access monitor.
     pub cpu_us: u64,
-    /// Pages that went on its word.
+    /// Evicted pages that the agent reported as cold.
     pub by_agent: PickedStat,
-    /// And of pages that the host picked.
+    /// Evicted pages that the host picked.
     pub by_host: PickedStat,
 }
 
-/// A sample of the pages that were picked.
+/// A sample of evicted pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PickedStat {
-    /// Pages of which it is known.
+    /// Pages in the sample whose outcome is known.
     pub judged_pages: u64,
-    /// Wrong choices: pages that were touched again within 10 s.
+    /// Pages in the sample that were touched again within 10 s: wrong choices.
     pub wrong_pages: u64,
 }

@@ -30,10 +30,10 @@ const RETRY_FOR: Duration = Duration::from_secs(5);
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 const MAX_ANSWER_BYTES: usize = 64 << 20;
 
-/// Why a request has no answer.
+/// Why a request got no response.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody answers at the socket, or we may not connect.
+    /// No process listens on the socket, or this user may not connect.
     #[error("Connecting to {}: {advice}", socket.display())]
     Unreachable {
         /// The socket asked.
@@ -43,7 +43,7 @@ pub enum ClientError {
         /// What the kernel said.
         source: io::Error,
     },
-    /// The connection was made, but no whole answer was received.
+    /// The connection was made, but no complete response was received.
     #[error("Talking to {}: {what}", socket.display())]
     Broken {
         /// The socket asked.
@@ -63,13 +63,13 @@ impl ClientError {
     }
 }
 
-/// One try: an answer, a cut that may be a change of engines, or a reason to stop.
+/// Result of one try: a response, a cut connection that may be a change of engines, or a reason to stop.
 enum Try {
     Cut(ClientError),
     Final(ClientError),
 }
 
-/// A connection to be made to one daemon.
+/// A client of one daemon.
 #[derive(Debug)]
 pub struct Client {
     socket: PathBuf,
@@ -78,7 +78,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client of the daemon at `socket`. Nothing is connected yet.
+    /// Returns a client of the daemon at `socket`. It does not connect yet.
     pub fn new(socket: impl Into<PathBuf>) -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         Ok(Self { socket: socket.into(), runtime, retry_for: RETRY_FOR })
@@ -96,125 +96,125 @@ impl Client {
         &self.socket
     }
 
-    /// Every VM.
+    /// Returns every VM.
     pub fn vms(&self) -> Result<Vec<VmStat>, ClientError> {
         self.get("/v1/vms")
     }
 
-    /// One VM.
+    /// Returns one VM.
     pub fn vm(&self, name: &str) -> Result<VmStat, ClientError> {
         self.get(&vm_path(name))
     }
 
-    /// How hot its memory is, with a strip of `cells` cells.
+    /// Returns how hot its memory is, with a strip of `cells` cells.
     pub fn heat(&self, name: &str, cells: usize) -> Result<VmHeat, ClientError> {
         self.get(&format!("{}/heat?cells={cells}", vm_path(name)))
     }
 
-    /// Say when it is tracked. Returns its heat.
+    /// Sets when it is tracked. Returns its heat.
     pub fn set_track(&self, name: &str, track: Track) -> Result<VmHeat, ClientError> {
         // Serialising a word cannot fail.
         let body = serde_json::to_vec(&HeatPatch { track: Some(track) }).expect("a patch serialises");
         self.json(Method::PATCH, &format!("{}/heat", vm_path(name)), body)
     }
 
-    /// Its access cycles after number `after`, as a recording. They are kept from the first call on.
+    /// Returns its access cycles after number `after`, as a recording. The engine keeps cycles from the first call on.
     pub fn heat_cycles(&self, name: &str, after: u64) -> Result<Vec<u8>, ClientError> {
         let path = format!("{}/heat/cycles?after={after}", vm_path(name));
         Ok(self.request(&Method::GET, &path, &Bytes::new())?.into())
     }
 
-    /// Set or, with `None`, remove the DRAM cap of a VM. Returns its state after the change.
+    /// Sets or, with `None`, removes the limit of a VM. Returns its state after the change.
     pub fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, ClientError> {
         self.patch_vm(name, &VmPatch { limit_bytes: Some(limit_bytes), ..VmPatch::default() })
     }
 
-    /// Set or remove the DRAM cap of several VMs, or of all. Returns the result for each.
+    /// Sets or removes the limit of several VMs, or of all. Returns the result for each.
     pub fn set_limits(&self, patch: &LimitsPatch) -> Result<Vec<VmChange>, ClientError> {
         self.json(Method::PATCH, "/v1/vms", body(patch))
     }
 
-    /// Change what the operator says of a VM. Returns its state after the change.
+    /// Changes the operator's settings of a VM. Returns its state after the change.
     pub fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ClientError> {
         self.json(Method::PATCH, &vm_path(name), body(patch))
     }
 
-    /// Have all of a VM restored and kept in memory, whatever its limit. Returns its state now; it takes a while.
+    /// Starts to restore all of a VM, and keeps it in memory whatever its limit. Returns its state now.
     pub fn restore(&self, name: &str) -> Result<VmStat, ClientError> {
         self.json(Method::PUT, &(vm_path(name) + "/restore"), Vec::new())
     }
 
-    /// Its limit counts again.
+    /// Ends this: the VM's limit counts again.
     pub fn end_restore(&self, name: &str) -> Result<VmStat, ClientError> {
         self.json(Method::DELETE, &(vm_path(name) + "/restore"), Vec::new())
     }
 
-    /// The last decisions about a VM, oldest first.
+    /// Returns the last decisions about a VM, oldest first.
     pub fn decisions(&self, name: &str) -> Result<Vec<DecisionRecord>, ClientError> {
         self.get(&(vm_path(name) + "/decisions"))
     }
 
-    /// What policies look at.
+    /// Returns the snapshot that policies read.
     pub fn snapshot(&self) -> Result<Snapshot, ClientError> {
         self.get("/v1/snapshot")
     }
 
-    /// What the policy, or another one, would do now. Nothing is done.
+    /// Returns the plan that the policy, or another one, would make now. Changes nothing.
     pub fn plan(&self, policy: Option<Kind>) -> Result<Plan, ClientError> {
         self.get(&policy.map_or("/v1/plan".into(), |kind| format!("/v1/plan?policy={kind}")))
     }
 
-    /// Decide in place of the policy, for the length of the lease.
+    /// Decides in place of the policy, for the length of the lease.
     pub fn put_plan(&self, plan: &PlanRequest) -> Result<Plan, ClientError> {
         self.json(Method::PUT, "/v1/plan", body(plan))
     }
 
-    /// The control loop.
+    /// Returns the state of the governor.
     pub fn policy(&self) -> Result<PolicyStat, ClientError> {
         self.get("/v1/policy")
     }
 
-    /// Change it. Returns its state after the change.
+    /// Changes the governor. Returns its state after the change.
     pub fn patch_policy(&self, patch: &PolicyPatch) -> Result<PolicyStat, ClientError> {
         self.json(Method::PATCH, "/v1/policy", body(patch))
     }
 
-    /// How the last upgrade stands.
+    /// Returns the state of the last upgrade.
     pub fn upgrade(&self) -> Result<UpgradeStat, ClientError> {
         self.get("/v1/upgrade")
     }
 
-    /// Have an engine of this program follow, or of the one that engines are started from. Returns how that stands.
+    /// Starts an upgrade to this program, or to the one that engines are started from. Returns its state.
     pub fn begin_upgrade(&self, request: &UpgradeRequest) -> Result<UpgradeStat, ClientError> {
         self.json(Method::PUT, "/v1/upgrade", body(request))
     }
 
-    /// The pool of VM memory.
+    /// Returns the pool of VM memory.
     pub fn pool(&self) -> Result<PoolStat, ClientError> {
         self.get("/v1/pool")
     }
 
-    /// Reserve memory of the host for VMs. Returns the pool after the change.
+    /// Reserves memory of the host for VMs. Returns the pool after the change.
     pub fn reserve_pool(&self, request: &PoolRequest) -> Result<PoolStat, ClientError> {
         self.json(Method::PUT, "/v1/pool", body(request))
     }
 
-    /// Lend some of it to the host, or take it back. Returns the pool after the change.
+    /// Lends memory of the pool to the host, or takes it back. Returns the pool after the change.
     pub fn lend_pool(&self, request: &LendRequest) -> Result<PoolStat, ClientError> {
         self.json(Method::PUT, "/v1/pool/lent", body(request))
     }
 
-    /// The host and Ballast itself.
+    /// Returns the state of the host and of Ballast.
     pub fn host(&self) -> Result<HostStat, ClientError> {
         self.get("/v1/host")
     }
 
-    /// Recent events, oldest first.
+    /// Returns recent events, oldest first.
     pub fn events(&self) -> Result<Vec<Event>, ClientError> {
         self.get("/v1/events")
     }
 
-    /// The metrics page.
+    /// Returns the metrics page.
     pub fn metrics(&self) -> Result<String, ClientError> {
         let answer = self.request(&Method::GET, "/metrics", &Bytes::new())?;
         String::from_utf8(answer.into()).map_err(|error| self.broken(format!("the metrics are not UTF-8: {error}")))
@@ -277,7 +277,7 @@ impl Client {
         let advice = match source.kind() {
             io::ErrorKind::PermissionDenied => "not permitted; run as root or as a member of the daemon's API group",
             io::ErrorKind::NotFound => "there is no such socket; is ballastd running? (--socket names another)",
-            _ => "nobody answers; is ballastd running?",
+            _ => "no answer; is ballastd running?",
         };
         let error = ClientError::Unreachable { socket: self.socket.clone(), advice, source };
         if retry { Try::Cut(error) } else { Try::Final(error) }

@@ -1,6 +1,6 @@
-//! What the API says about how hot a VM's memory is.
+//! How hot a VM's memory is, in the API.
 //!
-//! Before: `heat` drew it up from access cycles. After: JSON, and `ballast vm heat`.
+//! Before: `heat` computed it from access cycles. After: JSON, and `ballast vm heat`.
 //! Units: in the field names; an age is the time since the last touch that was seen.
 //! Promise: the ages add up to `present_bytes`, and so do the generations.
 
@@ -22,7 +22,7 @@ pub const DEFAULT_CELLS: usize = 64;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Track {
-    /// While it has a limit below its size: then reclaim wants to know.
+    /// While the VM has a limit below its size, because then reclaim needs it.
     #[default]
     Auto,
     /// Always.
@@ -50,7 +50,7 @@ pub struct HeatPatch {
     pub track: Option<Track>,
 }
 
-/// How hot a VM's memory is. Only memory that is in DRAM counts; what is far has left these figures.
+/// How hot a VM's memory is. Only memory in DRAM counts; far memory is not included.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmHeat {
     /// The VM.
@@ -63,49 +63,50 @@ pub struct VmHeat {
     pub cycles: u64,
     /// Fine cycles so far.
     pub fine_cycles: u64,
-    /// From one cycle to the next, now.
+    /// Time between cycles, now.
     pub period_ms: u64,
     /// Share of one CPU that tracking takes.
     pub cpu_percent: f64,
     /// Share of the time that guest threads wait for tracking.
     pub guest_percent: f64,
-    /// Memory that tracking knows of.
+    /// Tracked memory that is present.
     pub present_bytes: u64,
-    /// Working set: touched within `wss_span_s`. Page by page where that is known, else estimated.
+    /// Working set: memory touched within `wss_span_s`. Measured page by page where a fine scan was made, else
+    /// estimated.
     pub wss_bytes: u64,
-    /// The same if a huge page counts as a whole once it is touched.
+    /// The working set if a touched huge page counts as a whole.
     pub wss_huge_bytes: u64,
-    /// The time of the last three cycles.
+    /// Duration of the last three cycles.
     pub wss_span_s: f64,
     /// Part of the touched huge pages that had a fine scan: this part of the estimate is measured.
     pub known_percent: f64,
     /// Memory by age, youngest first.
     pub ages: Vec<AgeBucket>,
-    /// This much of the memory was touched within this time.
+    /// Points of the age distribution.
     pub percentiles: Vec<AgePercentile>,
     /// Memory by generation, youngest first; reclaim drains the last.
     pub generations_bytes: Vec<u64>,
-    /// Hot huge pages in which hardly anything is hot.
+    /// Hot huge pages with few hot pages in them.
     pub bloated_units: u64,
-    /// Their cold part.
+    /// Cold memory in them.
     pub bloat_bytes: u64,
     /// The guest's address space in equal pieces, region after region.
     pub strip: Vec<HeatCell>,
 }
 
-/// The source that tells which memory is touched, and how well.
+/// The source that tells which memory is touched.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct HeatSource {
-    /// Such as `zap-scan`.
+    /// Its name, such as `zap-scan`.
     pub name: String,
-    /// The finest it sees: 4096, or null for ranges it chooses itself.
+    /// Smallest unit it sees: 4096, or null if it chooses ranges itself.
     pub granularity_bytes: Option<u64>,
 }
 
 /// Memory of one age.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AgeBucket {
-    /// Touched within this time, and not within that of the bucket before; null for all that is older.
+    /// Touched within this time, and not within that of the bucket before; null: all older memory.
     pub up_to_s: Option<u64>,
     /// The amount.
     pub bytes: u64,
@@ -114,9 +115,9 @@ pub struct AgeBucket {
 /// A point of the age distribution.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AgePercentile {
-    /// This share of present memory
+    /// Share of the present memory, in percent.
     pub percent: u64,
-    /// was touched within this time.
+    /// This share was touched within this time.
     pub age_s: f64,
 }
 
@@ -127,15 +128,15 @@ pub struct HeatCell {
     pub present: f64,
     /// Share of it touched in the last three cycles, 0 to 1.
     pub hot: f64,
-    /// Since the youngest touch in it; null if nothing of it is in DRAM.
+    /// Time since its last touch; null if none of it is in DRAM.
     pub age_s: Option<f64>,
 }
 
 impl VmHeat {
-    /// What heat drew up, for a VM of that name.
+    /// The report of a VM from what `heat` computed.
     pub fn new(name: String, track: Track, source: Option<Ability>, heat: &Heat) -> Self {
         let seconds = |time: Duration| time.as_secs_f64();
-        // What only looks like precision is cut off, to keep the JSON of a long strip short.
+        // Digits beyond the precision are cut off, to keep the JSON of a long strip short.
         let rounded = |share: f64| (share * 1e4).round() / 1e4;
         let cell = |cell: &ages::Cell| HeatCell {
             present: rounded(cell.present),

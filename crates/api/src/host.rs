@@ -1,4 +1,4 @@
-//! What the API says about the host: its memory, its stores, its events.
+//! The host in the API: its memory, its stores, its events.
 //!
 //! Before: the engine reads counters. After: JSON, and the document in `openapi`. Units: in the field names.
 
@@ -9,15 +9,15 @@ use utoipa::ToSchema;
 /// The remote store: a cluster that far pages may go to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RemoteStat {
-    /// What far pages of this host's VMs occupy there, estimated from the size of those that were put.
+    /// Bytes that far pages of this host's VMs occupy there, estimated from the sizes of stored pages.
     pub used_bytes: u64,
     /// Most they may occupy.
     pub budget_bytes: u64,
-    /// Guest memory that is there. Sum over VMs.
+    /// Guest memory that is far there. Sum over VMs.
     pub far_bytes: u64,
     /// Its nodes, as far as this engine has asked them.
     pub nodes: Vec<RemoteNode>,
-    /// What is wrong with its settings, the serious first.
+    /// Problems of its settings, the serious ones first.
     pub findings: Vec<RemoteFinding>,
 }
 
@@ -28,20 +28,20 @@ pub struct RemoteNode {
     pub addr: String,
     /// Requests that it answered.
     pub requests: u64,
-    /// Requests that came to nothing.
+    /// Requests that failed.
     pub errors: u64,
-    /// Half of the requests took no longer than this, in microseconds, to a power of two.
+    /// Median of the time of a request in microseconds, rounded up to a power of two.
     pub p50_us: u64,
-    /// 99 of 100 took no longer.
+    /// 99th percentile of the same.
     pub p99_us: u64,
 }
 
-/// A setting of the remote store that is not as it should be.
+/// A wrong setting of the remote store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RemoteFinding {
-    /// Pages may be lost by it, or cannot be stored; else it is good to know.
+    /// True if pages may be lost or cannot be stored because of it.
     pub serious: bool,
-    /// What, where, and what would be right.
+    /// The setting, the node, and the right value.
     pub text: String,
 }
 
@@ -54,21 +54,21 @@ pub struct HostStat {
     pub engine_pid: u32,
     /// Process id of the keeper.
     pub keeper_pid: u32,
-    /// How many engines there have been; a change means another engine answers.
+    /// Number of the engine, counted by the keeper. A change means that another engine answers.
     pub engine_epoch: u64,
     /// Engines that were replaced because they died.
     pub engine_restarts: u64,
-    /// Since the keeper started.
+    /// Time since the keeper started.
     pub uptime_s: u64,
     /// Host DRAM.
     pub mem_total_bytes: u64,
     /// The kernel's `MemAvailable`.
     pub mem_available_bytes: u64,
-    /// What far pages of all VMs occupy in RAM.
+    /// Bytes that far pages of all VMs occupy in RAM.
     pub store_bytes: u64,
     /// Most they may occupy there.
     pub store_budget_bytes: u64,
-    /// What far pages of all VMs occupy on disk.
+    /// Bytes that far pages of all VMs occupy on disk.
     pub file_bytes: u64,
     /// Most they may occupy there; 0 if no page goes to disk.
     pub file_budget_bytes: u64,
@@ -87,25 +87,25 @@ pub struct HostStat {
     pub remote: Option<RemoteStat>,
     /// Sum over VMs.
     pub zero_bytes: u64,
-    /// Host memory reclaim has freed: far + zero - store in RAM, or 0 if that is negative.
+    /// Host memory that reclaim has freed: far + zero - store in RAM, or 0 if that is negative.
     pub saved_bytes: u64,
     /// The policy that decides how much each VM may have.
     pub policy: Kind,
-    /// How hard-pressed the host is; null while nobody decides.
+    /// Pressure on the host's memory; null while no policy decides.
     pub state: Option<HostState>,
-    /// At the present rate, when no memory is free any more; null if never.
+    /// Time until no memory is free at the present rate; null if never.
     pub exhaustion_ms: Option<u64>,
     /// DRAM that all guests together may use.
     pub guest_budget_bytes: u64,
     /// The part of it that may still be reserved.
     pub schedulable_bytes: u64,
-    /// Why it cannot be known who holds a page, so that a VM that may pin memory is held to its limit more slowly; null
-    /// if it can.
+    /// Why there is no pin check, so that VMs whose memory may be pinned are held to their limits more slowly; null if
+    /// there is one.
     #[serde(default)]
     pub pin_check_missing: Option<String>,
 }
 
-/// Something worth telling an operator.
+/// An event: a report to operators.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
     /// Milliseconds since 1970-01-01 00:00 UTC.
@@ -114,6 +114,6 @@ pub struct Event {
     pub vm: Option<String>,
     /// A short stable word such as `attached`, `engine-replaced`, `store-full`, `page-lost`.
     pub kind: String,
-    /// The story in one sentence.
+    /// What happened, in one sentence.
     pub message: String,
 }

@@ -1,13 +1,13 @@
 //! The HTTP/JSON API of Ballast, version 1: its types, its OpenAPI document, and a small blocking client.
 //!
-//! Before: `daemon` fills these types from the pager. After: the CLI, and anyone's tools, read them.
+//! Before: `daemon` fills these types from the pager. After: the CLI and other programs read them.
 //! Units: sizes are bytes and end in `_bytes`, durations name their unit, page counts end in `_pages`.
 //! Promise: fields may be added in version 1, never renamed, removed or given another unit.
 #![forbid(unsafe_code)]
 
 mod agent;
 mod client;
-mod control;
+mod governor;
 mod heat;
 mod host;
 mod openapi;
@@ -19,7 +19,7 @@ mod upgrade;
 pub use agent::{AgentStat, AgentState, PickedStat};
 pub use ballast_policy as policy;
 pub use client::{Client, ClientError};
-pub use control::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatch, PolicyStat};
+pub use governor::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatch, PolicyStat};
 pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatPatch, HeatSource, MAX_CELLS, Track, VmHeat};
 pub use host::{Event, HostStat, RemoteFinding, RemoteNode, RemoteStat};
 pub use openapi::{document, document_json};

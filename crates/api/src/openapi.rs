@@ -1,7 +1,7 @@
 //! The OpenAPI document, generated from the types; `docs/openapi.json` is a checked copy.
 //!
 //! Before: `types` and `problem` derive their schemas. After: the daemon serves the document, clients are made from it.
-//! Promise: a test fails when the checked copy differs. `UPDATE=1 cargo test -p ballast-api` writes it anew.
+//! Promise: a test fails when the checked copy differs. `UPDATE=1 cargo test -p ballast-api` writes it.
 
 use utoipa::openapi::path::{HttpMethod, Operation, OperationBuilder, ParameterBuilder, ParameterIn};
 use utoipa::openapi::request_body::RequestBodyBuilder;
@@ -50,7 +50,7 @@ const DESCRIPTION: &str = "HTTP/1.1 over a Unix socket, by default /run/ballast/
 application/problem+json (RFC 9457). Root and the daemon's own user may read and change; members of the configured \
 group may read.";
 
-/// What a successful answer holds.
+/// Content of a successful response.
 enum Answer {
     One(&'static str),
     Many(&'static str),
@@ -127,7 +127,7 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
         ("400", "The body is not JSON, or has an unknown key or a wrong type"),
         missing,
         ("413", "The body is too large"),
-        ("422", "The value cannot be, for example on a pinned VM"),
+        ("422", "The value is refused, for example on a pinned VM"),
     ];
     vec![
         ("/v1/vms", Get, operation("listVms", "Every VM", Answer::Many("VmStat"), &[]).build()),
@@ -147,7 +147,7 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
         (
             "/v1/vms/{name}",
             Patch,
-            with_name(operation("patchVm", "Change one VM; answers its new state", Answer::One("VmStat"), &refused))
+            with_name(operation("patchVm", "Change one VM; returns its new state", Answer::One("VmStat"), &refused))
                 .request_body(body("VmPatch"))
                 .build(),
         ),
@@ -156,7 +156,7 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             Put,
             with_name(operation(
                 "restoreVm",
-                "Bring all of one VM back and keep it in memory, whatever its limit; answers its state now",
+                "Restore all of one VM and keep it in memory, whatever its limit; returns its state now",
                 Answer::One("VmStat"),
                 &[missing],
             ))
@@ -165,7 +165,8 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
         (
             "/v1/vms/{name}/restore",
             Delete,
-            with_name(operation("endRestore", "Let its limit count again", Answer::One("VmStat"), &[missing])).build(),
+            with_name(operation("endRestore", "End that; its limit counts again", Answer::One("VmStat"), &[missing]))
+                .build(),
         ),
         (
             "/v1/vms/{name}/decisions",
@@ -178,13 +179,22 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             ))
             .build(),
         ),
-        ("/v1/snapshot", Get, operation("getSnapshot", "What policies look at", Answer::One("Snapshot"), &[]).build()),
+        (
+            "/v1/snapshot",
+            Get,
+            operation("getSnapshot", "The snapshot that policies read", Answer::One("Snapshot"), &[]).build(),
+        ),
         (
             "/v1/plan",
             Get,
-            operation("getPlan", "What would be decided now; nothing is done", Answer::One("Plan"), &refused[3..])
-                .parameter(policy)
-                .build(),
+            operation(
+                "getPlan",
+                "The plan that would be made now; changes nothing",
+                Answer::One("Plan"),
+                &refused[3..],
+            )
+            .parameter(policy)
+            .build(),
         ),
         (
             "/v1/plan",
@@ -193,11 +203,11 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
                 .request_body(body("PlanRequest"))
                 .build(),
         ),
-        ("/v1/policy", Get, operation("getPolicy", "The control loop", Answer::One("PolicyStat"), &[]).build()),
+        ("/v1/policy", Get, operation("getPolicy", "The governor", Answer::One("PolicyStat"), &[]).build()),
         (
             "/v1/policy",
             Patch,
-            operation("patchPolicy", "Change it; answers its new state", Answer::One("PolicyStat"), &refused)
+            operation("patchPolicy", "Change the governor; returns its new state", Answer::One("PolicyStat"), &refused)
                 .request_body(body("PolicyPatch"))
                 .build(),
         ),
@@ -206,28 +216,28 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             with_number(with_name(heat), "cells", "Pieces of the strip: 1 to 4096, by default 64").build()
         }),
         ("/v1/vms/{name}/heat", Patch, {
-            let summary = "Change how a VM is tracked; answers its heat";
+            let summary = "Change how a VM is tracked; returns its heat";
             let heat = operation("patchVmHeat", summary, Answer::One("VmHeat"), &refused);
             with_name(heat).request_body(body("HeatPatch")).build()
         }),
         ("/v1/vms/{name}/heat/cycles", Get, {
-            let summary = "The last access cycles as a recording; they are kept while somebody asks";
+            let summary = "The last access cycles as a recording; they are kept while a client asks";
             let cycles = operation("getVmHeatCycles", summary, Answer::Bytes, &[bad_query, missing]);
             with_number(with_name(cycles), "after", "Only cycles after this number").build()
         }),
         (
             "/v1/upgrade",
             Get,
-            operation("getUpgrade", "How the last upgrade stands", Answer::One("UpgradeStat"), &[]).build(),
+            operation("getUpgrade", "The state of the last upgrade", Answer::One("UpgradeStat"), &[]).build(),
         ),
         (
             "/v1/upgrade",
             Put,
             operation(
                 "beginUpgrade",
-                "Have an engine of another program follow; answers how that stands",
+                "Start an upgrade to another program; returns its state",
                 Answer::One("UpgradeStat"),
-                &[refused[0], refused[2], ("422", "It cannot be, for example while another one is under way")],
+                &[refused[0], refused[2], ("422", "Refused, for example while another one is under way")],
             )
             .request_body(body("UpgradeRequest"))
             .build(),
@@ -238,9 +248,9 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             Put,
             operation(
                 "reservePool",
-                "Reserve memory of the host for VMs, up to this much in all; notes say why it is not more",
+                "Reserve memory of the host for VMs, up to this total; notes say why it is less",
                 Answer::One("PoolStat"),
-                &[refused[0], refused[2], ("422", "It cannot be, for example there is no such node")],
+                &[refused[0], refused[2], ("422", "Refused, for example because there is no such node")],
             )
             .request_body(body("PoolRequest"))
             .build(),
@@ -250,14 +260,14 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             Put,
             operation(
                 "lendPool",
-                "Lend so much of the pool to the host in all, or take it back",
+                "Set how much of the pool is lent to the host",
                 Answer::One("PoolStat"),
-                &[refused[0], refused[2], ("422", "It cannot be, for example there is no pool")],
+                &[refused[0], refused[2], ("422", "Refused, for example because there is no pool")],
             )
             .request_body(body("LendRequest"))
             .build(),
         ),
-        ("/v1/host", Get, operation("getHost", "The host and Ballast itself", Answer::One("HostStat"), &[]).build()),
+        ("/v1/host", Get, operation("getHost", "The host and Ballast", Answer::One("HostStat"), &[]).build()),
         ("/v1/events", Get, operation("listEvents", "Recent events, oldest first", Answer::Many("Event"), &[]).build()),
         ("/v1/openapi.json", Get, operation("getOpenapi", "This document", Answer::Json, &[]).build()),
         ("/metrics", Get, operation("getMetrics", "Prometheus metrics", Answer::Text, &[]).build()),

@@ -1,6 +1,6 @@
-//! The pool: what is reserved for VMs, who has it, and changes to that.
+//! The pool: memory reserved for VMs, its owners, and changes of it.
 //!
-//! Before: the daemon's pool. After: the CLI, and anyone's tools, read them. Units: bytes.
+//! Before: the daemon's pool. After: the CLI and other programs read it. Units: bytes.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -14,15 +14,15 @@ pub struct PoolStat {
     pub nodes: Vec<PoolNode>,
     /// The VMs that have memory of it.
     pub vms: Vec<PoolVm>,
-    /// What the last change did not bring, and why.
+    /// Where the last change differs from the request, and why.
     pub notes: Vec<String>,
-    /// To be zeroed, but somebody still holds the pages.
+    /// Memory to be zeroed whose pages another process still holds.
     pub waiting_bytes: u64,
     /// Memory of the pool's own state.
     pub metadata_bytes: u64,
     /// `struct page`s that the kernel has freed (HVO).
     pub vmemmap_freed_bytes: u64,
-    /// Lent at most while the host is short; 0: by command alone.
+    /// Most memory that is lent while the host is short; 0: memory is lent by command only.
     #[serde(default)]
     pub lent_when_short_bytes: u64,
 }
@@ -30,23 +30,23 @@ pub struct PoolStat {
 /// A node of the host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PoolNode {
-    /// What the host calls it.
+    /// Number of the node on the host.
     pub numa: u32,
-    /// What the pool has of it.
+    /// Memory of the node that the pool has.
     pub reserved_bytes: u64,
-    /// Zeroed, and for any VM.
+    /// Zeroed memory that any VM may get.
     pub ready_bytes: u64,
     /// Part of that, in whole aligned GiB.
     pub ready_gib_bytes: u64,
-    /// VMs have it.
+    /// Memory that VMs have.
     pub used_bytes: u64,
-    /// Zeroed, but in a file that a VM has a part of.
+    /// Zeroed memory in a file of which a VM has a part.
     pub fenced_bytes: u64,
-    /// To be zeroed, or being zeroed.
+    /// Memory to be zeroed, or being zeroed.
     pub dirty_bytes: u64,
-    /// Lent to the host.
+    /// Memory lent to the host.
     pub lent_bytes: u64,
-    /// Its memory failed.
+    /// Memory that failed.
     pub failed_bytes: u64,
     /// A letter for each file: `U` a VM has all of it, `u` a part, `-` free, `z` to be zeroed, `l` some of it is lent,
     /// `.` not reserved, `F` memory of it failed.
@@ -56,22 +56,22 @@ pub struct PoolNode {
 /// A VM that has memory of the pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PoolVm {
-    /// The name under which it asked.
+    /// Its name.
     pub name: String,
-    /// How much.
+    /// Amount of memory.
     pub bytes: u64,
-    /// In how many pieces.
+    /// Number of extents.
     pub extents: u32,
 }
 
-/// How much the pool is to have. One of the first two is there.
+/// A new size of the pool. One of the first two fields is required.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PoolRequest {
     /// The amount.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
-    /// This part of the host's memory, 1 to 100.
+    /// Percentage of the host's memory, 1 to 100.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub percent: Option<u8>,
     /// For this node alone.
@@ -86,13 +86,13 @@ pub struct PoolRequest {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LendRequest {
-    /// All in all; 0 takes everything back.
+    /// Total; 0 takes everything back.
     pub bytes: u64,
     /// For this node alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<u32>,
-    /// Not now, but up to so much while the host is short, and no more when it has memory to spare. A request without
-    /// this ends it.
+    /// If true, nothing is lent now: up to this amount is lent while the host is short, and taken back when it has
+    /// memory to spare. A request without this ends it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub when_short: bool,
 }

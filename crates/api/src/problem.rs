@@ -35,17 +35,17 @@ impl Problem {
     pub const NOT_FOUND: &'static str = "urn:ballast:problem:not-found";
     /// 405: the resource exists but not this method.
     pub const METHOD: &'static str = "urn:ballast:problem:method-not-allowed";
-    /// 400: the body is not what this request takes.
+    /// 400: the body is not valid for this request.
     pub const BAD_REQUEST: &'static str = "urn:ballast:problem:bad-request";
     /// 413: the body is longer than `MAX_BODY_BYTES`.
     pub const TOO_LARGE: &'static str = "urn:ballast:problem:body-too-large";
-    /// 422: understood, but the value cannot be.
+    /// 422: the request was understood, but the value is not possible.
     pub const INVALID: &'static str = "urn:ballast:problem:invalid-value";
     /// 403: this user may not do this.
     pub const FORBIDDEN: &'static str = "urn:ballast:problem:forbidden";
     /// 408: the request did not arrive in time.
     pub const TIMEOUT: &'static str = "urn:ballast:problem:timeout";
-    /// 500: our fault.
+    /// 500: an error of Ballast.
     pub const INTERNAL: &'static str = "urn:ballast:problem:internal";
     /// 503: too many connections.
     pub const BUSY: &'static str = "urn:ballast:problem:busy";

@@ -1,4 +1,4 @@
-//! What the API says about VMs.
+//! VMs in the API.
 //!
 //! Before: `daemon` reads counters and page tables. After: JSON on a socket, and the document in `openapi`.
 //! Units: in the field names. Counters only grow while an engine lives and survive its replacement.
@@ -15,7 +15,7 @@ pub use ballast_policy::Class as VmClass;
 use crate::agent::AgentStat;
 use crate::problem::Problem;
 
-/// What the VM is doing, as far as Ballast is concerned.
+/// State of a VM, as Ballast sees it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum VmStatus {
@@ -26,7 +26,7 @@ pub enum VmStatus {
     Blocked,
     /// A new engine is taking over, or the VMM is attaching again.
     Recovering,
-    /// Its VMM was told to stop it permanently: its bytes could not be guaranteed.
+    /// Its VMM was told to stop it permanently, because its bytes could not be guaranteed.
     Halted,
 }
 
@@ -44,7 +44,7 @@ impl fmt::Display for VmStatus {
 /// One VM. `size = resident + far + zero + untouched + poisoned`, to the page.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmStat {
-    /// What operators call it; unique among VMs that are there.
+    /// Its name; unique among attached VMs.
     pub name: String,
     /// 128-bit identity in hexadecimal; never used again.
     pub id: String,
@@ -52,90 +52,90 @@ pub struct VmStat {
     pub pid: u32,
     /// The VMM program.
     pub vmm: String,
-    /// May its memory be taken?
+    /// Its class, which says whether memory may be taken from it.
     pub class: VmClass,
-    /// What it is doing.
+    /// Its state.
     pub status: VmStatus,
     /// Why the status (or the class) is what it is, in words.
     pub status_reason: Option<String>,
     /// All guest RAM.
     pub size_bytes: u64,
-    /// The operator's DRAM cap; null means none.
+    /// The operator's limit; null: none.
     pub limit_bytes: Option<u64>,
-    /// The cap that the control loop set; null means none. The lower of the two holds.
+    /// The limit that the governor set; null: none. The lower of the two holds.
     pub target_bytes: Option<u64>,
-    /// What the operator said of the VM, beside its limit.
+    /// The operator's settings of the VM, except its limit.
     pub settings: Settings,
-    /// What is allowed and probably not meant.
+    /// Settings that are allowed but probably not intended.
     pub warnings: Vec<String>,
-    /// In host DRAM, quarantine included.
+    /// Memory in host DRAM, including quarantine.
     pub resident_bytes: u64,
-    /// Part of resident: picked for reclaim, zapped, and waiting to prove it is cold.
+    /// Part of resident: picked for reclaim and zapped; it will be evicted if it is not touched.
     pub quarantine_bytes: u64,
-    /// Part of resident: pages that should have gone, and that something beside the guest holds (a device, I/O under
-    /// way, a registered buffer) and could write to unseen. Seen again each second.
+    /// Part of resident: pages that were picked but cannot be evicted, because they are pinned: a device, I/O under way
+    /// or a registered buffer could write to them. Checked once a second.
     #[serde(default)]
     pub pinned_pages: u64,
-    /// Part of those, held for a minute or longer.
+    /// Part of pinned: held for a minute or longer.
     #[serde(default)]
     pub pinned_long_pages: u64,
-    /// Content lives in a store. Uncompressed size; see `store_bytes`.
+    /// Memory in a store. Uncompressed size; see `store_bytes`.
     pub far_bytes: u64,
-    /// Part of far: in the file store, on disk.
+    /// Part of far: memory in the file store, on disk.
     pub far_file_bytes: u64,
-    /// Known to be all zero: nothing resident, nothing stored.
+    /// Memory known to be all zero: neither resident nor stored.
     pub zero_bytes: u64,
-    /// Never touched, or given back by the guest: nothing resident, nothing stored.
+    /// Memory never touched, or discarded by the guest: neither resident nor stored.
     pub untouched_bytes: u64,
-    /// Lost by a store; a touch gives the guest a memory error.
+    /// Memory that a store lost; a touch gives the guest a memory error.
     pub poisoned_bytes: u64,
     /// The part of `size` that is under userfaultfd now; the rest costs nothing.
     pub registered_bytes: u64,
-    /// What the far pages in RAM really occupy there.
+    /// Bytes that the far pages in RAM occupy there, compressed.
     pub store_bytes: u64,
-    /// Part of far: in the remote store, on other machines.
+    /// Part of far: memory in the remote store, on other machines.
     #[serde(default)]
     pub far_remote_bytes: u64,
-    /// What the far pages in the file store occupy on disk.
+    /// Bytes that the far pages in the file store occupy on disk.
     pub file_bytes: u64,
     /// Faults by kind, since attach.
     pub faults: FaultCounts,
     /// Reclaim by outcome, since attach.
     pub reclaim: ReclaimCounts,
-    /// Time to bring a far page back: fault read to guest woken.
+    /// Time to restore a far page, from reading the fault to waking the guest.
     pub restore_latency: Latency,
-    /// Where that time goes, of the restores that are watched: one in eight of those from RAM, all from disk.
+    /// Stages of that time, for one in eight restores from RAM and all from disk.
     #[serde(default)]
     pub restore_stages: RestoreStages,
-    /// Time to serve any fault: fault read to guest woken.
+    /// Time to serve any fault, from reading the fault to waking the guest.
     pub fault_latency: Latency,
     /// Time guest threads waited for Ballast, in the form of Linux pressure stall information.
     pub stall: Stall,
-    /// What the engine's threads spent on this VM.
+    /// Time that the engine's threads spent on this VM.
     #[serde(default)]
     pub engine_time: EngineTime,
     /// The same sums per RAM region.
     pub regions: Vec<RegionStat>,
-    /// The agent in its guest; null if the VMM shows no port of one.
+    /// The agent in its guest; null if the VMM has no port for one.
     #[serde(default)]
     pub agent: Option<AgentStat>,
 }
 
-/// What the engine's threads spent on a VM, since attach. Between VMs whose work waits, they are divided by shares.
+/// Time that the engine's threads spent on a VM, since attach. While VMs compete for it, it is divided by shares.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct EngineTime {
-    /// Time of fault workers on its faults.
+    /// Time that fault workers spent on its faults.
     pub faults_us: u64,
     /// CPU time of its other work: reclaim, prefetch, scans, spill, reads from slow stores, discards.
     pub tasks_us: u64,
 }
 
-/// A part of a region, and where the guest sees it.
+/// A part of a region, and its guest-physical address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct GuestRange {
     /// Guest-physical address of its first byte.
     pub guest_address: u64,
-    /// Where it begins in the region.
+    /// Its offset in the region.
     pub offset_bytes: u64,
     /// Its length.
     pub size_bytes: u64,
@@ -144,27 +144,27 @@ pub struct GuestRange {
 /// Faults served, by what the page was.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FaultCounts {
-    /// Was in memory but not mapped: mapped again.
+    /// The page was in memory but not mapped; it was mapped again.
     pub minor: u64,
-    /// Was far: read from a store.
+    /// The page was far; it was read from a store.
     pub restore: u64,
-    /// Pages of 4 KiB that those restored: more than faults where 2 MiB is paged as one.
+    /// Pages of 4 KiB that those faults restored: more than faults if 2 MiB are paged as one.
     #[serde(default)]
     pub restored_pages: u64,
     /// Part of restore: read from the file store or the remote store.
     pub file: u64,
-    /// Was known to be zero.
+    /// The page was known to be zero.
     pub zero: u64,
-    /// Pages of 4 KiB that those restored.
+    /// Pages of 4 KiB that those faults filled with zeros.
     #[serde(default)]
     pub zeroed_pages: u64,
-    /// Never touched before, or discarded by the guest: zeros.
+    /// The page was never touched before, or was discarded by the guest; it was filled with zeros.
     pub fresh: u64,
-    /// Met a busy page or store and was put back to be served again.
+    /// The page or the store was busy; the fault was put back and served later.
     pub deferred: u64,
-    /// Part of all faults: those that waited for credits because the VM was above its limit.
+    /// Part of all faults: they waited for credits because the VM was above its limit.
     pub throttled: u64,
-    /// How long those waited for it, all together.
+    /// Total time for which those faults waited for credits.
     pub throttled_us: u64,
 }
 
@@ -175,7 +175,7 @@ impl FaultCounts {
     }
 }
 
-/// Pages reclaim has handled, by outcome.
+/// Pages that reclaim has handled, by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ReclaimCounts {
     /// Put into quarantine.
@@ -184,32 +184,32 @@ pub struct ReclaimCounts {
     pub evicted_pages: u64,
     /// Found all zero: freed, nothing stored.
     pub evicted_zero_pages: u64,
-    /// Part of evicted: one repeated word, stored in the page's state word alone.
+    /// Part of evicted: filled with one repeated word, and stored in the page's state word alone.
     pub same_filled_pages: u64,
     /// Touched in quarantine: kept.
     pub quarantine_hit_pages: u64,
     /// Touched while being evicted: kept, the copy dropped.
     pub aborted_pages: u64,
-    /// Given back by the guest; far copies dropped.
+    /// Discarded by the guest; far copies were dropped.
     pub discarded_pages: u64,
     /// Times reclaim stopped because the store had no room.
     pub store_full_events: u64,
-    /// The store would not take the page: kept.
+    /// The store refused the page; it was kept.
     pub failed_pages: u64,
     /// Restored before they were touched, by clustered prefetch or by sequential readahead.
     pub prefetched_pages: u64,
     /// Moved from RAM to the file store or the remote store.
     pub spilled_pages: u64,
-    /// Units of 2 MiB mapped huge again after reclaim had torn them.
+    /// Units of 2 MiB that were mapped huge again after reclaim had split them.
     pub coalesced_units: u64,
-    /// Times the kernel would not do that.
+    /// Times the kernel refused to map a unit huge again.
     pub coalesce_refused: u64,
 }
 
 /// A latency distribution, in microseconds, since attach.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Latency {
-    /// How many were measured; the figures are 0 when this is.
+    /// Number of measurements; if it is 0, so are the other fields.
     pub count: u64,
     /// Median.
     pub p50_us: f64,
@@ -224,13 +224,13 @@ pub struct Latency {
 /// The stages of a restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RestoreStages {
-    /// Fault read until the try that served it, and until what came along was there.
+    /// From reading the fault to the try that served it, including pages that are read ahead with it.
     pub queue: Latency,
-    /// From there until the page was found to be far.
+    /// From there to finding that the page is far.
     pub lookup: Latency,
-    /// Until its bytes had been read from their store.
+    /// From there to having read its bytes from their store.
     pub read: Latency,
-    /// Until the guest was woken.
+    /// From there to waking the guest.
     pub install: Latency,
 }
 
@@ -259,7 +259,7 @@ pub struct Psi {
 /// One RAM region. `size = resident + far + zero + untouched + poisoned`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RegionStat {
-    /// Position in the attach message, from 0.
+    /// Index in the attach message, from 0.
     pub index: u32,
     /// Guest RAM in this region.
     pub size_bytes: u64,
@@ -269,33 +269,32 @@ pub struct RegionStat {
     pub far_bytes: u64,
     /// Known to be zero.
     pub zero_bytes: u64,
-    /// Never touched or given back.
+    /// Never touched, or discarded.
     pub untouched_bytes: u64,
     /// Lost.
     pub poisoned_bytes: u64,
-    /// Where the guest sees it, from the lowest address on; none if that is not known.
+    /// Its parts with guest-physical addresses, ascending; empty if these are not known.
     #[serde(default)]
     pub guest_ranges: Vec<GuestRange>,
 }
 
-/// A change to a VM. Only the keys that are present change anything; null takes back what was said. Unknown keys are
-/// refused.
+/// A change to a VM. Only the keys that are present change anything; null removes a setting. Unknown keys are refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct VmPatch {
-    /// The new DRAM cap in bytes, or null to remove it.
+    /// The new limit in bytes, or null to remove it.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<u64>)]
     pub limit_bytes: Option<Option<u64>>,
-    /// DRAM that is never taken.
+    /// Reservation: DRAM that is never taken.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<u64>)]
     pub reservation_bytes: Option<Option<u64>>,
-    /// DRAM that is taken only when nobody has any beyond theirs.
+    /// Protected DRAM: taken only when every VM is down to its own protected DRAM.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<u64>)]
     pub protect_bytes: Option<Option<u64>>,
-    /// Weight when memory is short; 0 means hands off.
+    /// Weight when memory is short; 0: hands off.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<u32>)]
     pub shares: Option<Option<u32>>,
@@ -303,19 +302,19 @@ pub struct VmPatch {
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<u32>)]
     pub headroom_percent: Option<Option<u32>>,
-    /// What kind of promise the VM has.
+    /// The VM's class.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<VmClass>)]
     pub class: Option<Option<VmClass>>,
 }
 
 impl VmStat {
-    /// The reason of a VM that is blocked until somebody has looked who else maps its RAM.
-    pub const NOT_LOOKED_AT: &str = "nobody has looked yet who else maps its RAM";
+    /// The reason of a VM that is blocked until a scan for foreign mappers is over.
+    pub const UNCHECKED: &str = "its RAM has not been checked for foreign mappers yet";
 
-    /// Is it blocked for that?
-    pub fn waits_for_look(&self) -> bool {
-        self.status_reason.as_deref() == Some(Self::NOT_LOOKED_AT)
+    /// Whether it is blocked for that reason.
+    pub fn waits_for_scan(&self) -> bool {
+        self.status_reason.as_deref() == Some(Self::UNCHECKED)
     }
 }
 
@@ -323,10 +322,10 @@ impl VmStat {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LimitsPatch {
-    /// Their names; absent: every VM.
+    /// Names of the VMs; absent: every VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vms: Option<Vec<String>>,
-    /// The new DRAM cap of each in bytes, or null to remove it.
+    /// The new limit of each in bytes, or null to remove it.
     #[serde(deserialize_with = "required")]
     pub limit_bytes: Option<u64>,
 }

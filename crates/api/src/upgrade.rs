@@ -1,4 +1,4 @@
-//! What the API says about upgrades.
+//! Upgrades in the API.
 //!
 //! Before: the keeper tells the engine how an upgrade goes. After: JSON, and the document in `openapi`. Units: in the
 //! field names.
@@ -6,49 +6,49 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// An upgrade that is wanted. Unknown keys are refused.
+/// A request to upgrade. Unknown keys are refused.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct UpgradeRequest {
-    /// The absolute path of the `ballastd` that the next engine is started from; null for the one that engines are
-    /// started from anyway, which may have been replaced.
+    /// Absolute path of the `ballastd` from which the next engine is started; null: the file from which engines are
+    /// started now, which may have been replaced.
     #[serde(default)]
     pub program: Option<String>,
 }
 
-/// Where an upgrade is.
+/// Stage of an upgrade.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum UpgradeStage {
     /// There was none since the keeper started.
     #[default]
     None,
-    /// The successor looks at every VM and changes nothing; the engine serves as before.
+    /// The new engine checks every VM and changes nothing; the old engine serves.
     Checking,
-    /// VMs go to the successor, a few at a time.
+    /// VMs move to the new engine, a few at a time.
     Switching,
-    /// It failed while VMs moved: they go back to the engine that had them.
+    /// It failed while VMs moved: they go back to the old engine.
     Returning,
-    /// The successor serves all VMs, and its predecessor is gone.
+    /// The new engine serves all VMs, and the old one is gone.
     Done,
-    /// The engine serves on as if nothing had been.
+    /// It failed; the old engine serves all VMs.
     Failed,
 }
 
 /// The last upgrade.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct UpgradeStat {
-    /// Counts the upgrades since the keeper started.
+    /// Number of the upgrade, counted since the keeper started.
     pub number: u64,
-    /// What the successor was started from.
+    /// Path of the new engine's program.
     pub program: String,
-    /// Where it is.
+    /// Its stage.
     pub stage: UpgradeStage,
-    /// VMs that there were when it began.
+    /// Number of VMs when it began.
     pub vms: u32,
-    /// VMs that the successor has looked through.
+    /// Number of VMs that the new engine has checked.
     pub checked: u32,
-    /// VMs that the successor serves.
+    /// Number of VMs that the new engine serves.
     pub moved: u32,
     /// How long it took, or has taken so far, in microseconds.
     pub took_us: u64,
@@ -59,10 +59,10 @@ pub struct UpgradeStat {
     pub longest_switch_us: u64,
     /// Why it failed; empty otherwise.
     pub message: String,
-    /// Whether the keeper is the new program's, too; null before that is known.
+    /// Whether the keeper became the new program as well; null until that is known.
     #[serde(default)]
     pub keeper_replaced: Option<bool>,
-    /// Why it is not; empty otherwise.
+    /// Why it did not; empty otherwise.
     #[serde(default)]
     pub keeper_message: String,
 }

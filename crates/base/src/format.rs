@@ -9,11 +9,11 @@
 //!    reads a field that the writer did not know as zero. The version is raised.
 //! 3. If an older reader must not ignore the change, the least reader is raised, too. A message of a new kind has its
 //!    own least reader; other messages keep theirs.
-//! 4. A reader refuses what it is too old for (least reader above its own version) and what it no longer knows (version
-//!    below [`Format::oldest`]). The error names both sides.
+//! 4. A reader refuses input that it is too old for (least reader above its own version) or that it no longer knows
+//!    (version below [`Format::oldest`]). The error names both sides.
 //!
-//! 5. A file is written by many programs in its life. A program that opens it to write raises its stamp to what its own
-//!    says ([`Format::raise`]), and leaves alone what it does not know. A refused program has changed nothing.
+//! 5. A file is written by many programs in its life. A program that opens it to write raises the stamp to its own
+//!    ([`Format::raise`]), and does not change fields that it does not know. A refused program has changed nothing.
 //!
 //! Each format has a test that holds its bytes or offsets against the version, so a change without a new version fails.
 
@@ -39,7 +39,7 @@ pub struct Stamp {
     pub least_reader: u16,
 }
 
-/// Written by a program that is too new, or too old, for this one.
+/// The writer is too new, or too old, for this program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "it has version {} and needs a reader of at least {}; this program has version {} and reads from {} on",
@@ -69,12 +69,12 @@ impl Format {
         Ok(())
     }
 
-    /// The same, of a message of this build.
+    /// The same check, for a message of this build.
     const fn of_message(self) -> Self {
         Self { version: self.version + cfg!(feature = "next-format") as u16, ..self }
     }
 
-    /// The stamp of a file with this stamp from now on, because this program writes to it as well.
+    /// Returns the new stamp of a file with this stamp, because this program also writes to it.
     pub const fn raise(&self, theirs: Stamp) -> Stamp {
         const fn larger(a: u16, b: u16) -> u16 {
             if a > b { a } else { b }
@@ -87,12 +87,13 @@ impl Format {
 }
 
 impl Stamp {
-    /// As one word of a file.
+    /// Returns it as one word of a file.
     pub const fn to_word(self) -> u64 {
         self.version as u64 | (self.least_reader as u64) << 32
     }
 
-    /// From a word of a file, which may hold anything: what does not fit becomes the largest version, which is refused.
+    /// Reads it from a word of a file, which may have any value: a number that does not fit becomes the largest
+    /// version, which is refused.
     pub const fn from_word(word: u64) -> Self {
         const fn half(half: u64) -> u16 {
             if half > u16::MAX as u64 { u16::MAX } else { half as u16 }
@@ -105,7 +106,7 @@ impl Stamp {
 pub const MAGIC: [u8; 4] = *b"BLST";
 /// Magic, version and least reader, in little-endian bytes.
 pub const HEADER: usize = MAGIC.len() + 4;
-/// What a build that tests use as the next version adds to every message: one more field at its end.
+/// A field that a test build, the next version, adds to the end of every message.
 #[cfg(feature = "next-format")]
 type Added = u8;
 #[cfg(not(feature = "next-format"))]
@@ -162,8 +163,8 @@ pub fn version_of(bytes: &[u8]) -> Option<u16> {
     Some(u16::from_le_bytes([header[4], header[5]]))
 }
 
-/// The message in `bytes`; anything may be in there. What a newer writer appended is ignored; what an older one did not
-/// know reads as zero.
+/// Decodes the message in `bytes`, which may have any content. Fields that a newer writer appended are ignored; fields
+/// that an older one did not know read as zero.
 pub fn decode<T: Message>(bytes: &[u8]) -> Result<T, WireError> {
     let Some((header, body)) = bytes.split_at_checked(HEADER) else { return Err(WireError::Magic) };
     if header[..4] != MAGIC {

@@ -1,7 +1,7 @@
 //! Guest-physical addresses: a region of RAM is one or more ranges of them.
 //!
-//! Before: a VMM says where it shows a region; a PC shows the part that does not fit below its PCI hole above 4 GiB.
-//! After: the host knows which page of a region is which of the guest's.
+//! Before: a VMM names the addresses of a region; a PC has the part that does not fit below its PCI hole above 4 GiB.
+//! After: the host can translate a page of a region to a guest-physical page and back.
 //! Units: bytes. Promise: no I/O. Between its ends a range is linear; a device or a ROM that covers a part of it is not
 //! described.
 
@@ -11,15 +11,15 @@ use crate::units::{Bytes, PAGE_SIZE};
 
 /// Most ranges that one region may have.
 pub const MAX_GUEST_RANGES: usize = 8;
-/// Guest-physical addresses end here, as the host's own do.
+/// End of guest-physical addresses, as of the host's own.
 const ADDRESS_END: u64 = 1 << 56;
 
-/// A part of a region, and where the guest sees it.
+/// A part of a region, and its guest-physical address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GuestRange {
     /// Guest-physical address of its first byte.
     pub address: u64,
-    /// Where it begins in the region.
+    /// Its offset in the region.
     pub offset: Bytes,
     /// Its length.
     pub len: Bytes,
@@ -27,8 +27,7 @@ pub struct GuestRange {
 
 /// Check that a region of this length can have these ranges: whole pages, inside it, no byte and no address twice.
 ///
-/// # Errors
-/// Why not.
+/// # Errors The ranges are invalid; the error says why.
 pub fn check_guest_ranges(region: Bytes, ranges: &[GuestRange]) -> Result<(), String> {
     if ranges.len() > MAX_GUEST_RANGES {
         return Err(format!("{} guest-physical ranges; at most {MAX_GUEST_RANGES} are allowed", ranges.len()));

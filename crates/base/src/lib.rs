@@ -20,10 +20,15 @@
 //! | granule | the unit of a move: a page, or the 512 pages of a huge page |
 //! | refault, refault interval | a touch of a page that was evicted; the time from its eviction to that touch |
 //! | poison | the page's bytes are lost; a touch is a memory error |
-//! | fence | keeps a dead engine's threads from a VM until they are gone |
+//! | fence | kill an engine, and keep its threads from a VM until they are gone |
 //! | escrow | the fd store in the VMM: descriptors that the client keeps for the next keeper |
 //! | fault worker, reclaim worker | a thread of the engine that serves faults, one per CPU; the task that takes a VM's
 //! pages |
+//! | cycle | the time in which a source of heat watches; *coarse*: all units; *fine*: chosen units page by page |
+//! | fine scan | one unit in a fine cycle: a *sample* of its pages, or a *full scan* of all |
+//! | bloated | a hot unit of which few pages are hot |
+//! | slice, frame, brick | parts of the pool: 2 MiB, 1 GiB, and a file, which belongs to one VM or domain at a time |
+//! | governor | the engine's policy loop: sample, decide, apply |
 //! | foreign mapper | a process that maps a VM's RAM and has not attached |
 //! | view | one process's mapping of a VM's RAM with its own userfaultfd |
 //! | client | the small library inside the VMM process |

@@ -46,23 +46,24 @@ impl std::fmt::Display for Pages {
     }
 }
 
-/// The nodes of the host that a VM's memory comes from. The first two are what an `Option` of a node was in version 1.
+/// The nodes of the host that a VM's memory comes from. The first two have the encoding of the `Option` of a node in
+/// version 1.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Nodes {
-    /// One that has it all, or all as evenly as it goes.
+    /// One node that has all of it, or else all nodes as evenly as possible.
     #[default]
     Any,
-    /// This one.
+    /// This node.
     One(u32),
     /// As much from each of these; the VM's memory is divided in this order.
     Balanced(Vec<u32>),
-    /// So much from each, in the order of the VM's memory.
+    /// These amounts from each, in the order of the VM's memory.
     Split(Vec<(u32, Bytes)>),
 }
 
 impl Nodes {
-    /// For a piece of RAM of this size. A split is of all of a VM's memory at its start; what comes later is balanced
-    /// over the same nodes.
+    /// The nodes for a piece of RAM of this size. A split is of all of a VM's memory at its start; memory added later
+    /// is balanced over the same nodes.
     #[must_use]
     pub fn of_piece(self, size: Bytes) -> Self {
         match self {
@@ -113,20 +114,20 @@ impl std::fmt::Display for Nodes {
 pub struct Take {
     /// The VM's name, for operators.
     pub name: String,
-    /// How much, a multiple of 2 MiB.
+    /// Amount of memory, a multiple of 2 MiB.
     pub size: Bytes,
-    /// What it is made of.
+    /// Its pages.
     pub pages: Pages,
-    /// Where it comes from.
+    /// Its nodes.
     pub nodes: Nodes,
 }
 
 /// The answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Given {
-    /// It is in these parts of the files whose descriptors came along, in this order.
+    /// The memory is in these parts of the files beside the message, in this order.
     Memory(Vec<Extent>),
-    /// There is none, and why.
+    /// Refused, for this reason.
     Refused(String),
 }
 
@@ -140,7 +141,7 @@ impl Message for Given {
     const FORMAT: Format = FORMAT;
 }
 
-/// Is an answer what was asked for?
+/// Checks that an answer matches the request.
 ///
 /// # Errors
 /// What is wrong with it.

@@ -40,7 +40,7 @@ impl RegionKey {
     }
 }
 
-/// Where a store put a page: 40 bits that mean something to that store alone. They travel in the page-state word.
+/// Where a store put a page: 40 bits that mean something to that store alone. They are part of the page-state word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Handle(u64);
 
@@ -94,12 +94,12 @@ pub const REMOTE_STORE: u8 = 3;
 /// Number of the store that a group of VMs shares: where their evicted pages go, in the place of the first.
 pub const GROUP_STORE: u8 = 4;
 
-/// Numbers of stores.
+/// A set of store numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StoreSet([u64; 4]);
 
 impl StoreSet {
-    /// All numbers there can be.
+    /// The set of all numbers.
     pub const ALL: Self = Self([u64::MAX; 4]);
 
     /// The same without this one.
@@ -164,13 +164,13 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// Keep these bytes. When this returns `Stored`, the bytes can be got back even if this process dies.
     fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome;
 
-    /// Bring the bytes back into `out`. What `out` holds after anything but `Found` is unspecified.
-    /// Any 40-bit handle is safe to ask for; one that was never given out answers `Absent` or `Corrupt`.
+    /// Read the bytes into `out`. After any outcome except `Found`, the content of `out` is unspecified. Any 40-bit
+    /// handle is safe to get; one that was never returned gives `Absent` or `Corrupt`.
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome;
 
     /// Keep a run: `pages[i]` is the page `i` after `first`. Each page's outcome is appended, in order. A store on a
-    /// device writes up to 512 pages (2 MiB) as one extent if it can; what it answers for one page says nothing about
-    /// the next.
+    /// device writes up to 512 pages (2 MiB) as one extent if it can; the outcome for one page says nothing about the
+    /// next.
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
         for (page, bytes) in (first.page.0..).zip(pages) {
             outcomes.push(self.put(PageKey { page: PageIdx(page), ..first }, bytes));
@@ -190,8 +190,8 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// suffers.)
     fn free(&self, key: PageKey, handle: Handle);
 
-    /// Do work that was put off so that no fault waits for it, such as returning memory. To be called now and then by a
-    /// thread that may wait; costs nothing when there is nothing to do.
+    /// Do deferred work, such as returning memory, that no fault should wait for. Called now and then by a thread that
+    /// may wait; costs nothing when there is nothing to do.
     fn tidy(&self) {}
 
     /// Does the object of this handle occupy anything? A page that is kept in its handle does not, so nothing is gained
@@ -208,19 +208,18 @@ pub trait Store: Send + Sync + std::fmt::Debug {
 
     /// After an unclean death: free what is not in `live` (the pages whose words name this store, and their handles),
     /// finish what was begun, make the counts agree. A live handle that names nothing is counted and otherwise ignored;
-    /// `get` will say `Absent`. Nobody may use the store meanwhile, in this process or another.
+    /// `get` will return `Absent`. No other thread or process may use the store meanwhile.
     ///
-    /// # Errors
-    /// It cannot be done now. Nothing was freed; the store works, and what leaked stays until this is done.
+    /// # Errors It cannot be done now. Nothing was freed; the store works, and leaked objects stay until this is done.
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered>;
 
-    /// Another process has the same store for the same pages, and this one begins to use it as well: both get and free,
-    /// neither puts. `live` is what words name, or have named since that process put its last page. Nothing is freed
-    /// that is not in `live`, and what it names may be gone by now.
+    /// Another process has the same store for the same pages, and this one begins to use it, too: both get and free,
+    /// neither puts. `live` has all objects that words name, or have named since that process put its last page; some
+    /// may be gone by now. Only objects in `live` are freed.
     fn follow(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {}
 
-    /// That other process is done with the store. `live` is what words name now; this process has put nothing since
-    /// [`Store::follow`], and may have freed of it since.
+    /// That other process no longer uses the store. `live` has the objects that words name now. This process has put
+    /// nothing since [`Store::follow`], but may have freed objects.
     fn own(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {}
 
     /// Must it be told, by [`Store::follow`] and [`Store::own`], which objects words name?
@@ -228,8 +227,8 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         false
     }
 
-    /// Is something of it under way that outlives this process, and that its next user must wait for and
-    /// mend ([`Store::recover`])?
+    /// Is an operation under way that outlives this process, so that the next user must wait for it and recover
+    /// ([`Store::recover`])?
     fn must_recover(&self) -> bool {
         false
     }
@@ -243,7 +242,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     fn usage(&self) -> StoreUsage;
 }
 
-/// Is there nothing but zeros in it?
+/// Is it all zeros?
 pub fn is_zero(bytes: &PageBytes) -> bool {
     // Compared in chunks the compiler turns into vector instructions.
     bytes.chunks_exact(64).all(|chunk| chunk.iter().fold(0, |acc, byte| acc | byte) == 0)

@@ -2,7 +2,7 @@
 //!
 //! Two `SOCK_SEQPACKET` sockets per VMM process, one message per datagram:
 //! * *attach socket*, client to keeper: who I am, my userfaultfds, my RAM. Its end-of-file tells each side that the
-//!   other process died, because neither end is ever handed on.
+//!   other process died, because neither end is ever passed to a third one.
 //! * *control socket*, client to engine: zaps one way, discards the other. The client makes the pair and sends one end
 //!   with [`Attach`]; the keeper gives a duplicate to each engine it starts, so it outlives engines.
 //!
@@ -70,9 +70,9 @@ pub struct Span {
 pub struct RegionInfo {
     /// Where the sender has it mapped.
     pub span: Span,
-    /// What is mapped there, one after the other. Files have their numbers among those of the message.
+    /// The extents mapped there, in order. Files are numbered as in the message.
     pub extents: Vec<Extent>,
-    /// Where the guest sees its first byte; `None` if the sender does not know.
+    /// Its guest-physical addresses; `None` if the sender does not know.
     pub guest_address: Option<u64>,
 }
 
@@ -94,16 +94,16 @@ impl RegionInfo {
     }
 }
 
-/// What a VMM says to be managed.
+/// A VMM's request to be managed.
 ///
 /// Descriptors beside it, in this order: the userfaultfds, whose order is the same each time; the engine's end of the
 /// control socket; the RAM files; and when `resume` is set, the escrow of the earlier attachment: the state file, then
 /// the files of its stores.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attach {
-    /// What operators call the VM: letters, digits, `.`, `_`, `-`.
+    /// Name of the VM: letters, digits, `.`, `_`, `-`.
     pub name: String,
-    /// DRAM cap at attach; `None` means none.
+    /// Limit at attach; `None`: none.
     pub limit: Option<Bytes>,
     /// The VMM program, for display.
     pub vmm: String,
@@ -116,8 +116,8 @@ pub struct Attach {
     /// Why this memory must never be reclaimed (VFIO, locked memory); `None` if it may be.
     pub pinned: Option<String>,
     /// May the kernel or a device write to guest RAM for a while without touching it through the page table (O_DIRECT,
-    /// vhost, a read from FUSE past the page cache)? False is a promise. Else, where it cannot be seen who holds a
-    /// page, none is ever evicted before the full quarantine time; see ARCHITECTURE.md.
+    /// vhost, a read from FUSE past the page cache)? False is a promise. If it is true and there is no pin check, no
+    /// page is evicted before the full quarantine time; see ARCHITECTURE.md.
     pub may_pin: bool,
     /// The RAM.
     pub regions: Vec<RegionInfo>,
@@ -127,7 +127,7 @@ pub struct Attach {
     pub stores: Vec<StoreFiles>,
 }
 
-/// How many files all these are.
+/// Number of all these files.
 pub fn count_files(stores: &[StoreFiles]) -> usize {
     stores.iter().map(|store| usize::from(store.count)).sum()
 }
@@ -241,7 +241,7 @@ pub fn check_spans(spans: &[Span]) -> Result<(), String> {
 pub enum ClientToKeeper {
     /// Manage this VM.
     Attach(Attach),
-    /// RAM was hot-plugged. Descriptors: its files.
+    /// RAM was plugged. Descriptors: its files.
     AddRegion {
         /// Where, and what.
         region: RegionInfo,
@@ -254,7 +254,8 @@ pub enum ClientToKeeper {
     Pin(String),
     /// From now on [`Attach::may_pin`] is true. Wait for the answer before the first such access.
     MayPin,
-    /// Where the guest sees the region at this address: the VMM knows only now. It replaces what was said before.
+    /// Guest-physical addresses of the region that is mapped here, if the VMM learns them later. They replace earlier
+    /// ones.
     GuestRanges {
         /// Where it is mapped.
         hva: Hva,
@@ -295,8 +296,7 @@ pub enum EngineToClient {
         /// At most [`MAX_RANGES`].
         ranges: Vec<Range>,
     },
-    /// The discard with this number has been taken note of; free the memory now. With an `error` it was not, or only in
-    /// part.
+    /// The discard with this number was recorded; free the memory now. With an `error` it was not, or only in part.
     DiscardDone {
         /// From [`ClientToEngine::Discard`].
         seq: u64,
@@ -308,7 +308,7 @@ pub enum EngineToClient {
         /// The answer repeats it.
         seq: u64,
     },
-    /// The guest's memory cannot be kept right: stop the VM now and print why.
+    /// The guest's memory cannot be kept intact: stop the VM now and print why.
     FailStop {
         /// For the log.
         reason: String,
@@ -322,10 +322,10 @@ pub enum ClientToEngine {
     Zapped {
         /// From [`EngineToClient::Zap`].
         seq: u64,
-        /// The request makes no sense, and nothing was done.
+        /// The request is invalid, and nothing was done.
         error: Option<i32>,
-        /// Which parts of the ranges were not zapped, at most [`MAX_RANGES`]: they are announced RAM no more (the VMM
-        /// has mapped something over them), or the kernel would not.
+        /// Parts of the ranges that were not zapped, at most [`MAX_RANGES`]: they are no longer announced RAM (the VMM
+        /// has mapped something over them), or the kernel refused.
         kept: Vec<Range>,
     },
     /// The VMM is about to free these ranges (balloon, free page reporting, virtio-mem). Sent before it does, and it

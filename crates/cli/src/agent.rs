@@ -1,7 +1,6 @@
-//! The agent in a guest, in words: for the screen of a VM, and for who asks why a VM may have what it may.
+//! The agent in a guest, in words: for the screen of a VM, and for `ballast explain`.
 //!
-//! Before: the API said what the engine has heard. After: text. Promise: nothing is shown of a VM without the port of
-//! an agent.
+//! Before: the API's state of the agent. After: text. Promise: nothing is shown for a VM without the port of an agent.
 
 use std::fmt::Write;
 
@@ -9,7 +8,7 @@ use ballast_api::{AgentState, VmStat};
 
 use crate::show;
 
-/// The agent in the guest; nothing where there is no port of one.
+/// The agent in the guest; nothing if the VM has no port for one.
 pub fn screen(vm: &VmStat) -> String {
     let Some(agent) = &vm.agent else { return String::new() };
     let mut text = format!("\nAGENT: {}", agent.state);
@@ -17,7 +16,7 @@ pub fn screen(vm: &VmStat) -> String {
         let _ = write!(text, " for {seconds} s more: what it called cold was touched at once");
     }
     if agent.version.is_empty() {
-        return text + " (nobody has answered)\n";
+        return text + " (no answer yet)\n";
     }
     let _ = writeln!(text, " ({}, Linux {})", agent.version, agent.kernel);
     if !agent.note.is_empty() {
@@ -53,7 +52,7 @@ pub fn screen(vm: &VmStat) -> String {
     text
 }
 
-/// What of it matters to who asks why a VM may have what it may.
+/// The part of it that `ballast explain` prints.
 pub fn in_brief(vm: &VmStat) -> Option<String> {
     let agent = vm.agent.as_ref()?;
     Some(match agent.state {

@@ -1,4 +1,4 @@
-//! The command line: what can be typed. One conversion turns what was typed into what it means.
+//! The command line and its conversion into values.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -38,27 +38,27 @@ pub enum Command {
     Vm(VmCommand),
     /// Watch all VMs
     Top(TopArgs),
-    /// Show who decides how much memory each VM may have, or change it
+    /// Show or change the policy that decides how much memory each VM may have
     #[command(subcommand)]
     Policy(PolicyCommand),
     /// Show memory that is reserved for VMs; reserve, lend and take back
     #[command(subcommand)]
     Pool(crate::pool::PoolCommand),
-    /// Show what the policy, or another one, would change now; does nothing
+    /// Show what the policy, or another one, would change now; changes nothing
     Plan {
         /// Another policy: fixed, ratio, maestro, pressure or gain
         #[arg(long)]
         policy: Option<Kind>,
     },
-    /// Say why a VM may have what it may
+    /// Say why a VM has its limit
     Explain(ExplainArgs),
     /// Write what policies read to a file, for replay
     Record(RecordArgs),
     /// Compare a recording with what another policy would have decided; needs no daemon
     Replay(ReplayArgs),
-    /// Have another engine follow the one that serves, without a pause for any VM but its own move
+    /// Replace the engine and the keeper by those of another ballastd, under running VMs
     Upgrade {
-        /// The ballastd that the new engine is started from; without it the file that engines are started from anyway
+        /// The new ballastd [default: the file that engines are started from]
         #[arg(value_name = "BALLASTD")]
         program: Option<PathBuf>,
     },
@@ -68,7 +68,7 @@ pub enum Command {
     Events,
     /// Check what this kernel can do; needs no daemon
     Doctor {
-        /// The settings of the remote store's servers instead; asks the daemon
+        /// Check the settings of the remote store's servers instead; asks the daemon
         #[arg(long)]
         store: bool,
     },
@@ -97,7 +97,7 @@ pub enum VmCommand {
     },
     /// Show how old a VM's memory is and what its working set is; record, replay and draw it
     Heat(crate::heat::HeatArgs),
-    /// Set or remove the DRAM cap of a VM, of several or of all; memory above it goes far
+    /// Set or remove the limit of a VM, of several or of all; memory above it goes far
     #[command(allow_missing_positional = true)]
     Limit {
         /// The VMs' names
@@ -106,23 +106,23 @@ pub enum VmCommand {
         /// Every VM
         #[arg(long)]
         all: bool,
-        /// The cap with its unit, such as 512M or 2GiB, or none
+        /// The limit with its unit, such as 512M or 2GiB, or none
         #[arg(value_name = "BYTES|none")]
         limit: LimitArg,
     },
-    /// Bring all of a VM back and keep it in memory, whatever its limit: before a core dump
+    /// Restore all of a VM and keep it in memory, whatever its limit: before a core dump
     Restore {
         /// The VM's name
         name: String,
-        /// Let its limit count again
+        /// End that: its limit counts again
         #[arg(long)]
         end: bool,
     },
-    /// Say what a VM is worth when memory is short; what is not named stays
+    /// Change the settings of a VM that policies obey; options that are not named stay
     Set(SetArgs),
 }
 
-/// What can be said of a VM beside its limit.
+/// Settings of a VM beside its limit.
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("word").multiple(true).required(true)
     .args(["class", "reservation", "protect", "shares", "headroom"]))]
@@ -135,7 +135,7 @@ pub struct SetArgs {
     /// DRAM that is never taken, such as 512M, or none
     #[arg(long, value_name = "BYTES|none")]
     pub reservation: Option<LimitArg>,
-    /// DRAM that is taken only when nobody has any beyond theirs, or none
+    /// DRAM that is taken only when every VM is down to its own protected DRAM, or none
     #[arg(long, value_name = "BYTES|none")]
     pub protect: Option<LimitArg>,
     /// Weight: low (500), normal (1000), high (2000) or a number; 0 means hands off; none for the default
@@ -171,14 +171,14 @@ fn shares(text: &str) -> Result<Word<u32>, String> {
 pub enum PolicyCommand {
     /// Show it
     Show,
-    /// Change it, until ballastd is restarted; what is not named stays
+    /// Change it, until ballastd is restarted; options that are not named stay
     Set {
         /// none, fixed, ratio, maestro, pressure or gain
         name: Kind,
         /// Milliseconds between decisions
         #[arg(long)]
         tick_ms: Option<u64>,
-        /// DRAM for all guests together, or none for what the host can spare
+        /// DRAM for all guests together, or none: as much as the host can spare
         #[arg(long, value_name = "BYTES|none")]
         budget: Option<LimitArg>,
         /// maestro: seconds over which faults count
@@ -206,7 +206,7 @@ pub struct ExplainArgs {
 /// What to record.
 #[derive(Debug, Args)]
 pub struct RecordArgs {
-    /// The file; what is in it is lost
+    /// The file, which is overwritten
     pub file: PathBuf,
     /// End after this number of seconds
     #[arg(long, value_name = "SECONDS", value_parser = interval)]
@@ -259,7 +259,7 @@ pub enum Sort {
     /// In DRAM
     #[default]
     Resident,
-    /// DRAM cap
+    /// Limit
     Limit,
     /// In a store
     Far,

@@ -1,5 +1,5 @@
-//! `ballast doctor`: tries what this kernel can do for Ballast. Needs no daemon. `--store`: the daemon's findings about
-//! the remote store.
+//! `ballast doctor`: tries the kernel's features that Ballast uses. Needs no daemon. `--store`: the daemon's findings
+//! about the remote store.
 
 use std::fmt::Write;
 

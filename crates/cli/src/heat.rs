@@ -26,7 +26,7 @@ use crate::show;
 use map::Map;
 use picture::Format;
 
-/// Which heat to show, and how.
+/// Show the heat of a VM or of a recording
 #[derive(Debug, Args)]
 pub struct HeatArgs {
     /// The VM's name
@@ -41,7 +41,7 @@ pub struct HeatArgs {
     /// Draw a heat map over time to this .png or .svg file, from the recording or by watching for --seconds
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
-    /// First say when to track this VM, until its engine is replaced: auto (while it has a limit), on or off
+    /// First set when to track this VM, until its engine is replaced: auto (while it has a limit), on or off
     #[arg(long, value_name = "auto|on|off", conflicts_with = "replay", value_parser = track)]
     pub track: Option<Track>,
     /// How long to watch
@@ -111,7 +111,7 @@ fn replayed(file: &Path, recording: &Recording) -> VmHeat {
     VmHeat::new(name, Track::Off, None, &heat)
 }
 
-/// Ask for cycles each second; write them to the file, if there is one, as they come.
+/// Request cycles each second; write them to the file, if there is one, as they come.
 fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Result<Recording> {
     let ask = |after| -> Result<Recording> {
         let bytes = client.heat_cycles(name, after).map_err(|error| explain(client, name, error))?;
@@ -120,9 +120,7 @@ fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Re
     let mut whole = ask(0)?;
     let mut after = whole.cycles().next_back().map_or(0, |cycle| cycle.number);
     if client.heat(name, 1)?.source.is_none() {
-        bail!(
-            "Recording VM {name}: nobody tracks what it touches, so there is nothing to record; `--track on` starts it"
-        );
+        bail!("Recording VM {name}: it is not tracked, so there is nothing to record; `--track on` starts tracking");
     }
     whole.frames.clear();
     let writing = || format!("Writing the recording {}", file.unwrap_or(Path::new("")).display());
@@ -142,7 +140,7 @@ fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Re
         }
         for frame in frames {
             match &frame {
-                // Each response has it; only news goes into the recording.
+                // Each response has it; only changes go into the recording.
                 Frame::Layout(pages) if layout.as_ref() == Some(pages) => continue,
                 Frame::Layout(pages) => layout = Some(pages.clone()),
                 Frame::Cycle(cycle) => after = cycle.number,
@@ -177,7 +175,7 @@ fn screen(heat: &VmHeat, is_recording: bool) -> String {
     } else {
         let now = match is_recording {
             true => "a recording".to_owned(),
-            false => format!("nobody tracks it now (track {})", heat.track),
+            false => format!("not tracked now (track {})", heat.track),
         };
         let _ = writeln!(text, "{}: {} cycles; {now}", heat.name, show::grouped(heat.cycles));
     }

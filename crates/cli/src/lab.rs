@@ -13,15 +13,15 @@ use ballast_sys::program;
 
 use crate::exit::{Coded, Exit};
 
-/// What the program of the lab is told.
+/// Words for the program of the lab.
 #[derive(Debug, clap::Args)]
 pub struct LabArgs {
-    /// What ballast-bench is told; --help shows what it understands
+    /// Arguments of ballast-bench; --help shows them
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
     words: Vec<OsString>,
 }
 
-/// Become it. Returns only when that fails.
+/// Execute it in this process. Returns only when that fails.
 pub fn run(command: &str, args: LabArgs, json: bool) -> Result<Infallible> {
     let program = program::find("ballast-bench").map_err(|error| Coded {
         exit: Exit::MissingFeature,

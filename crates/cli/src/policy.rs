@@ -1,6 +1,6 @@
-//! `ballast policy`, `plan`, `explain`, `record` and `replay`: who decides, what, and why.
+//! `ballast policy`, `plan`, `explain`, `record` and `replay`: the policy, its decisions and their reasons.
 //!
-//! Before: the daemon's control loop decides and remembers. After: tables and sentences for people, the API's documents
+//! Before: the daemon's governor decides and remembers. After: tables and sentences for people, the API's documents
 //! as JSON for programs. `replay` needs no daemon: policies are pure, and a recording holds their whole input.
 
 use std::fmt::Write as _;
@@ -62,7 +62,7 @@ fn describe(stat: &PolicyStat) -> String {
 
 /// The state word and the time until memory is exhausted.
 pub fn host_state(state: Option<HostState>, exhaustion_ms: Option<u64>) -> String {
-    let Some(state) = state else { return "not watched while nobody decides".into() };
+    let Some(state) = state else { return "not watched without a policy".into() };
     match exhaustion_ms {
         Some(ms) => format!("{state}, no free memory in {:.1} s at this rate", ms as f64 / 1e3),
         None => state.to_string(),
@@ -136,7 +136,7 @@ fn story(name: &str, records: &[DecisionRecord]) -> String {
         // Writing to a String cannot fail.
         let _ = writeln!(
             text,
-            "{since}\n{name} {what}{before}, said {}, with the host {}:",
+            "{since}\n{name} {what}{before}, by {}, with the host {}:",
             record.policy, record.host_state
         );
         for sentence in &record.sentences {
@@ -149,7 +149,7 @@ fn story(name: &str, records: &[DecisionRecord]) -> String {
     text
 }
 
-/// `ballast record FILE`: each snapshot that the loop takes, one JSON object a line.
+/// `ballast record FILE`: each snapshot that the governor takes, one JSON object a line.
 pub fn record(client: &Client, args: &RecordArgs) -> Result<()> {
     let file = File::create(&args.file).with_context(|| format!("Creating {}", args.file.display()))?;
     let mut out = BufWriter::new(file);
@@ -164,7 +164,7 @@ pub fn record(client: &Client, args: &RecordArgs) -> Result<()> {
                 .with_context(|| format!("Writing {}", args.file.display()))?;
             written += 1;
         }
-        // Asked for twice as often as the loop takes snapshots. With the policy `none`, each request takes one.
+        // Requested twice as often as the governor takes snapshots. With the policy `none`, each request takes one.
         let stat = client.policy()?;
         let looks = if stat.policy == Kind::None && stat.lease.is_none() { 1 } else { 2 };
         std::thread::sleep(Duration::from_millis(stat.tick_ms.clamp(20, 60_000) / looks));
@@ -254,7 +254,7 @@ mod tests {
             DecisionRecord { times: 1, policy: "maestro".into(), vm, decision, sentences, ..DecisionRecord::default() };
         let text = story("web", &[record]);
         for part in [
-            "web may use 64 MiB (before: no target), said maestro, with the host high:",
+            "web may use 64 MiB (before: no target), by maestro, with the host high:",
             "  - all VMs may have 512 MiB and there are 256 MiB",
             "60 MiB of 256 MiB resident and stalled 1.25 % of the time",
         ] {

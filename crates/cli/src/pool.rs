@@ -134,7 +134,7 @@ fn describe(pool: &PoolStat) -> String {
         let _ = writeln!(text, "VM {}: {} in {} {pieces}", vm.name, show::size(vm.bytes), vm.extents);
     }
     if pool.waiting_bytes > 0 {
-        let _ = writeln!(text, "{} cannot be zeroed yet: somebody holds the pages", show::size(pool.waiting_bytes));
+        let _ = writeln!(text, "{} cannot be zeroed yet: its pages are held", show::size(pool.waiting_bytes));
     }
     let _ = write!(text, "\nthe pool's own state: {}", show::size(pool.metadata_bytes));
     if pool.vmemmap_freed_bytes > 0 {

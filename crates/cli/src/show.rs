@@ -112,12 +112,12 @@ pub fn lines(table: &Table) -> String {
     table.lines().map(|line| format!("{}\n", line.trim_end())).collect()
 }
 
-/// Print text. A reader that has gone away (`| head`) is not an error.
+/// Print text. A reader that has ended (`| head`) is no error.
 pub fn print(text: &str) -> io::Result<()> {
     print_to_reader(text).map(drop)
 }
 
-/// Print text and return whether anybody still reads.
+/// Print text and return whether the output is still read.
 pub fn print_to_reader(text: &str) -> io::Result<bool> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

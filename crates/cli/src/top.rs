@@ -1,4 +1,4 @@
-//! `ballast top`: all VMs, again and again. First line: the host. Rows: VMs.
+//! `ballast top`: all VMs, updated. The first line shows the host, each row a VM.
 //!
 //! Keys: `q` ends; `n z m l f t p` sort by name, size, resident, limit, far, stall, fault time; `r` reverses the order.
 //! If the daemon stops responding, the last figures stay on the screen, under a line that says so.
@@ -155,7 +155,7 @@ const fn wide(name: &'static str, show: fn(&VmStat) -> String) -> Column {
     Column { name, sort: None, width: 10, wide_only: true, show }
 }
 
-/// The first takes what width is left; the first two are words and the others figures.
+/// The first takes the remaining width; the first two are words and the others figures.
 const COLUMNS: [Column; 11] = [
     column("NAME", Some(Sort::Name), 6, |vm| vm.name.clone()),
     column("STATUS", None, 10, |vm| vm.status.to_string()),

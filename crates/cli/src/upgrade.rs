@@ -1,7 +1,7 @@
-//! `ballast upgrade`: another engine follows the one that serves, and the keeper becomes its program.
+//! `ballast upgrade`: a new engine replaces the serving one, and the keeper becomes its program.
 //!
-//! Before: an operator has another `ballastd`. After: its engine serves all VMs, or the old one goes on and the command
-//! says why.
+//! Before: an operator has another `ballastd`. After: its engine serves all VMs, or the old one serves on and the
+//! command says why.
 //! Promise: standard output has the result only; progress is on standard error. The command may be ended at any time:
 //! the upgrade goes on without it.
 
@@ -14,7 +14,7 @@ use ballast_api::{Client, UpgradeRequest, UpgradeStage, UpgradeStat};
 use crate::show;
 
 /// Time between two requests for its state.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const POLL_EVERY: Duration = Duration::from_millis(20);
 /// How long the API may be silent: it responds when all VMs have moved.
 const SILENCE: Duration = Duration::from_secs(60);
 
@@ -30,7 +30,7 @@ pub fn run(client: Client, program: Option<PathBuf>, json: bool) -> Result<()> {
             shown = Some((now.stage, now.checked, now.moved));
             eprintln!("{}", progress(&now));
         }
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(POLL_EVERY);
         now = client.upgrade().context("Asking how the upgrade stands")?;
         if now.number != begun.number {
             bail!("the keeper was replaced during the upgrade: `ballast host` says which engine serves");
@@ -42,7 +42,7 @@ pub fn run(client: Client, program: Option<PathBuf>, json: bool) -> Result<()> {
         show::print(&result(&now))?;
     }
     if now.stage == UpgradeStage::Failed {
-        bail!("No engine of {}: {}. The engine that served goes on, and has all VMs", now.program, now.message);
+        bail!("No engine of {}: {}. The old engine serves all VMs", now.program, now.message);
     }
     Ok(())
 }

@@ -67,14 +67,14 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
     }
 }
 
-/// Before a VM's first limit takes effect, the engine looks for other processes that map its RAM. Wait for that, so
-/// that the finding is printed.
+/// Before a VM's first limit takes effect, the engine scans for foreign mappers. Wait for that, so that the result is
+/// printed.
 fn looked_at(client: &Client, mut vm: VmStat) -> Result<VmStat> {
     /// Time between two samples, and how many of them.
     const PAUSE: Duration = Duration::from_millis(20);
     const MOST: usize = 100;
     for _ in 0..MOST {
-        if !vm.waits_for_look() {
+        if !vm.waits_for_scan() {
             break;
         }
         std::thread::sleep(PAUSE);
@@ -83,8 +83,7 @@ fn looked_at(client: &Client, mut vm: VmStat) -> Result<VmStat> {
     Ok(vm)
 }
 
-/// Limit the VMs of these names, or all if there are none. A VM that cannot be limited does not keep the others from
-/// it.
+/// Limit the VMs of these names, or all if there are none. A VM that cannot be limited does not prevent the others.
 fn limit_several(client: &Client, names: &[String], limit_bytes: Option<u64>, json: bool) -> Result<()> {
     let vms = (!names.is_empty()).then(|| names.to_vec());
     let changes = client.set_limits(&LimitsPatch { vms, limit_bytes }).context("Setting the limit of several VMs")?;
@@ -101,11 +100,11 @@ fn limit_several(client: &Client, names: &[String], limit_bytes: Option<u64>, js
     Ok(())
 }
 
-/// Have all of a VM restored, and wait until it is.
+/// Restore all of a VM, and wait until it is done.
 fn restore(client: &Client, name: &str) -> Result<VmStat> {
     /// Time between two samples.
     const PAUSE: Duration = Duration::from_millis(100);
-    /// How long it may make no progress before it is given up.
+    /// Time without progress after which it gives up.
     const TIMEOUT: Duration = Duration::from_secs(60);
     let mut vm = client.restore(name).map_err(|error| explain(client, name, error))?;
     let mut changed = Instant::now();
@@ -167,7 +166,7 @@ fn worth(vm: &VmStat) -> String {
 
 fn limit_set(vm: &VmStat) -> String {
     let resident = show::size(vm.resident_bytes);
-    let blocked = vm.status_reason.as_ref().filter(|_| vm.status == VmStatus::Blocked && !vm.waits_for_look());
+    let blocked = vm.status_reason.as_ref().filter(|_| vm.status == VmStatus::Blocked && !vm.waits_for_scan());
     if let (Some(limit), Some(reason)) = (vm.limit_bytes, blocked) {
         return format!("VM {}: limit {}, but nothing goes far now: {reason}\n", vm.name, show::size(limit));
     }

@@ -393,7 +393,7 @@ fn policy_plan_and_explain_speak_in_sentences_and_in_the_apis_json() {
     assert!(said.contains("ratio would divide 3 GiB") && said.contains("Nothing was done"), "{said}");
     assert!(said.lines().any(|line| line.starts_with("web-1  2 GiB  1 GiB")), "{said}");
     let said = fine(&daemon.socket, &["explain", "web-1"]);
-    assert!(said.contains("web-1 may use 1 GiB (before: 2 GiB), said maestro"), "{said}");
+    assert!(said.contains("web-1 may use 1 GiB (before: 2 GiB), by maestro"), "{said}");
     assert!(said.contains("- all VMs may have 4 GiB and there are 3 GiB"), "{said}");
     let json = fine(&daemon.socket, &["explain", "web-1", "--json"]);
     let records: Vec<DecisionRecord> = serde_json::from_str(&json).expect("the API's records");
@@ -607,9 +607,7 @@ fn vm_heat_shows_working_set_ages_and_strip() {
     let heat: VmHeat = serde_json::from_str(&fine(&daemon.socket, &["--json", "vm", "heat", "web-1"])).expect("JSON");
     assert_eq!((heat.cycles, heat.wss_bytes, heat.strip.len()), (3, 2 * MIB, 64));
     assert_eq!(heat.ages.iter().map(|bucket| bucket.bytes).sum::<u64>(), heat.present_bytes);
-    assert!(
-        fine(&daemon.socket, &["vm", "heat", "db"]).starts_with("db: 3 cycles; nobody tracks it now (track auto)\n")
-    );
+    assert!(fine(&daemon.socket, &["vm", "heat", "db"]).starts_with("db: 3 cycles; not tracked now (track auto)\n"));
     fine(&daemon.socket, &["vm", "heat", "db", "--track", "off"]);
     assert_eq!(ballast(&daemon.socket, &["vm", "heat", "db", "--track", "maybe"]).0, 2);
     assert_eq!(ballast(&daemon.socket, &["vm", "heat", "web"]).0, 3);
@@ -638,5 +636,5 @@ fn a_recording_is_written_replayed_and_drawn_and_a_damaged_one_is_refused() {
     assert!(code == 1 && out.is_empty(), "{code} {out}");
     assert!(err.contains("web.heat") && err.contains("frame 2") && err.contains("its checksum is wrong"), "{err}");
     let (code, _, err) = ballast(&daemon.socket, &["vm", "heat", "db", "--record", &path("db.heat"), "--seconds", "1"]);
-    assert!(code == 1 && err.contains("nobody tracks"), "{code} {err}");
+    assert!(code == 1 && err.contains("it is not tracked"), "{code} {err}");
 }

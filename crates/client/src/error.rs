@@ -38,7 +38,7 @@ pub enum AttachError {
     /// The keeper hung up or did not reply in time.
     #[error("Attaching to Ballast: the keeper {0}")]
     NoAnswer(&'static str),
-    /// The keeper's reply makes no sense.
+    /// The keeper's reply is invalid.
     #[error("Attaching to Ballast: the keeper's answer is not understood")]
     Protocol(#[from] WireError),
     /// A resource of this process ran out.

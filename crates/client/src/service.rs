@@ -42,7 +42,7 @@ struct Service<'a> {
     backoff: Duration,
     /// The keeper's absence was announced.
     told_gone: bool,
-    /// A refused resume, or a reply that makes no sense, was announced.
+    /// A refused resume, or an invalid reply, was announced.
     told_refused: bool,
     told_garbage: bool,
     /// It was announced that the keeper asks to wait.
@@ -173,7 +173,7 @@ impl Service<'_> {
         } else if self.shared.link.first() {
             return self.shared.link.fail(error);
         }
-        // An error that only a person can mend is retried slowly. A missing keeper is not of this kind.
+        // An error that only a person can repair is retried slowly. A missing keeper is not of this kind.
         let slow = match &error {
             AttachError::Refused(_) | AttachError::Protocol(_) | AttachError::Config(_) => true,
             AttachError::Connect { source, .. } => source.kind() == io::ErrorKind::PermissionDenied,

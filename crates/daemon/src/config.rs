@@ -62,7 +62,7 @@ pub struct Config {
     pub policy: Policy,
 }
 
-/// How the control loop runs. `ballast policy set` changes it until the keeper ends.
+/// Settings of the governor. `ballast policy set` changes them until the keeper ends.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Policy {
@@ -70,7 +70,7 @@ pub struct Policy {
     pub name: Kind,
     /// Time between decisions, in milliseconds.
     pub tick_ms: u64,
-    /// DRAM for all guests together; `None` is what the host can spare.
+    /// DRAM for all guests together; `None`: as much as the host can spare.
     #[serde(with = "size", skip_serializing_if = "Option::is_none")]
     pub budget: Option<Bytes>,
     /// Maestro: window over which faults count, in seconds.
@@ -92,7 +92,7 @@ impl Default for Policy {
 }
 
 impl Policy {
-    /// The same as the loop's type.
+    /// The same as the governor's type.
     pub fn setup(&self) -> Setup {
         let defaults = Params::default();
         let watermark_bytes = self.watermark.map_or(defaults.watermark_bytes, |watermark| watermark.0);
@@ -152,7 +152,7 @@ pub struct Remote {
     pub encrypt: bool,
 }
 
-/// How servers of the cluster are told from others.
+/// Authentication of the cluster's servers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RemoteTls {

@@ -28,12 +28,12 @@ enum Role {
     /// Started by the keeper: could this program be the keeper?
     #[command(hide = true)]
     CheckKeeper,
-    /// What the keeper becomes in an upgrade
+    /// The program that becomes the keeper in an upgrade
     #[command(hide = true)]
     Keeper {
-        /// The descriptor that says what it holds
+        /// The descriptor of the last keeper's record
         kept: i32,
-        /// What to become if this program cannot be the keeper
+        /// The program to become if this one cannot be the keeper
         #[arg(long)]
         back: Option<PathBuf>,
         /// Why this program is the keeper again

@@ -30,17 +30,17 @@ pub struct Settings {
     pub spill: Option<Spilling>,
     /// When VMs are tracked.
     pub heat: Tracking,
-    /// The control loop.
+    /// The governor.
     pub policy: Setup,
     /// A cluster that pages go to.
     pub remote: Option<Remoting>,
     /// The pool; `None` if the keeper is older than it.
     pub pool: Option<Pooling>,
-    /// What others may see of pages that go to a cluster; all, if the keeper is older than this.
+    /// Protection of pages that go to a cluster; none if the keeper is older than this.
     pub privacy: Privacy,
 }
 
-/// What others may see of pages that go to a cluster.
+/// Protection of pages that go to a cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Privacy {
     /// Connections are under TLS.

@@ -1,4 +1,4 @@
-//! When VMs are tracked, and what that may cost: the table `[heat]` of the settings.
+//! When VMs are tracked, and the cost of that: the table `[heat]` of the settings.
 //!
 //! Before: `config` reads it, `settings` passes it on. After: the engine opens each VM with it; an operator
 //! may set another `track` for a VM through the API, which holds until the VM's engine is replaced.
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 pub struct Tracking {
     /// When to track which memory is hot.
     pub track: Track,
-    /// What it may cost, in percent of one CPU, and again of the time guest threads wait.
+    /// Most cost, in percent of one CPU, and as much again of the time that guest threads wait.
     pub cost_percent: f64,
     /// Scan hot huge pages for their cold pages.
     pub fine_cycles: bool,

@@ -175,7 +175,7 @@ fn what_a_guest_calls_cold_goes_first_and_the_host_does_not_track_it_until_it_fa
     let mut fake = Fake::accept(&port);
     fake.begin(&ram);
     until("both pieces are proved", || agent_of(&daemon, "told").pieces_proved == 2);
-    // 24 MiB in both halves are cold; the rest is hot, but for what is not told at all.
+    // 24 MiB in both halves are cold; the rest is hot, except pages that are not reported.
     let cold = [1024..4096, 9216..12288];
     let told = |level| cold.iter().map(move |pages| run(seen(pages.start), pages.clone().count() as u32, level));
     let warm = [run(0, 1024, HOTTEST), run(HIGH + 4096, 2048, 9)];
@@ -237,7 +237,7 @@ fn a_guest_that_says_whatever_it_likes_and_dies_at_any_point_harms_nobody() {
     fake.report(vec![run(0, 4096, COLD)]);
     until("its report was heard", || agent_of(&daemon, "hostile").rejected_pages >= 4096);
     assert_eq!(agent_of(&daemon, "hostile").state, AgentState::Idle);
-    // Proof of pages that do not hold the nonce, or are nobody's.
+    // Proof of pages without the nonce, or outside the guest's memory.
     fake.say(&ToHost::Proof(vec![Run::of(7, 1), Run::of(PAGES_END - 1, 1), Run::of(HIGH, 1)]));
     until("it was refused", || agent_of(&daemon, "hostile").rejected_messages > 0);
     assert_eq!(agent_of(&daemon, "hostile").pieces_proved, 0);

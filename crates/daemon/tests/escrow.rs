@@ -22,7 +22,7 @@ fn kept(pid: u32, name: &str) -> Vec<File> {
         std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains(&format!("memfd:{name}")))
     };
     let paths = fds.flatten().map(|entry| entry.path()).filter(named);
-    paths.map(|path| File::open(path).expect("open it anew")).collect()
+    paths.map(|path| File::open(path).expect("open it again")).collect()
 }
 
 fn bytes(file: &File) -> u64 {

@@ -1,4 +1,4 @@
-//! The control loop over real VMs: limits follow the policy, the operator's words hold, programs come and go, and no
+//! The governor over real VMs: limits follow the policy, the operator's words hold, programs come and go, and no
 //! byte is wrong whatever the limits do.
 
 mod common;
@@ -24,7 +24,7 @@ fn targets(daemon: &Daemon) -> Vec<Option<u64>> {
     daemon.api.vms().expect("VMs").iter().map(|vm| vm.target_bytes).collect()
 }
 
-/// Has this VM this target, but for what is kept back while the host is hard-pressed: two parts in 64 of the budget?
+/// Has this VM this target, except the memory kept back while the host is short: 2/64 of the budget?
 fn has(daemon: &Daemon, name: &str, target: u64) -> bool {
     daemon.api.vm(name).is_ok_and(|vm| vm.target_bytes.is_some_and(|has| has <= target && has >= target - target / 32))
 }

@@ -189,7 +189,7 @@ fn what_is_no_engine_or_refuses_or_says_nothing_changes_nothing() {
     guest.finish();
 }
 
-/// Children of the keeper, but for those that are dead.
+/// Children of the keeper that are not dead.
 fn engines(daemon: &Daemon) -> Vec<u32> {
     let keeper = daemon.keeper_pid();
     let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap_or_default();

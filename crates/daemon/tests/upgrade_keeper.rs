@@ -58,7 +58,7 @@ fn moves(daemon: &Daemon, name: &str) {
     });
 }
 
-/// A program that is `ballastd`, but for what this shell script does first.
+/// A program that is `ballastd` after this shell script has run.
 fn script(daemon: &Daemon, name: &str, text: &str) -> PathBuf {
     let path = daemon.dir().join(name);
     let real = this_build();

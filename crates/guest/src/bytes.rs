@@ -40,7 +40,7 @@ impl Writer {
         self.0.extend(value.to_le_bytes());
     }
 
-    /// What is printable of it, and not too long.
+    /// Appends the printable characters of a text, up to [`MAX_TEXT`].
     pub fn text(&mut self, text: &str) {
         let shown: String = text.chars().filter(char::is_ascii).filter(|c| !c.is_ascii_control()).collect();
         let shown = &shown[..shown.len().min(MAX_TEXT)];
@@ -58,7 +58,7 @@ impl Writer {
 #[derive(Debug)]
 pub struct Reader<'a> {
     rest: &'a [u8],
-    /// The writer may not have known all fields: what lacks is zero.
+    /// The writer may not have known all fields: missing ones are zero.
     pads: bool,
 }
 
@@ -68,7 +68,7 @@ impl<'a> Reader<'a> {
         Self { rest: body, pads: older }
     }
 
-    /// The next bytes; `None` where the writer ended before them and did not know of them.
+    /// Returns the next bytes; `None` if the writer did not know this field.
     fn take(&mut self, count: usize) -> Result<Option<&'a [u8]>, Refused> {
         if self.rest.is_empty() && self.pads {
             return Ok(None);
@@ -99,7 +99,7 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// Only what is printable: it is shown to operators.
+    /// Reads a text and keeps only printable characters, because operators see it.
     pub fn text(&mut self) -> Result<String, Refused> {
         let len = usize::from(self.u16()?);
         if len > MAX_TEXT {
@@ -110,7 +110,7 @@ impl<'a> Reader<'a> {
         printable.then(|| bytes.iter().map(|byte| char::from(*byte)).collect()).ok_or(Refused)
     }
 
-    /// A list of at most `most` items, of at least `size` bytes each.
+    /// Reads a list of at most `most` items, of at least `size` bytes each.
     pub fn list<T>(
         &mut self,
         most: usize,
@@ -124,7 +124,7 @@ impl<'a> Reader<'a> {
         (0..count).map(|_| get(self)).collect()
     }
 
-    /// All was read; a newer writer may have appended something.
+    /// Checks that all was read; a newer writer may have appended fields.
     pub fn end(self, newer: bool) -> Result<(), Refused> {
         if self.rest.is_empty() || newer { Ok(()) } else { Err(Refused) }
     }

@@ -1,11 +1,11 @@
 //! Where a message begins and ends in a stream that may be torn anywhere.
 //!
-//! Before: bytes came from the port. After: whole frames, in order; what is between them was garbage, and is counted.
-//! Promise: the work is linear in the bytes that come, and what is kept of them is bounded.
+//! Before: bytes came from the port. After: whole frames, in order; bytes between them are counted as garbage.
+//! Promise: the work is linear in the number of bytes, and a bounded number of bytes is kept.
 //!
-//! A stream is torn when one side dies in the middle of a frame and its successor begins anew: so each frame has a
-//! magic to be found by, a sum over all of it, and the *session* that the host made up when it said hello. A frame of
-//! another session is old.
+//! A stream is torn when one side dies in the middle of a frame and its successor starts again. So each frame has a
+//! magic, a checksum over all of it, and the *session*, which the host chose when it said hello. A frame of another
+//! session is old.
 //!
 //! ```text
 //!  0 magic  4 version  6 least reader  8 kind  10 zero  12 length of the body  16 session  24 sum  32 body
@@ -25,7 +25,7 @@ pub const MAX_BODY: usize = 64 << 10;
 pub struct Frame {
     /// The version of its writer.
     pub version: u16,
-    /// Which message it is.
+    /// Its kind.
     pub kind: u16,
     /// The session.
     pub session: u64,
@@ -33,7 +33,7 @@ pub struct Frame {
     pub body: Vec<u8>,
 }
 
-/// What is next in a stream.
+/// The next item of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
     /// A frame.
@@ -61,7 +61,7 @@ pub fn frame(session: u64, kind: u16, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// FNV-1a over a header without its sum, and a body. It detects a torn frame, and does not protect from forged ones.
+/// FNV-1a over a header without its sum, and a body. It detects torn frames and does not protect against forged ones.
 fn sum(header: &[u8], body: &[u8]) -> u64 {
     let all = header.iter().chain(body);
     all.fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
@@ -113,7 +113,7 @@ impl Frames {
             }
             let body = after.get(..len)?;
             if sum(&header[..24], body) != word(24) {
-                // All of it, so that no byte is summed twice. What was torn may take the next frame along.
+                // Skip all of it, so that no byte is summed twice. A torn frame may cost the next one, too.
                 self.drop_garbage(HEADER + len);
                 continue;
             }

@@ -1,7 +1,7 @@
 //! Messages between a guest's agent and its host.
 //!
-//! Before: the agent in the guest, or the engine on the host, has something to say. After: the other one has it as a
-//! message, or knows that what came was none.
+//! Before: the agent in the guest, or the engine on the host, has something to say. After: the other side has it as a
+//! message, or knows that the bytes were none.
 //! Threads: none of its own. Units: pages are 4 KiB and numbered by guest-physical address; sizes are pages, unless a
 //! name says otherwise.
 //! Promise: no I/O, no dependency, no `unsafe`: the same code runs in the guest and on the host. Any bytes decode or

@@ -1,11 +1,11 @@
 //! The messages of both sides.
 //!
 //! Before: one side has something to say. After: its bytes, and the same message on the other side.
-//! Promise: what is decoded is within the bounds stated here. What it means is not checked: to the host all of it is a
+//! Promise: a decoded message is within the bounds stated here. Its meaning is not checked: to the host all of it is a
 //! hint.
 //!
-//! The host says hello first, with a session that it made up. A message that comes before the hello is old. The agent
-//! replies to each hello with its own, and begins anew.
+//! The host says hello first, with a session number that it chose. A message that comes before the hello is old. The
+//! agent replies to each hello with its own, and starts again.
 
 use crate::bytes::{Reader, Refused, Writer};
 use crate::frame::{Frame, MAX_BODY, frame};
@@ -26,7 +26,7 @@ pub const NONCE: usize = 32;
 pub struct Wanted {
     /// Interval of the messages about the state of the guest, in milliseconds.
     pub tick_ms: u32,
-    /// Say which pages are cold.
+    /// Report which pages are cold.
     pub reports: bool,
     /// Tune kernel services that touch far pages.
     pub services: bool,
@@ -35,31 +35,30 @@ pub struct Wanted {
 /// From the host to the agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToGuest {
-    /// A session begins: forget all that was said before, and say hello.
+    /// A session begins: forget everything said before, and say hello.
     Hello(Wanted),
-    /// Write this at the beginning of a page of your own in each of these pieces, and say which pages those are.
+    /// Write this nonce at the beginning of a page of your own in each of these pieces, and name those pages.
     Prove {
-        /// What to write.
+        /// The bytes to write.
         nonce: [u8; NONCE],
         /// Parts of guest-physical memory.
         pieces: Vec<Run>,
     },
-    /// Which of these pages does the kernel's allocator have *now*? They have been unmapped by the host before this was
-    /// asked.
+    /// Name the pages among these that the kernel's allocator has *now*. The host unmapped them before it asked.
     Ask {
         /// Number of the question.
         id: u64,
         /// The pages.
         runs: Vec<Run>,
     },
-    /// Hold this many pages of a node, and say which.
+    /// Hold this number of pages of a node, and name them.
     Balloon {
         /// Number of the node.
         node: u32,
-        /// How many.
+        /// Number of pages.
         pages: u64,
     },
-    /// The guest touched these pages while they were far: they are back.
+    /// The guest touched these pages while they were far; they were restored.
     Restored(Vec<Run>),
 }
 
@@ -70,9 +69,9 @@ pub struct Node {
     pub node: u32,
     /// Its memory.
     pub pages: u64,
-    /// What the kernel's allocator has of it.
+    /// Pages of it that are free in the kernel's allocator.
     pub free: u64,
-    /// What the agent holds of it.
+    /// Pages of it that the agent holds.
     pub ballooned: u64,
 }
 
@@ -80,7 +79,7 @@ pub struct Node {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Tracking {
-    /// They do not; the text beside it says why.
+    /// There are none; the note says why.
     #[default]
     Off = 0,
     /// By DAMON, in physical addresses.
@@ -92,19 +91,19 @@ pub enum Tracking {
 pub struct Tick {
     /// Memory that the kernel manages.
     pub total: u64,
-    /// What its allocator has.
+    /// Memory that is free in its allocator.
     pub free: u64,
-    /// What programs could have without swapping (`MemAvailable`).
+    /// Memory that programs could get without swapping (`MemAvailable`).
     pub available: u64,
-    /// Microseconds in which some task waited for memory, since boot.
+    /// Microseconds in which at least one task waited for memory, since boot.
     pub stall_some_us: u64,
-    /// Microseconds in which all tasks did.
+    /// Microseconds in which all tasks waited for memory, since boot.
     pub stall_full_us: u64,
     /// CPU time of the agent and of DAMON's thread, in microseconds.
     pub cpu_us: u64,
     /// How reports come about.
     pub tracking: Tracking,
-    /// Why not, or what is wrong.
+    /// Why there are no reports, or another problem.
     pub note: String,
     /// Nodes, by number.
     pub nodes: Vec<Node>,
@@ -112,9 +111,9 @@ pub struct Tick {
     pub collapsed: u64,
     /// Pages that compaction moved since boot.
     pub compacted: u64,
-    /// Restores told by the host that fell into the work of such a service.
+    /// Restores reported by the host during the work of such a service.
     pub service_restores: u64,
-    /// Restores told by the host.
+    /// Restores reported by the host.
     pub restores: u64,
     /// Services are tuned.
     pub tuned: bool,
@@ -123,34 +122,34 @@ pub struct Tick {
 /// From the agent to the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToHost {
-    /// In answer to a hello.
+    /// Reply to a hello.
     Hello {
         /// Version of the agent.
         agent: String,
         /// Release of the guest's kernel.
         kernel: String,
     },
-    /// Comes once a tick.
+    /// State of the guest, once a tick.
     Tick(Tick),
-    /// What the guest's memory holds and how hot it is; takes the place of the last report when its last part is there.
+    /// Contents and heat of the guest's memory; replaces the last report when its last part has arrived.
     Report {
-        /// Counts the reports.
+        /// Number of the report.
         number: u32,
-        /// This is its last part.
+        /// Whether this is its last part.
         last: bool,
-        /// The pages; those that are in no run are not to be taken.
+        /// The pages; pages in no run must not be taken.
         runs: Vec<Run>,
     },
-    /// In answer to a question: these pages are free, of those asked.
+    /// Reply to a question: the pages that are free among those asked about.
     Free {
         /// Number of the question.
         id: u64,
         /// The pages.
         runs: Vec<Run>,
     },
-    /// In answer to a nonce: it is in these pages.
+    /// Reply to a nonce: the pages that begin with it.
     Proof(Vec<Run>),
-    /// The agent holds these pages from now on; what is in them is worth nothing.
+    /// The agent holds these pages from now on; their contents are worthless.
     Taken {
         /// The node.
         node: u32,

@@ -12,13 +12,13 @@ pub const PAGES_END: u64 = 1 << 40;
 /// Bytes of a run in a message.
 pub const RUN_BYTES: usize = 16;
 
-/// What pages hold, from what is cheapest to lose on.
+/// Contents of pages, the cheapest to lose first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Kind {
     /// Nothing: the kernel's allocator has them.
     Free = 0,
-    /// Bytes that are in a file as well.
+    /// Bytes that are in a file, too.
     FileClean = 1,
     /// Bytes of a file that are not written yet.
     FileDirty = 2,
@@ -33,31 +33,31 @@ impl Kind {
     const ALL: [Self; 5] = [Self::Free, Self::FileClean, Self::FileDirty, Self::Anon, Self::Other];
 }
 
-/// The coldest: no access was seen for long.
+/// The coldest level: no access was seen for long.
 pub const COLD: u8 = 0;
-/// The hottest that is told apart.
+/// The hottest level.
 pub const HOTTEST: u8 = 15;
 
-/// Pages in a row that hold the same, and were used alike.
+/// Neighbouring pages with the same kind of content and the same heat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Run {
     /// The first page.
     pub page: u64,
-    /// How many.
+    /// Number of pages.
     pub count: u32,
-    /// What they hold.
+    /// Their content.
     pub kind: Kind,
-    /// How hot they are: from [`COLD`] to [`HOTTEST`].
+    /// Their heat, from [`COLD`] to [`HOTTEST`].
     pub level: u8,
 }
 
 impl Run {
-    /// The page after the last.
+    /// Returns the page after the last.
     pub fn end(&self) -> u64 {
         self.page + u64::from(self.count)
     }
 
-    /// Pages of which nothing else is said.
+    /// Pages without content and heat.
     pub fn of(page: u64, count: u32) -> Self {
         Self { page, count, kind: Kind::Other, level: 0 }
     }
@@ -73,14 +73,14 @@ impl Run {
     pub(crate) fn get(reader: &mut Reader<'_>) -> Result<Self, Refused> {
         let (page, count) = (reader.u64()?, reader.u32()?);
         let (kind, level, _) = (reader.u8()?, reader.u8()?, reader.u16()?);
-        // A kind that is newer than this reader is something else.
+        // A kind that this reader does not know counts as other.
         let kind = Kind::ALL.get(usize::from(kind)).copied().unwrap_or_default();
         let fits = count > 0 && page < PAGES_END && page + u64::from(count) <= PAGES_END && level <= HOTTEST;
         if fits { Ok(Self { page, count, kind, level }) } else { Err(Refused) }
     }
 }
 
-/// Add a run; to the last one if it goes on there and says the same.
+/// Adds a run; extends the last one if it is adjacent and has the same content and heat.
 pub fn push(runs: &mut Vec<Run>, run: Run) {
     match runs.last_mut() {
         Some(last)

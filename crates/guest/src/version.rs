@@ -1,8 +1,9 @@
-//! What this program writes and reads.
+//! Versions that this program writes and reads.
 //!
-//! Promise: a change of a message raises the version; one that an older reader must not ignore, the least reader too.
+//! Promise: a changed message raises the version; a change that an older reader must not ignore also raises the least
+//! reader.
 
-/// What this program writes.
+/// The version that this program writes.
 pub const VERSION: u16 = 1;
 /// The oldest version that may read what this program writes.
 pub const LEAST_READER: u16 = 1;

@@ -63,7 +63,7 @@ pub const SHARDS_START: usize = 1024;
 const _: () =
     assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= PAGE_SIZE && OWN_WORDS_START + OWN_WORDS <= HEADER_WORDS);
 
-/// Where the members of a group are written down: a word each, zero where there is none.
+/// First word of a group's members: a word each, zero for none.
 pub const MEMBERS_START: usize = 2048;
 /// The most members there can be.
 pub const MEMBERS: usize = 256;
@@ -253,8 +253,8 @@ pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
     Ok(Head { slabs, was_lost, words })
 }
 
-/// Could [`read`] open this arena? Changes nothing, even while others use the arena. One that was never laid out is
-/// fine.
+/// Could [`read`] open this arena? Changes nothing, even while other processes use the arena. One that was never laid
+/// out is fine.
 ///
 /// # Errors
 /// If not, with the reason.
@@ -295,8 +295,8 @@ pub fn check(layout: &Layout, fd: OwnedFd) -> io::Result<()> {
     if is_new(&fd)? { Ok(()) } else { read(layout, &Arc::new(fd)).map(drop) }
 }
 
-/// Which file an index belongs to: for a caller that must know that a descriptor is this file before asking it
-/// anything.
+/// The file that an index belongs to, for a caller that must know that a descriptor is this file before any other call
+/// on it.
 ///
 /// # Errors
 /// If it is no index that this program can read.

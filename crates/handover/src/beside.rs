@@ -1,13 +1,13 @@
-//! Two engines of one VM, in its state file: the next one serves faults beside the leaving one, which only serves
-//! faults any more.
+//! Two engines of one VM, in its state file: the next one serves faults beside the leaving one, which does nothing else
+//! any more.
 //!
-//! Before: a keeper has had the engine of a VM do nothing for it but serve faults. After: one engine has the VM.
+//! Before: the engine of a VM has been told to do nothing for it except to serve faults. After: one engine has the VM.
 //! Threads: any. Promise: a program that finds the file can end every engine that may change anything of the VM. A
 //! program that knows of one engine only is refused meanwhile: the least reader of the file is raised for as long as it
 //! names two.
 //!
 //! While there are two engines, the list of threads (`threads`) does not tell whose they are. So an engine that dies
-//! meanwhile must be gone entirely before another one may mend its words.
+//! meanwhile must be gone entirely before another one may repair its words.
 
 use std::sync::atomic::Ordering;
 
@@ -46,7 +46,7 @@ impl StateFile {
         self.leaving().is_some() && (self.leaving() == this || self.engine() == this)
     }
 
-    /// Write down that this engine serves the VM beside another one; returns its epoch.
+    /// Record that this engine serves the VM beside another one; returns its epoch.
     pub fn open_beside(&self, pid: u32, start_time: u64) -> u64 {
         self.begin_epoch(pid, start_time)
     }
@@ -58,7 +58,7 @@ impl StateFile {
         }
     }
 
-    /// Is it so?
+    /// Does it serve every process of the VM?
     pub fn is_followed(&self) -> bool {
         self.leaving().is_some() && self.get(Field::LeavingPid) & FOLLOWED != 0
     }

@@ -1,6 +1,6 @@
-//! Where the guest sees each region: words of the state file that outlive engines.
+//! Guest-physical addresses of each region: words of the state file that outlive engines.
 //!
-//! Before: the VMM says where, with a region or later. After: the API shows it, in every engine.
+//! Before: the VMM states them, with a region or later. After: the API shows them, in every engine.
 //! Threads: the keeper's one writes; any reads, and may see a list half replaced, which is for display only.
 //! Units: whole pages. Promise: the list that is read has passed the same check as the list that was written.
 //!
@@ -8,7 +8,7 @@
 //! 3072     42 entries of three words: region plus 1, over the page of the region << 8; the guest's page; pages
 //! ```
 //!
-//! A zero in the first word is a free entry. A region without entries is where its record says, or unknown.
+//! A zero in the first word is a free entry. The addresses of a region without entries are in its record, or unknown.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -30,7 +30,7 @@ fn number(entry: &[AtomicU64]) -> u64 {
 }
 
 impl StateFile {
-    /// Where the guest sees this region, from the lowest address on; none if that is not known.
+    /// Guest-physical ranges of this region, ascending; none if they are not known.
     pub fn guest_ranges(&self, region: u32, record: &RegionRecord) -> Vec<GuestRange> {
         let bytes = |pages: u64| pages.saturating_mul(PAGE_SIZE as u64);
         let own = self.guest_words().chunks_exact(WORDS).filter(|entry| number(entry) == u64::from(region) + 1);
@@ -48,7 +48,7 @@ impl StateFile {
         check_guest_ranges(len, &ranges).map_or_else(|_| Vec::new(), |()| ranges)
     }
 
-    /// The guest sees this region here from now on.
+    /// Replace the guest-physical ranges of this region.
     ///
     /// # Errors
     /// The ranges are invalid, or the VM's regions have too many; then the ranges before still hold.

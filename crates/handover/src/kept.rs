@@ -24,7 +24,7 @@ pub type Number = i32;
 /// The record of a keeper.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Kept {
-    /// The file whose lock keeps a second keeper away. The lock stays, because the process does.
+    /// The file whose lock excludes a second keeper. The lock stays, because the process does.
     pub lock: Number,
     /// The attach socket.
     pub attach: Number,
@@ -75,7 +75,7 @@ pub struct KeptEngine {
     pub pidfd: Number,
     /// The keeper's end of its socket.
     pub socket: Number,
-    /// The version of what it says.
+    /// The version of its messages.
     pub version: u16,
 }
 
@@ -116,7 +116,7 @@ pub struct KeptClient {
     pub uid: u32,
     /// Messages of it that were refused.
     pub faults: u32,
-    /// What it attached with, if it has.
+    /// Its view, if it has attached.
     pub view: Option<KeptView>,
 }
 
@@ -144,7 +144,7 @@ pub struct KeptAsk {
     pub client: u64,
     /// An [`crate::orders::Order`].
     pub order: Vec<u8>,
-    /// It is told that it is attached, not only that all went well.
+    /// The reply is that it is attached, not only that the order succeeded.
     pub attaches: bool,
 }
 
@@ -185,8 +185,7 @@ impl Kept {
 
     /// Read such a file.
     ///
-    /// # Errors
-    /// It cannot be read; it is no such file, or one that this program cannot read.
+    /// # Errors It cannot be read, is no such file, or has a version that this program cannot read.
     pub fn read(file: impl AsFd) -> io::Result<Self> {
         let invalid = |error: WireError| io::Error::new(io::ErrorKind::InvalidData, error);
         // Another program wrote it and has ended. It may contain anything.

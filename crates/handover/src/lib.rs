@@ -1,4 +1,4 @@
-//! State and messages that keeper and engine hand over to each other and to their successors.
+//! State and messages that keeper and engine pass to each other and to their successors.
 //!
 //! Before: the keeper makes the files of a VM, and checks those that a client brings back. After: an engine maps them
 //! and serves the VM (`ballast-pager`); its successor finds in them the state that must outlive it.
@@ -9,8 +9,8 @@
 //! head of a store's file, and tells which file on a disk an index belongs to; its contents are in `ballast-store`.
 //!
 //! [`kept`] is the whole state of a keeper, for the next program in the same process. [`orders`] are the messages
-//! between keeper and engine. Both also look at other processes: [`watch`] finds those that map a VM's RAM without
-//! being attached, [`sleep`] tells what a thread sleeps over.
+//! between keeper and engine. Both also examine other processes: [`watch`] finds those that map a VM's RAM without
+//! being attached, [`sleep`] finds what a thread sleeps over.
 #![forbid(unsafe_code)]
 
 pub mod arena;

@@ -2,7 +2,7 @@
 //!
 //! Before: `watch` chose a process. After: parts of files, by the device and inode that the kernel says.
 //! Threads: those of `watch` that may hang: reading a map needs a lock of that process.
-//! Promise: a process that has ended, or that we may not look at, has nothing; whatever else goes wrong is an error.
+//! Promise: a process that has ended, or that we may not read, has nothing; every other failure is an error.
 
 use std::collections::HashSet;
 use std::io::{self, BufRead, BufReader};
@@ -11,11 +11,12 @@ use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::FileId;
 use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, major, makedev, statx};
 
-/// The files of these that the process has open. The kernel tells a descriptor's inode number without asking the file's
-/// own file system, which may not respond; only a file with a matching number is queried, in a way that does not wait.
+/// The files among these that the process has open. The kernel tells a descriptor's inode number without asking the
+/// file's own file system, which may not respond; only a file with a matching number is queried, in a way that does not
+/// wait.
 pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
     let mut found = HashSet::new();
-    // A process that is ending has no descriptors any more, and one that we may not look at shows none.
+    // A process that is ending has no descriptors any more, and one that we may not read shows none.
     let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fdinfo")) else { return found };
     for descriptor in descriptors.flatten() {
         let Ok(info) = std::fs::read_to_string(descriptor.path()) else { continue };
@@ -35,8 +36,8 @@ pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
 /// Most parts of one file that one process maps; beyond that, all between the first and the last counts as mapped.
 const MOST_PARTS: usize = 1024;
 
-/// Which parts of files in memory the process maps: RAM of a VM is a memfd, or a file in a tmpfs or a hugetlbfs, none
-/// of which lies on a device. (So do files of some others, which do no harm here.)
+/// The parts of files in memory that the process maps. RAM of a VM is a memfd, or a file in a tmpfs or a hugetlbfs,
+/// none of which is on a device. (Some other files are not either; they do no harm here.)
 pub(crate) fn mapped(pid: u32) -> io::Result<FileRanges> {
     let read = || -> io::Result<FileRanges> {
         let mut maps = BufReader::new(std::fs::File::open(format!("/proc/{pid}/maps"))?);

@@ -1,6 +1,6 @@
-//! The operator's and the control loop's words for a VM, in its state file, where they outlive engines.
+//! The operator's and the governor's settings of a VM, in its state file, where they outlive engines.
 //!
-//! Before: the keeper writes the limit that a VM attached with; the API and the control loop change these. After: the
+//! Before: the keeper writes the limit that a VM attached with; the API and the governor change these. After: the
 //! reclaim worker reads them in its next round, and so does the next engine.
 //! Threads: any; each word is one atomic.
 
@@ -11,7 +11,7 @@ use ballast_base::Bytes;
 use crate::state_file::{Field, SETTINGS, StateFile};
 
 impl StateFile {
-    /// The DRAM cap, if there is one.
+    /// The limit, if there is one.
     pub fn limit(&self) -> Option<Bytes> {
         Some(self.get(Field::Limit)).filter(|limit| *limit != u64::MAX).map(Bytes)
     }
@@ -22,7 +22,7 @@ impl StateFile {
         self.remember();
     }
 
-    /// The cap that the control loop has set, if there is one. It holds beside the operator's.
+    /// The limit that the governor has set, if there is one. It holds beside the operator's.
     pub fn target(&self) -> Option<Bytes> {
         Some(self.get(Field::Target)).filter(|target| *target != 0).map(Bytes)
     }

@@ -42,11 +42,11 @@ pub struct RegionRecord {
     pub files: Vec<FileId>,
     /// The parts of them that it consists of.
     pub extents: Extents,
-    /// Where the guest sees its first byte, if that is known.
+    /// Guest-physical address of its first byte, if known.
     pub guest_address: Option<u64>,
     /// The region was unplugged; its number is never used again.
     pub removed: bool,
-    /// It counts as unplugged because its process stayed away: far pages of it were dropped.
+    /// It counts as unplugged because its process did not attach again: far pages of it were dropped.
     pub given_up: bool,
     pub(crate) table_offset: u64,
 }
@@ -57,7 +57,7 @@ impl RegionRecord {
         self.extents.pages()
     }
 
-    /// Where its words begin in the state file.
+    /// Offset of its words in the state file.
     pub fn words_at(&self) -> u64 {
         self.table_offset + flags_len(self.pages())
     }

@@ -1,10 +1,10 @@
-//! The key of a VM's pages on other machines, in its state file: so it goes where the VM goes, to each engine that has
-//! it next, by the same descriptors, and nowhere else.
+//! The key of a VM's pages on other machines, in its state file. So each engine of the VM gets it with the VM's
+//! descriptors, and no other process does.
 //!
 //! Before: an engine made one, for a VM whose pages are to be sealed. After: each engine after it has the same.
 //! Threads: the one that opens the VM. Units: words.
-//! Promise: a key is there with all of its words, or it is known to be damaged, or there was never one. A program that
-//! does not know of keys does not open the file: it could read none of the pages.
+//! Promise: either a key is there with all of its words, or it is known to be damaged, or there never was one. A
+//! program that does not know of keys does not open the file: it could read none of the pages.
 //!
 //! The VM's own VMM, which keeps the file in escrow, could read the key; it has the guest's memory anyway.
 
@@ -76,10 +76,10 @@ impl StateFile {
         let least = Stamp { version: FORMAT.version, least_reader: KNOWN_SINCE };
         let theirs = self.stamp();
         let raised = Stamp { least_reader: theirs.least_reader.max(least.least_reader), ..FORMAT.raise(theirs) };
-        // First: an older program that opens the file from here on must not.
+        // First, because older programs must not open the file from here on.
         self.set(Field::Layout, raised.to_word());
         let values = words.into_iter().chain([checksum(since, &words), since]);
-        // Since when it counts comes last: without that it would be damaged, and no page is sealed with it yet.
+        // The generation comes last: without it the key counts as damaged, and no page is sealed with it yet.
         for (at, value) in [1, 2, 3, 4, 5, 0].into_iter().zip(values) {
             self.secret_words()[at].store(value, Ordering::Release);
         }

@@ -1,4 +1,4 @@
-//! Sleep: finds threads that sleep uninterruptibly in the kernel, and what they sleep over.
+//! Sleep: finds threads that sleep uninterruptibly in the kernel, and the function that they sleep in.
 //!
 //! Before: a VM waits for such a thread. After: an operator is told which, and which process of the VM is the cause.
 //! Threads: any; reading this takes no lock of the other process.
@@ -19,12 +19,12 @@ pub struct Sleeper {
     name: String,
     /// The kernel's function it sleeps in, if that may be known.
     at: String,
-    /// How long it has run in all, in nanoseconds: as long as this stays, it sleeps on.
+    /// Its CPU time in nanoseconds; while this does not change, it sleeps.
     pub ran_ns: u64,
 }
 
 impl Sleeper {
-    /// This thread of this process, if it sleeps so.
+    /// Returns this thread of this process, if it sleeps uninterruptibly.
     pub fn find(pid: u32, thread: u32) -> Option<Self> {
         let read = |what: &str| std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/{what}")).ok();
         let stat = read("stat")?;
@@ -35,7 +35,7 @@ impl Sleeper {
         Some(Self { thread, name: name.to_owned(), at, ran_ns: ran_ns.unwrap_or_default() })
     }
 
-    /// Does it wait for a page that userfaultfd brings? Then it is not the cause.
+    /// Does it wait for a userfault? Then it is not the cause.
     fn is_guest(&self) -> bool {
         self.at.starts_with("handle_userfault")
     }
@@ -46,7 +46,7 @@ impl Sleeper {
     }
 }
 
-/// Why a VM waits for these sleeping threads of an engine, as far as can be seen from outside. `views` are its
+/// Returns why a VM waits for these sleeping threads of an engine, as far as another process can tell. `views` are its
 /// processes.
 pub fn reason(sleepers: &[Sleeper], engine: u32, views: &[u32]) -> String {
     /// The threads of a VMM with hundreds of them.

@@ -9,8 +9,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Words of the list: whose it is, whom a keeper has killed, whether there was no room for a thread; then thread ids,
-/// zero where there is none.
+/// Words of the list: its engine, the engine that a keeper has killed, whether there was no room for a thread; then
+/// thread ids, zero for none.
 const OF: usize = 0;
 const FENCED: usize = 1;
 const OVERFLOWN: usize = 2;
@@ -35,7 +35,7 @@ impl Drop for Listed<'_> {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Fenced;
 
-/// For the moment until this process ends.
+/// Waits until this process ends.
 fn park() -> ! {
     loop {
         std::thread::park();
@@ -56,12 +56,12 @@ pub(crate) fn tag(pid: u32, start_time: u64) -> u64 {
 pub(crate) struct ThreadList<'a>(pub &'a [AtomicU64]);
 
 impl<'a> ThreadList<'a> {
-    /// Add the calling thread. An engine that a keeper has killed gets no further than this.
+    /// Add the calling thread. If a keeper has killed the engine, this does not return.
     pub fn add_this(self, own_tag: u64) -> Listed<'a> {
         self.add(this_thread(), own_tag).unwrap_or_else(|Fenced| park())
     }
 
-    /// Take the calling thread out, whose guard is lost.
+    /// Remove the calling thread, whose guard is lost.
     pub fn remove_this(self) {
         let me = u64::from(this_thread());
         for slot in &self.0[FIRST..] {

@@ -5,9 +5,9 @@
 //! examined.
 //! Threads: the engine's watch, the keeper's search; never one that takes orders, clients or requests, because reading
 //! another process's `/proc/PID/maps` needs a lock of that process, which a process in trouble may hold for ever.
-//! Promise: a look ends. A process that cannot be examined is passed over and named. A process that has not run since
-//! the last look has the same map as then, and is not read again: the cost of a look depends on the processes that have
-//! run meanwhile.
+//! Promise: a scan ends. A process that cannot be examined is skipped and named. A process that has not run since the
+//! last scan has the same map as then, and is not read again: the cost of a scan depends on the processes that have run
+//! meanwhile.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -23,25 +23,25 @@ use ballast_sys::{clock, kcmp};
 
 use crate::maps::{mapped, opened};
 
-/// How long one process may delay us. One that takes longer is passed over from then on.
-const LOOK_TIMEOUT: Duration = Duration::from_millis(500);
-/// From one look at a suspect to the next. A child of the VMM between `vfork` and `exec` maps all its parent maps, for
+/// Longest wait for one process. One that takes longer is skipped from then on.
+const READ_TIMEOUT: Duration = Duration::from_millis(500);
+/// Time between two readings of a suspect. A child of the VMM between `vfork` and `exec` maps all its parent maps, for
 /// some milliseconds.
-const SECOND_LOOK: Duration = Duration::from_millis(500);
+const SECOND_SCAN: Duration = Duration::from_millis(500);
 
 /// Processes whose maps could not be read in time; each has cost one thread, which waits on and takes it off this list.
 static STUCK: LazyLock<Mutex<HashSet<Process>>> = LazyLock::new(Mutex::default);
 
-/// The result of a look.
+/// The result of a scan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Look {
+pub struct Scan {
     /// Processes that map some of the files, and which parts of them.
     pub mapping: HashMap<Process, FileRanges>,
-    /// Processes that could not be looked at in time.
+    /// Processes that could not be read in time.
     pub unreadable: Vec<Process>,
 }
 
-/// Reads what a process maps, or has open. A seam, because the read may hang, which no test can make `/proc` do.
+/// Reads the files that a process maps, or has open. Replaced in tests, because no test can make `/proc` hang.
 type Read = dyn Fn(u32) -> io::Result<FileRanges> + Send + Sync;
 
 /// The processes of the host, and what each of them maps.
@@ -54,27 +54,27 @@ struct Known {
     /// The inode of its directory in `/proc`, which no other process of this number has.
     entry: u64,
     /// Its CPU time before its map was read. A map changes only while its process runs. A running thread may not have
-    /// been charged yet, as if it mapped something right after the look: the next look sees it.
+    /// been charged yet, as if it mapped something right after the scan: the next scan sees it.
     ran: Duration,
-    /// What it maps of files in memory; empty for most.
+    /// Files in memory that it maps; empty for most.
     files: Option<(Process, FileRanges)>,
 }
 
 impl Processes {
-    /// Look through all processes. Those we may not look at are passed over, as are those that end meanwhile. A process
-    /// that could not be looked at for any other reason (no descriptors left, say) is unreadable, and so are we if
+    /// Scan all processes. Those we may not read are skipped, as are those that end meanwhile. A process that could not
+    /// be read for any other reason (no descriptors left, say) is unreadable, and so are we if
     /// `/proc` is.
-    pub fn look(&mut self, files: &HashSet<FileId>) -> Look {
+    pub fn scan(&mut self, files: &HashSet<FileId>) -> Scan {
         match entries() {
-            Ok(entries) => self.look_at(entries, files, &(Arc::new(mapped) as Arc<Read>)),
+            Ok(entries) => self.scan_these(entries, files, &(Arc::new(mapped) as Arc<Read>)),
             Err(error) => {
-                tracing::error!("Looking through /proc: {error}");
-                Look { unreadable: Process::this().into_iter().collect(), ..Look::default() }
+                tracing::error!("Reading /proc: {error}");
+                Scan { unreadable: Process::this().into_iter().collect(), ..Scan::default() }
             }
         }
     }
 
-    fn look_at(&mut self, entries: Vec<(u32, u64)>, files: &HashSet<FileId>, read: &Arc<Read>) -> Look {
+    fn scan_these(&mut self, entries: Vec<(u32, u64)>, files: &HashSet<FileId>, read: &Arc<Read>) -> Scan {
         let mut before = std::mem::take(&mut self.0);
         // Its CPU time is read before its map, so that a change in between is seen next time.
         let mut changed = HashMap::new();
@@ -85,7 +85,7 @@ impl Processes {
                 _ => drop(changed.insert(pid, (entry, ran))),
             }
         }
-        let Look { mut mapping, unreadable } = look_at(changed.keys().copied().collect(), read, LOOK_TIMEOUT);
+        let Scan { mut mapping, unreadable } = scan_these(changed.keys().copied().collect(), read, READ_TIMEOUT);
         for process in &unreadable {
             changed.remove(&process.pid);
         }
@@ -95,18 +95,18 @@ impl Processes {
             let files = found.remove(&pid);
             self.0.extend(ran.map(|ran| (pid, Known { entry, ran, files })));
         }
-        // One that ended at once, or has no clock, is not remembered, but what was read of it counts.
+        // One that ended at once, or has no clock, is not remembered, but its files count.
         mapping.extend(found.into_values());
         mapping.extend(self.0.values().filter_map(|known| known.files.clone()));
         mapping.values_mut().for_each(|found| found.retain(|file| files.contains(&file)));
         mapping.retain(|_, found| !found.is_empty());
-        Look { mapping, unreadable }
+        Scan { mapping, unreadable }
     }
 }
 
-/// Look through all processes once.
-pub fn look(files: &HashSet<FileId>) -> Look {
-    Processes::default().look(files)
+/// Scan all processes once.
+pub fn scan(files: &HashSet<FileId>) -> Scan {
+    Processes::default().scan(files)
 }
 
 /// The numbers of all processes, and the inodes of their directories.
@@ -115,7 +115,7 @@ fn entries() -> io::Result<Vec<(u32, u64)>> {
     Ok(processes.filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.ino()))).collect())
 }
 
-/// The same, and a second look at those processes that are outside `known`: only a process seen twice is a foreign
+/// The same, and a second reading of those processes that are outside `known`: only a process seen twice is a foreign
 /// mapper. A process that runs in the address space of one of `attached` (a child that QEMU keeps to tear its memory
 /// down) touches memory as that one does, through the same userfaultfds, so it is none.
 pub fn foreign_mappers(
@@ -123,59 +123,59 @@ pub fn foreign_mappers(
     files: &HashSet<FileId>,
     attached: HashSet<u32>,
     known: impl Fn(&Process, &FileRanges) -> bool,
-) -> Look {
-    let first = processes.look(files);
+) -> Scan {
+    let first = processes.scan(files);
     let files = files.clone();
     let again = |suspects| {
-        std::thread::sleep(SECOND_LOOK);
-        // Where the kernel cannot say, it stays suspect.
+        std::thread::sleep(SECOND_SCAN);
+        // If the kernel cannot tell, it stays suspect.
         let read = move |pid| {
             let is_same = |other: &u32| kcmp::same_memory(*other, pid).unwrap_or(false);
             if attached.iter().any(is_same) { Ok(FileRanges::default()) } else { of_these(mapped, pid, &files) }
         };
-        look_at(suspects, &(Arc::new(read) as Arc<Read>), LOOK_TIMEOUT)
+        scan_these(suspects, &(Arc::new(read) as Arc<Read>), READ_TIMEOUT)
     };
     confirm(first, known, again)
 }
 
-/// What is read of a process, of these files alone.
+/// Reads a process, and keeps these files only.
 fn of_these(read: impl Fn(u32) -> io::Result<FileRanges>, pid: u32, files: &HashSet<FileId>) -> io::Result<FileRanges> {
     let mut found = read(pid)?;
     found.retain(|file| files.contains(&file));
     Ok(found)
 }
 
-fn confirm(first: Look, known: impl Fn(&Process, &FileRanges) -> bool, again: impl FnOnce(Vec<u32>) -> Look) -> Look {
-    let Look { mut mapping, unreadable } = first;
+fn confirm(first: Scan, known: impl Fn(&Process, &FileRanges) -> bool, again: impl FnOnce(Vec<u32>) -> Scan) -> Scan {
+    let Scan { mut mapping, unreadable } = first;
     mapping.retain(|process, files| !known(process, files));
     if !mapping.is_empty() {
         let second = again(mapping.keys().map(|process| process.pid).collect());
-        // By process, not by pid: the pid may be another's by now. One that cannot be looked at any more stays suspect.
+        // By process, not by pid: the pid may be another's by now. One that cannot be read any more stays suspect.
         mapping.retain(|process, _| second.mapping.contains_key(process) || second.unreadable.contains(process));
     }
-    Look { mapping, unreadable }
+    Scan { mapping, unreadable }
 }
 
 fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
     STUCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One thread reads after the other process; when it hangs, it is left behind and another goes on.
-fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Look {
-    let mut look = Look::default();
+/// One thread reads one process after the other. If it hangs, a new thread reads the rest.
+fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
+    let mut scan = Scan::default();
     let find = |pid| Process::find(pid).ok().flatten();
     let known_stuck: HashSet<Process> = stuck().clone();
     pids.retain(|pid| {
         let process = known_stuck.iter().find(|process| process.pid == *pid);
         let hangs = process.filter(|process| find(process.pid) == Some(**process));
-        look.unreadable.extend(hangs);
+        scan.unreadable.extend(hangs);
         hangs.is_none()
     });
     let mut left = pids.as_slice();
     while !left.is_empty() {
         let (answer, answers) = mpsc::channel();
         let (batch, read) = (left.to_vec(), read.clone());
-        let reader = std::thread::Builder::new().name("look".into()).spawn(move || {
+        let reader = std::thread::Builder::new().name("mappers".into()).spawn(move || {
             run_first();
             for pid in batch {
                 let process = find(pid);
@@ -190,9 +190,9 @@ fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Look {
             }
         });
         if let Err(error) = reader {
-            tracing::error!("Starting a thread that looks at processes: {error}");
-            look.unreadable.extend(left.iter().filter_map(|pid| find(*pid)));
-            return look;
+            tracing::error!("Starting a thread that reads memory maps: {error}");
+            scan.unreadable.extend(left.iter().filter_map(|pid| find(*pid)));
+            return scan;
         }
         while let Some((pid, rest)) = left.split_first() {
             left = rest;
@@ -208,21 +208,21 @@ fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Look {
             match (answer, process) {
                 (Some(Err(error)), process) => {
                     tracing::warn!(pid, "Reading the memory map of this process: {error}");
-                    look.unreadable.extend(process);
+                    scan.unreadable.extend(process);
                 }
                 (Some(Ok(found)), Some(process)) if !found.is_empty() => {
-                    look.mapping.insert(process, found);
+                    scan.mapping.insert(process, found);
                 }
                 (Some(_), _) => {}
                 (None, process) => {
                     tracing::warn!(pid, "the memory map of this process cannot be read: it is passed over");
-                    look.unreadable.extend(process);
+                    scan.unreadable.extend(process);
                     break;
                 }
             }
         }
     }
-    look
+    scan
 }
 
 /// A process other than those that may still reach these files, because it has one of them open, or maps one.
@@ -236,8 +236,8 @@ pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>) -> io::Result<Option<
     ];
     for read in readers {
         let pids = entries()?.into_iter().map(|(pid, _)| pid).collect();
-        let look = look_at(pids, &read, LOOK_TIMEOUT);
-        if let Some(process) = look.mapping.into_keys().find(|process| !but.contains(&process.pid)) {
+        let scan = scan_these(pids, &read, READ_TIMEOUT);
+        if let Some(process) = scan.mapping.into_keys().find(|process| !but.contains(&process.pid)) {
             return Ok(Some(process));
         }
     }
@@ -308,13 +308,13 @@ mod tests {
 
     #[test]
     fn who_is_seen_once_only_is_no_foreign_mapper_and_who_has_the_pid_of_one_is_none_either() {
-        let sees = |process| Look { mapping: HashMap::from([(process, its_bytes())]), unreadable: Vec::new() };
+        let sees = |process| Scan { mapping: HashMap::from([(process, its_bytes())]), unreadable: Vec::new() };
         let child = Process { pid: 7, start: 1 };
-        let confirm_with = |second: Look| confirm(sees(child), |_, _| false, |_| second).mapping.len();
-        assert_eq!(confirm_with(Look::default()), 0, "it went on to exec");
+        let confirm_with = |second: Scan| confirm(sees(child), |_, _| false, |_| second).mapping.len();
+        assert_eq!(confirm_with(Scan::default()), 0, "it went on to exec");
         assert_eq!(confirm_with(sees(Process { start: 2, ..child })), 0, "another process");
         assert_eq!(confirm_with(sees(child)), 1);
-        let hangs = Look { unreadable: vec![child], ..Look::default() };
+        let hangs = Scan { unreadable: vec![child], ..Scan::default() };
         assert_eq!(confirm_with(hangs), 1, "nobody can say that it is gone");
     }
 
@@ -334,17 +334,17 @@ mod tests {
             Ok(its_bytes())
         });
         for _ in 0..2 {
-            let look = look_at(pids.clone(), &read, Duration::from_secs(1));
-            assert_eq!(look.unreadable, [process(pids[1])]);
-            let found: HashSet<Process> = look.mapping.into_keys().collect();
+            let scan = scan_these(pids.clone(), &read, Duration::from_secs(1));
+            assert_eq!(scan.unreadable, [process(pids[1])]);
+            let found: HashSet<Process> = scan.mapping.into_keys().collect();
             assert_eq!(found, HashSet::from([process(pids[0]), process(pids[2])]));
         }
         drop(release);
         while stuck().contains(&process(pids[1])) {
             std::thread::yield_now();
         }
-        let look = look_at(pids.clone(), &read, Duration::from_secs(60));
-        assert_eq!((look.mapping.len(), look.unreadable), (3, Vec::new()), "it can be read again");
+        let scan = scan_these(pids.clone(), &read, Duration::from_secs(60));
+        assert_eq!((scan.mapping.len(), scan.unreadable), (3, Vec::new()), "it can be read again");
         for mut child in children {
             let _ = child.kill();
             let _ = child.wait();
@@ -355,8 +355,8 @@ mod tests {
     fn a_process_that_could_not_be_read_is_not_taken_for_one_that_maps_nothing() {
         let me = Process::this().expect("this process");
         let read: Arc<Read> = Arc::new(|_| Err(rustix::io::Errno::MFILE.into()));
-        let look = look_at(vec![me.pid], &read, Duration::from_secs(60));
-        assert_eq!((look.mapping.len(), look.unreadable), (0, vec![me]));
+        let scan = scan_these(vec![me.pid], &read, Duration::from_secs(60));
+        assert_eq!((scan.mapping.len(), scan.unreadable), (0, vec![me]));
         assert!(mapped(u32::MAX).expect("gone, which is no error").is_empty());
     }
 
@@ -375,8 +375,8 @@ mod tests {
         });
         let mut processes = Processes::default();
         let mut read_of = |entries: &[(u32, u64)]| {
-            let look = processes.look_at(entries.to_vec(), &one_file(), &read);
-            let mut seen: Vec<u32> = look.mapping.keys().map(|process| process.pid).collect();
+            let scan = processes.scan_these(entries.to_vec(), &one_file(), &read);
+            let mut seen: Vec<u32> = scan.mapping.keys().map(|process| process.pid).collect();
             seen.sort_unstable();
             let mut expected: Vec<u32> = entries.iter().map(|(pid, _)| *pid).collect();
             expected.sort_unstable();

@@ -1,4 +1,4 @@
-//! What short scans say of a longer time: the chance that a page that they missed is touched in it.
+//! Extrapolates short scans to a longer time: the chance that a page that they missed is touched in it.
 //!
 //! Before: fine scans of units, each a second or shorter, and the pages that the last ones saw untouched. After: how
 //! much of a unit is touched within the span of the working set, and whether its other pages are cold or were only
@@ -17,7 +17,7 @@ const MISSES: usize = 4;
 /// Pages that the prior weighs as much as. The prior is: no touch, for one miss; the chance with one miss fewer, for
 /// more; the VM's chance, for a unit. So a chance that comes from few pages stays near its prior.
 const PRIOR: f64 = 64.0;
-/// What is kept of the counts after each cycle: scans of some dozens of cycles count.
+/// Factor by which counts decay with each cycle: scans of some dozens of cycles count.
 const KEPT: f64 = 0.97;
 
 /// Pages that were missed, and how many of them the next scan saw touched.

@@ -1,7 +1,7 @@
 //! A source that asks DAMON, the kernel's access monitor, about physical memory (sysfs, operations `paddr`).
 //!
-//! Before: root, and a kernel whose DAMON nobody uses. After: which units were touched, by the accessed bits that DAMON
-//! samples; no fault, no zap, no change of a mapping.
+//! Before: root, and a kernel whose DAMON no program uses. After: which units were touched, by the accessed bits that
+//! DAMON samples; no fault, no zap, no change of a mapping.
 //! Threads: one; [`AccessSource::end`] waits for DAMON's next aggregation. Units: physical byte addresses.
 //! Promise: at the end of a cycle and when dropped, DAMON is off and the number of its threads is as before.
 //!

@@ -1,7 +1,7 @@
-//! What is known of the pages inside one unit.
+//! The pages inside one unit, as far as fine scans know them.
 //!
-//! Before: fine scans of the unit. After: which of its pages were touched recently and which were not, and what that
-//! says of the others.
+//! Before: fine scans of the unit. After: which of its pages were touched recently and which were not, and an estimate
+//! for the others.
 //! Units: shares of 1; a page is one of the unit's 512. Promise: pure; about 2 KiB for a unit that had a full scan.
 
 use ballast_base::PAGES_PER_UNIT;

@@ -1,18 +1,11 @@
 //! Heat: what a guest touched, how hot its memory is, and which pages are cold enough to be reclaimed.
 //!
 //! Before: an [`AccessSource`] reports what was touched in a cycle; the pager shows its table of pages through
-//! [`Pages`]. After: the reclaim worker quarantines what [`HeatSource::pick`] proposes, and reports the result through
-//! the age byte; the API shows ages and the working set.
+//! [`Pages`]. After: the reclaim worker quarantines the pages that [`HeatSource::pick`] proposes, and reports the
+//! result through the age byte; the API shows ages and the working set.
 //! Threads: a VM's tracking worker, its reclaim worker and the API share its [`Tracker`]; fault workers call
 //! [`touched`], which is pure.
 //! Promise: no I/O outside sources, no unsafe code; proposes only pages that are in the file and Resident.
-//!
-//! | Word | Meaning |
-//! |---|---|
-//! | unit | 2 MiB of a region, aligned |
-//! | cycle | the time in which a source watches; *coarse*: all units as wholes; *fine*: chosen units page by page |
-//! | fine scan | one unit in a fine cycle: a *sample* of its pages, or a *full scan* of all |
-//! | bloated | a hot unit of which hardly any page is hot |
 //!
 //! | HugeScope's Figure 5 | here |
 //! |---|---|
@@ -72,7 +65,7 @@ pub trait Pages {
     fn len(&self, region: u32) -> u64;
 
     /// Pages of a region that are reclaimed as one. Each such *granule* begins at a multiple of this number, and is
-    /// reclaimed whole or not at all. What is true of one of its pages is true of all.
+    /// reclaimed whole or not at all. All of its pages are in the same state.
     fn granule(&self, _region: u32) -> u64 {
         1
     }

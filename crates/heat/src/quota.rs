@@ -89,7 +89,7 @@ impl Quota {
     }
 }
 
-/// What one cycle may still cost.
+/// The allowance that one cycle has left.
 #[derive(Clone, Copy, Debug)]
 pub struct Allowance {
     quota: Quota,

@@ -22,7 +22,7 @@ pub struct Scripted {
 }
 
 impl Scripted {
-    /// What a touch costs in a zap scan: of a unit mapped huge (measured: 5.6 us), and of one page (3 us, an estimate).
+    /// Cost of a touch in a zap scan: of a unit mapped huge (measured: 5.6 us), and of one page (3 us, an estimate).
     pub const COST: (Duration, Duration) = (Duration::from_nanos(5600), Duration::from_nanos(3000));
 
     /// From now on, each cycle touches these pages of the unit.

@@ -3,7 +3,7 @@
 //! Before: the VM is opened. After: the tracking worker runs its cycles, reclaim picks by it, the API shows it.
 //! Threads: any; the lock is held for one pass over all units at most. But a pass asks the kernel which pages are in
 //! the RAM file, which needs a lock that a VMM may hold for ever. A fault worker never takes the tracker's lock, and a
-//! thread that only looks does not wait long for it.
+//! reader does not wait long for it.
 //! Promise: a cycle that fails leaves the tracker ready for the next.
 
 use std::io;
@@ -15,7 +15,7 @@ use crate::source::{Ability, AccessSource, CycleReport, Phase};
 use crate::tracker::{Settings, Step, Tracker};
 use crate::{Heat, Pages};
 
-/// How long a caller that only looks waits for the tracker. A pass over all units of 1 TiB takes about as long.
+/// How long a reader waits for the tracker. A pass over all units of 1 TiB takes about as long.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What a tracking worker is to do next.
@@ -42,7 +42,7 @@ pub struct VmHeat {
     began: Instant,
     tracker: Mutex<Tracker>,
     source: Mutex<Option<Ability>>,
-    /// The last thread that only looked waited in vain.
+    /// The last reader timed out.
     is_stuck: AtomicBool,
 }
 
@@ -67,7 +67,7 @@ impl VmHeat {
         self.tracker.lock().expect("no panic while held")
     }
 
-    /// The tracker for a thread that only looks, and serves other VMs as well; `None` if it is not available in time.
+    /// The tracker for a reader, which serves other VMs as well; `None` if it is not available in time.
     fn look(&self) -> Option<MutexGuard<'_, Tracker>> {
         let until = Instant::now() + LOOK_TIMEOUT;
         loop {
@@ -75,7 +75,7 @@ impl VmHeat {
                 Err(TryLockError::WouldBlock) => None,
                 tracker => Some(tracker.expect("no panic while held")),
             };
-            // Only the first waits: there may be many such VMs, and each is looked at twice a second.
+            // Only the first waits: there may be many such VMs, and each is read twice a second.
             let ends = tracker.is_some() || self.is_stuck.load(Ordering::Relaxed) || Instant::now() >= until;
             if ends {
                 self.is_stuck.store(tracker.is_none(), Ordering::Relaxed);

@@ -30,7 +30,7 @@ impl Candidate {
     }
 }
 
-/// What to change.
+/// The changes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     /// Huge pages to split, in this order.

@@ -126,7 +126,7 @@ pub struct FineWatch {
     pub pages: PageMap,
 }
 
-/// What to watch in a cycle. No unit is in both lists; each is in ascending order without repeats.
+/// The units to watch in a cycle. No unit is in both lists; each is in ascending order without repeats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Watch {
     /// Units to be watched as wholes.
@@ -135,7 +135,7 @@ pub struct Watch {
     pub fine: Vec<FineWatch>,
 }
 
-/// What a cycle is for.
+/// The purpose of a cycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// All units, as wholes: generations age by it.
@@ -144,7 +144,7 @@ pub enum Phase {
     Fine,
 }
 
-/// What was seen of one unit.
+/// Touches seen in one unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seen {
     /// The unit as a whole.
@@ -177,7 +177,7 @@ impl Seen {
     }
 }
 
-/// What one cycle cost.
+/// Cost of one cycle.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     /// CPU time of our threads, including the faults that they served for the cycle.
@@ -188,13 +188,13 @@ pub struct Cost {
     pub faults: u64,
 }
 
-/// What a cycle reports.
+/// Report of a cycle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CycleReport {
     /// One entry for each unit that was watched, ascending. A unit that could not be watched (unplugged, far, busy) is
     /// left out. A unit watched page by page may be reported as a whole.
     pub units: Vec<(UnitId, Seen)>,
-    /// What it cost.
+    /// Its cost.
     pub cost: Cost,
 }
 
@@ -207,7 +207,7 @@ pub enum Granularity {
     Range,
 }
 
-/// What a source can do.
+/// Abilities of a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ability {
     /// Its name in the API and in recordings: lower case, hyphens.
@@ -218,7 +218,7 @@ pub struct Ability {
 
 /// Finds out what a guest touched.
 pub trait AccessSource: Send {
-    /// What it can do. May change from one cycle to the next.
+    /// Its abilities. They may change from one cycle to the next.
     fn ability(&self) -> Ability;
 
     /// Begin a cycle: from now on, touches of what is watched are recorded. Called only when no cycle runs.

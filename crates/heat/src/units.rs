@@ -37,7 +37,7 @@ pub struct Units {
 }
 
 impl Units {
-    /// Set the sizes of the regions. A region whose size changed was plugged or unplugged: it starts anew.
+    /// Set the sizes of the regions. A region whose size changed was plugged or unplugged: it starts empty.
     pub fn layout(&mut self, pages_of: impl ExactSizeIterator<Item = u64>) {
         self.regions.resize_with(pages_of.len(), Region::default);
         for (number, pages) in pages_of.enumerate() {

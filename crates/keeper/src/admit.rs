@@ -1,9 +1,8 @@
 //! Admission: checks the descriptors of an attach, once.
 //!
 //! Before: the keeper decoded an [`Attach`]. After: descriptors with meanings, or a reason a person understands.
-//! Promise: no message of a client makes us map a file that the client could shrink under us, or use a descriptor as
-//! what it is not. The kind of a descriptor is asked only by calls that cannot wait: `fstat` on a file of a dead FUSE
-//! server would.
+//! Promise: no message of a client makes us map a file that the client could shrink under us, or use a descriptor of
+//! the wrong kind. The kind is checked only by calls that cannot wait; `fstat` on a file of a dead FUSE server would.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -29,7 +28,7 @@ pub struct Admitted {
     pub control: SentFd,
     /// The regions.
     pub ram: Vec<Ram>,
-    /// On resume: the client's escrow, opened anew for writing.
+    /// On resume: the client's escrow, reopened for writing.
     pub resumed: Option<Escrow>,
 }
 
@@ -127,7 +126,7 @@ pub fn check_ram(regions: &[RegionInfo], fds: Vec<SentFd>, uffd_features: u64) -
 fn ram_of(region: &RegionInfo, files: &[RamFile], uffd_features: u64) -> Result<Ram, String> {
     let RegionInfo { span, guest_address, .. } = region;
     let at = span.hva;
-    // The guest's address space ends where ours does, at the latest.
+    // The guest's address space is no larger than ours.
     let fits = |start: u64| start.checked_add(span.len.0).is_some_and(|end| end <= 1 << 56);
     if let Some(start) = guest_address.filter(|start| !fits(*start) || !start.is_multiple_of(PAGE_SIZE as u64)) {
         return Err(format!("region {at} cannot begin at guest-physical address {start:#x}"));
@@ -164,7 +163,7 @@ fn ram_of(region: &RegionInfo, files: &[RamFile], uffd_features: u64) -> Result<
 
 fn check_file(number: usize, fd: SentFd) -> Result<RamFile, String> {
     // Only files of these kinds have seals, and the kernel returns those without asking the file's own file system.
-    // After that the rest may be asked, too.
+    // After that the other calls are safe, too.
     if fcntl_get_seals(&fd).is_err() {
         return Err(format!("RAM file {number} is not a shared memory file (memfd, tmpfs or hugetlbfs)"));
     }

@@ -1,10 +1,10 @@
-//! Asks a program whether it could be the keeper, in a process of its own, before this process becomes it.
+//! Checks in another process whether a program could be the keeper, before this process becomes it.
 //!
 //! Before: an engine of the program serves. After: the program has read the record that this keeper would leave it, and
-//! the state file of every VM, and has said whether it could go on with them.
+//! the state file of every VM, and has replied whether it could use them.
 //! Threads: the keeper's one; nothing here waits on its side.
-//! Promise: the program has only read-only copies of the record and duplicates of the state files. Whatever it does,
-//! this keeper goes on.
+//! Promise: the program has only read-only copies of the record and duplicates of the state files. This keeper serves
+//! on, whatever the program does.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,7 +26,7 @@ use crate::stage::Deadline;
 /// The argument of the program.
 const ROLE: &str = "check-keeper";
 
-/// A program that has been asked.
+/// A program that is being checked.
 pub(crate) struct Checker {
     child: Child,
     socket: OwnedFd,
@@ -95,7 +95,7 @@ fn look(keeper: impl AsFd) -> anyhow::Result<()> {
             }
         }
     }
-    let kept = kept.context("The keeper has said nothing")?;
+    let kept = kept.context("The keeper has sent no record")?;
     let vms = kept.vms.len() + kept.closing.len();
     anyhow::ensure!(states == vms, "{states} state files came with {vms} VMs");
     Ok(())

@@ -1,4 +1,4 @@
-//! A process that connected, and what it attached with.
+//! A process that connected, and its view.
 //!
 //! Before: `clients` took its connection. After: the keeper knows its user, and which parts of a VM it maps.
 //! Threads: the keeper's one.
@@ -27,7 +27,7 @@ pub struct Client {
     pub pending: usize,
 }
 
-/// What a process attached with.
+/// The view of a process that attached.
 pub struct ClientView {
     pub vm: VmId,
     /// In the client's order.

@@ -1,9 +1,9 @@
-//! Clients: connections of VMMs, from accept to end, and what each may use.
+//! Clients: connections of VMMs, from accept to end, and their limits.
 //!
-//! Before: a process connected to the attach socket. After: its messages went where they belong, one at a time.
+//! Before: a process connected to the attach socket. After: its messages were carried out, one at a time.
 //! Threads: the keeper's one.
-//! Promise: a client harms itself only. What it may leave open, unsaid or unanswered is bounded per user and per
-//! client, and every descriptor it sends becomes a [`SentFd`] at once, so that none can hold up the keeper.
+//! Promise: a client harms itself only. Its connections, requests and unread replies are bounded per user and per
+//! client, and every descriptor it sends becomes a [`SentFd`] at once, so that none can delay the keeper.
 
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -39,12 +39,12 @@ const BURST: usize = 16;
 /// Descriptors of one user whose closing hangs, before connections of that user are refused.
 pub const MOST_STUCK: usize = 4;
 /// Messages of one client that were refused, or whose reply it did not take, before the keeper hangs up. A client that
-/// is refused connects anew; only a client that sends nonsense comes this far.
+/// is refused connects again; only a client that sends invalid messages reaches this limit.
 const MOST_FAULTS: u32 = 16;
-/// How long to leave the listening socket alone when there are no descriptors left: it stays readable.
+/// Pause of the listening socket, which stays readable, when there are no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 
-/// May this user have one more connection, given the users of all there are (and whether each is attached)?
+/// May this user have one more connection, given the users of all connections (and whether each is attached)?
 fn has_room(uid: u32, clients: impl Iterator<Item = (u32, bool)>) -> Result<(), &'static str> {
     let (mut all, mut own, mut unattached) = (0, 0, 0);
     for (whose, attached) in clients {
@@ -201,7 +201,7 @@ impl Keeper {
         }
     }
 
-    /// Reply to a client; one that does not take its replies is remembered for that.
+    /// Reply to a client; one that does not read its replies is marked.
     pub(crate) fn answer(&mut self, key: u64, answer: &KeeperToClient, fds: &[BorrowedFd<'_>]) {
         let Some(client) = self.clients.get_mut(&key) else { return };
         if let Err(error) = scm::send(&client.socket, &wire::encode(answer), fds) {
@@ -291,7 +291,7 @@ impl Keeper {
         let seq = self.next_seq;
         self.next_seq += 1;
         let order = order(seq, vm, client.pid);
-        // An engine that is to get the VM later, or to have it alone, then also gets the pending orders.
+        // An engine that gets the VM later, or alone, also gets the pending orders then.
         if self.vm(vm).is_some_and(|vm| vm.is_handed_over() && vm.at != At::Both) {
             self.order(&order, &[]);
         }

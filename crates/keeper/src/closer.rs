@@ -1,8 +1,8 @@
-//! The closer: closes descriptors of clients, on threads that do nothing else.
+//! The closer: closes descriptors of clients on threads of its own.
 //!
-//! Before: a client sent a descriptor. After: it is closed, or only a closing thread waits for that. A close can take
-//! for ever: a socket that lingers, a file of a FUSE server that does not respond. It can take long: the last
-//! descriptor of a large RAM file.
+//! Before: a client sent a descriptor. After: it is closed, or only a closing thread waits for that. A close may never
+//! return: a socket that lingers, a file of a FUSE server that does not respond. It may take long: the last descriptor
+//! of a large RAM file.
 //! Threads: any may drop a [`SentFd`]; closing threads are started as needed, at most [`MOST_THREADS`].
 //! Promise: dropping a [`SentFd`] never waits. The closer knows the users whose descriptors do not close
 //! ([`Closer::stuck`]).
@@ -47,7 +47,7 @@ impl Closer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Drop something that came from this user, elsewhere.
+    /// Drop something that came from this user, on a closing thread.
     pub fn close(self: &Arc<Self>, uid: u32, thing: impl Send + 'static) {
         let mut state = self.state();
         state.waiting.push_back((uid, Box::new(thing)));

@@ -1,11 +1,10 @@
 //! VMs whose processes are gone while their memory may still be on its way back into RAM files that other processes can
 //! reach.
 //!
-//! Before: the last process of a VM is gone. After: the engine says that it is done with the VM; its descriptors are
-//! closed.
+//! Before: the last process of a VM is gone. After: the engine has closed the VM, and the keeper its descriptors.
 //! Threads: the keeper's one.
 //! Promise: if an engine dies meanwhile, its successor goes on. No other VM gets such a file as RAM meanwhile: a client
-//! that brings it, with its attach or later, is told to come again.
+//! that brings it, with its attach or later, is told to retry.
 
 use ballast_base::Bytes;
 use ballast_base::wire::VmId;
@@ -32,13 +31,13 @@ impl Keeper {
         let seq = self.seq();
         let given = entry.is_handed_over() && entry.at != At::Both;
         match entry.at {
-            // Its engine closes it as if it were to move; then it is opened there once more, for its end.
+            // Its engine closes it as if it moved; then the same engine opens it again to end it.
             At::Parting(..) => entry.at = At::Engine,
             At::Resting(_) => {
                 entry.at = At::Engine;
                 self.order(&Order::HandOver { seq: UNASKED, vm: id }, &[]);
             }
-            // Both close it; then the one that is to follow opens it once more, for its end.
+            // Both close it; then the next engine opens it again to end it.
             At::Both => {
                 entry.at = At::Next;
                 self.leave_to_next(id);
@@ -55,7 +54,7 @@ impl Keeper {
         }
     }
 
-    /// The engine is done with a VM.
+    /// The engine has closed a VM.
     pub(crate) fn closed(&mut self, seq: u64) {
         self.closing.retain(|closing| closing.seq != seq);
     }
@@ -65,8 +64,8 @@ impl Keeper {
         self.closing.retain(|closing| closing.entry.state.id() != id);
     }
 
-    /// Must a process that is, or comes back as, this VM wait with this RAM, and why? The RAM of any other VM may be on
-    /// its way back into these files until now.
+    /// Why a process of this VM must wait with this RAM, if it must: far pages of another VM are still written back
+    /// into these files.
     pub(crate) fn must_wait(&self, vm: Option<VmId>, ram: &FileRanges) -> Option<String> {
         let is_it = |closing: &&Closing| Some(closing.entry.state.id()) == vm;
         let (own, others): (Vec<_>, Vec<_>) = self.closing.iter().partition(is_it);
@@ -78,8 +77,8 @@ impl Keeper {
         Some(format!("what was far of VM {name:?} is on its way back into its RAM file"))
     }
 
-    /// Must a process of this user wait because too many of the user's VMs are closing, and why? One that comes back as
-    /// such a VM need not.
+    /// Why a process of this user must wait, if it must: too many of the user's VMs are closing. A process of such a VM
+    /// need not wait.
     pub(crate) fn must_wait_for_others(&self, uid: u32, resume: Option<VmId>) -> Option<String> {
         let own = self.closing.iter().filter(|closing| closing.entry.uid == uid);
         let is_back = self.closing.iter().any(|closing| Some(closing.entry.state.id()) == resume);
@@ -96,7 +95,8 @@ impl Keeper {
         Bytes(regions.map(|record| record.pages().bytes().0).fold(0, u64::saturating_add))
     }
 
-    /// Have a new engine finish what the last one had begun, when the last one is gone. Returns whether some must wait.
+    /// Have a new engine close the VMs that the last one was closing, when the last one is gone. Returns whether some
+    /// must wait.
     pub(crate) fn tend_closing(&mut self) -> bool {
         let ours = self.ours();
         let is_free = |entry: &VmEntry, engine: Process| {

@@ -1,4 +1,4 @@
-//! An engine from its keeper's side: a child, a socket, a pulse, and the orders that it has not taken.
+//! An engine from its keeper's side: a child, a socket, pings, and the orders that it has not taken.
 //!
 //! Before: `engine_child` starts one. After: it gets orders, and the keeper knows whether it is alive.
 //! Threads: the keeper's one. Nothing here waits: orders that the engine's socket does not take stay in a queue.
@@ -25,8 +25,8 @@ use crate::closer::SentFd;
 pub const PING_EVERY: Duration = Duration::from_secs(1);
 /// Unanswered pings after which it is replaced.
 const SILENCE: u32 = 15;
-/// Most replies without having begun to serve. Opening a VM takes seconds at most; an engine that does not serve after
-/// ten minutes waits for itself.
+/// Most replies before it serves. Opening a VM takes seconds at most; an engine that does not serve after ten minutes
+/// is in a deadlock.
 const STARTING: u32 = 600;
 
 /// Does the engine still reply? Counted in rounds of this keeper, not in time: a keeper that was stopped for a minute,
@@ -96,7 +96,7 @@ pub struct Engine {
     /// Why it was killed, if it was.
     pub killed: Option<&'static str>,
     pub begun: Instant,
-    /// It was told that it has all VMs there are.
+    /// It was told that it has all VMs.
     pub told_to_serve: bool,
     /// The version of its messages; 0 before the first one.
     pub version: u16,
@@ -143,7 +143,7 @@ impl Engine {
                 Err(error) if error.kind() == ErrorKind::BrokenPipe || error.kind() == ErrorKind::ConnectionReset => {
                     return self.orders.clear();
                 }
-                // It will never be sent, and others wait behind it.
+                // It can never be sent, and would block later ones.
                 Err(error) if error.kind() == ErrorKind::InvalidInput => {
                     tracing::error!("An order with {} descriptors is left out: {error}", fds.len());
                 }

@@ -26,10 +26,10 @@ use crate::regions::{At, Fenced, VmEntry};
 use crate::store_files::Files;
 use crate::waiting::{Closing, Making, UNASKED};
 
-/// How long the API of a new engine waits for VMs that dead engines are not done with. They take milliseconds, or as
+/// How long the API of a new engine waits for VMs that threads of dead engines still use. They take milliseconds, or as
 /// long as the kernel takes.
 const SERVE_TIMEOUT: Duration = Duration::from_millis(500);
-/// How often to look whether they are done after that.
+/// Time between checks after that.
 const LATER: Duration = Duration::from_millis(200);
 /// When operators are told that a VM waits.
 const TELL_AFTER: Duration = Duration::from_secs(2);
@@ -64,7 +64,7 @@ impl Keeper {
         };
         match engine.pulse.beat(Instant::now()) {
             Beat::Rest => {}
-            // Its pidfd is silent while the kernel keeps one of its threads. That delays one VM, not all.
+            // Its pidfd is not readable while the kernel keeps one of its threads. That delays one VM, not all.
             _ if engine.killed.is_some() || engine.process.is_dying() => return self.reap_engine(),
             // With orders waiting, a ping would only make the queue longer, and replies are missing anyway.
             Beat::Ask if engine.orders.is_empty() => self.order(&Order::Ping, &[]),
@@ -128,8 +128,8 @@ impl Keeper {
         (Order::Begin(begin), [self.api.clone()])
     }
 
-    /// Hand over the VMs that dead engines are done with by now, and have the engine serve when it has all, or when
-    /// that takes long. Returns how soon to look again, if some wait.
+    /// Hand over the VMs that no thread of a dead engine uses any more, and have the engine serve when it has all, or
+    /// when that takes long. Returns how soon to check again, if some wait.
     pub(crate) fn tend_fences(&mut self) -> Option<Duration> {
         let fenced = |vm: &VmEntry| vm.fenced.as_ref().map(|fenced| (vm.state.id(), fenced.unserved_since_ns));
         for (vm, since) in self.vms.iter().filter_map(fenced).collect::<Vec<_>>() {
@@ -193,8 +193,8 @@ impl Keeper {
         }
     }
 
-    /// Tell the engine all about a VM, unless some of its regions are still missing, or its last engine is not done
-    /// with it.
+    /// Tell the engine all about a VM, unless some of its regions are still missing, or a thread of its last engine
+    /// still uses it.
     pub(crate) fn hand_over(&mut self, id: VmId, unserved_since_ns: Option<u64>) {
         let ours = self.ours();
         let Some(engine) = self.vm(id).filter(|vm| vm.search.is_none()).and_then(|vm| self.engine_for(vm)) else {
@@ -232,7 +232,7 @@ impl Keeper {
         }
     }
 
-    /// A VM's last engine is not done with it.
+    /// A thread of a VM's last engine still uses it.
     fn wait_for(&mut self, id: VmId, unserved_since_ns: Option<u64>, left: io::Result<Left>) {
         let views: Vec<u32> = self.views_of(id).map(|(pid, _)| pid).collect();
         let now = self.engine.as_ref().map(|engine| engine.process);
@@ -332,14 +332,14 @@ impl Keeper {
         let is_moving =
             |vm: VmId| self.vm(vm).is_some_and(|vm| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..)));
         if result.is_err() && asked.order.vm().is_some_and(is_moving) {
-            // It failed because the VM is on its way from here. The next engine is asked again.
+            // It failed because the VM moves to the next engine, which is asked again.
             self.pending.insert(seq, asked);
             return;
         }
         self.answered(&asked, result);
     }
 
-    /// The engine is dead, but for threads that the kernel keeps.
+    /// The engine is dead, except threads that the kernel keeps.
     pub(crate) fn reap_engine(&mut self) {
         let Some(engine) = self.engine.take() else { return };
         let how = engine.killed.unwrap_or("died");
@@ -350,7 +350,7 @@ impl Keeper {
         };
         let how = format!("{how} ({status})");
         tracing::error!(pid = engine.child.id(), "the engine {how}: starting another");
-        // Until the next engine serves, all guests wait for what this thread does.
+        // Until the next engine serves, all guests wait for this thread.
         run_first();
         self.restarts += 1;
         let is_young = engine.pulse.starting.is_some();

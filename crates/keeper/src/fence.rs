@@ -4,7 +4,7 @@
 //! state file names can change anything of the VM, and another engine may have it.
 //! Threads: any; nothing here waits.
 //! Promise: only the kernel's word counts as proof. If it cannot be known, the VM waits and is checked again, because
-//! two engines that mend the same words at the same time would lose bytes.
+//! two engines that repair the same words at the same time would lose bytes.
 //!
 //! A killed process runs none of its code any more, but an uninterruptible system call goes on until it is over: for
 //! example one that wants the `mmap_lock` of a VMM whose own thread hangs with that lock. Such a thread delays its own
@@ -33,7 +33,7 @@ pub fn kill(process: Process) -> io::Result<Option<OwnedFd>> {
     let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
         Ok(pidfd) => pidfd,
         Err(Errno::SRCH) => return Ok(None),
-        // Some kernels return this when the number is a thread's of another process by now; its start time decides.
+        // Some kernels return this if the number is by now that of another process's thread; the start time decides.
         Err(error) if Process::find(process.pid)? == Some(process) => return Err(error.into()),
         Err(Errno::INVAL | Errno::NOENT) => return Ok(None),
         Err(error) => return Err(error.into()),
@@ -79,7 +79,7 @@ pub fn end_for(state: &StateFile, ours: impl IntoIterator<Item = Process>) -> io
 
 fn end_one_for(state: &StateFile, process: Process) -> io::Result<Left> {
     let Some(pidfd) = kill(process)? else { return Ok(Left::Nothing) };
-    // Only now, when it can begin nothing any more.
+    // Only now, because it begins nothing any more.
     let Some(threads) = state.fence_threads(process.pid, process.start) else {
         let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default()))?;

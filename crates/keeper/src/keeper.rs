@@ -1,6 +1,6 @@
 //! The keeper's state.
 //!
-//! Before: `run` made it. After: each of the other files adds what the keeper does about its subject.
+//! Before: `run` made it. After: each of the other files adds functions to it.
 //! Threads: the keeper's one.
 
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ use crate::waiting::{Asked, Closing, Making};
 /// The longest wait while something must be checked without an event.
 pub(crate) const SOON: Duration = Duration::from_millis(20);
 
-/// What makes a process the one keeper of its directory.
+/// The lock that makes a process the one keeper of its directory.
 pub(crate) struct Standing {
     /// The number of the lock file's descriptor. It is open until the process ends: closing it once loses the lock.
     pub lock: RawFd,
@@ -48,7 +48,7 @@ pub(crate) struct Keeper {
     pub(crate) closer: Arc<Closer>,
     pub(crate) api: Arc<SentFd>,
     pub(crate) engine: Option<Engine>,
-    /// One that is to follow it.
+    /// The next engine, in an upgrade.
     pub(crate) upgrade: Option<Upgrade>,
     /// The state of the last upgrade.
     pub(crate) last_upgrade: Upgrading,
@@ -56,7 +56,7 @@ pub(crate) struct Keeper {
     pub(crate) replacing: Option<Replacing>,
     /// The program before the last upgrade, until the new one has served once.
     pub(crate) last_program: Option<PathBuf>,
-    /// Engines that were followed and have not ended.
+    /// Engines that were replaced and have not ended.
     pub(crate) leaving: Vec<Leaving>,
     /// Attaches that wait for their stores.
     pub(crate) making: Vec<Making>,

@@ -3,8 +3,8 @@
 //! Before: nothing prevents an exec (`replace`). After: the next program has the same VMs, clients and engine as this
 //! one had.
 //! Threads: the keeper's one.
-//! Promise: making a keeper changes nothing that another program could not still use: it takes duplicates of the
-//! descriptors, reads files, and sends nothing. So if a program fails here, the one before it can follow.
+//! Promise: making a keeper takes duplicates of the descriptors, reads files, and sends nothing. So if a program fails
+//! here, the one before it can be the keeper again.
 
 use std::collections::HashMap;
 use std::ffi::OsString;

@@ -2,15 +2,15 @@
 //!
 //! Before: systemd or a person starts `ballastd`. After: VMMs attach, engines come and go.
 //! Threads: one, which waits in `poll` for clients, the engine's replies and the engine's death; nothing it does takes
-//! long. Work that may take long ([`closer`], [`lost`]) has threads of its own without the keeper's state.
+//! long. Work that may take long ([`closer`], [`lost`]) has threads of its own, which do not have the keeper's state.
 //! Promise: it never touches a page. An engine that dies, or no longer replies, is replaced at once and announced; when
 //! the keeper itself dies, its engine serves on without reclaiming, and clients bring everything to the next keeper.
 //!
 //! [`run`](mod@run) is the loop over the state in [`keeper`]. [`clients`] listens to VMMs; [`attach`] makes VMs of
 //! them, with [`admit`], [`resume`], [`store_files`], [`regions`] and [`lost`]; [`closing`] ends them; [`engine_child`]
-//! has the engine; [`fence`] tells when a dead engine can do nothing to a VM any more; [`upgrade`] has another engine
-//! follow while the first serves, in the stages of [`stage`], to its [`upgrade_end`]; then [`replace`] has this process
-//! become the new program, too, which makes its keeper from the record in [`kept`].
+//! has the engine; [`fence`] tells when a dead engine can do nothing to a VM any more; [`upgrade`] replaces the engine
+//! while it serves, in the stages of [`stage`], to its [`upgrade_end`]; then [`replace`] has this process become the
+//! new program as well, which makes its keeper from the record in [`kept`].
 #![forbid(unsafe_code)]
 
 mod admit;

@@ -1,12 +1,12 @@
-//! Regions of a resumed VM that no process has brought: they were unplugged while no keeper ran, or another process has
-//! them.
+//! Regions of a resumed VM that no process has brought: they were unplugged while no keeper ran, or another process
+//! maps them.
 //!
 //! Before: a process of a VM attached again without all the regions of the state file. After: the others are there, or
 //! no process maps them any more; only then is the VM handed to the engine, whose recovery wants all of them or none.
 //! Threads: the search reads `/proc`, which may take for ever, on a thread of its own.
 //! Promise: the keeper waits for a region that some process maps; guests wait too, as they do without a keeper. If it
-//! is still missing after [`LONGEST_WAIT`] the others must go on without it, and the state file records that its pages
-//! are lost.
+//! is still missing after [`LONGEST_WAIT`], the VM is served without it, and the state file records that its pages are
+//! lost.
 
 use std::collections::HashSet;
 use std::sync::mpsc::{self, TryRecvError};
@@ -15,18 +15,19 @@ use std::time::{Duration, Instant};
 use ballast_handover::watch;
 use ballast_sys::memfd::FileId;
 
-/// Time from one look to the next.
+/// Time between scans.
 const EVERY: Duration = Duration::from_secs(1);
-/// A client reconnects several times a second. One that does not may be stopped, or may never have been a client.
+/// Longest wait for a process. A client reconnects several times a second; one that does not may be stopped, or never
+/// was a client.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// A search that is under way.
 #[derive(Debug)]
 pub struct Search {
-    /// Time in which clients could find the keeper: a keeper, or a host, that stood still has not waited.
+    /// Time in which clients could find the keeper; it does not count while keeper or host stood still.
     waited: Duration,
     asked: Instant,
-    looked: Instant,
+    scanned: Instant,
     answer: Option<mpsc::Receiver<Seen>>,
 }
 
@@ -37,15 +38,15 @@ pub enum Found {
     Waiting,
     /// No process maps them: they were unplugged.
     Nobody,
-    /// A process may map them, and has not come for [`LONGEST_WAIT`].
+    /// A process may map them, and has not attached for [`LONGEST_WAIT`].
     NobodyCame,
 }
 
 impl Search {
-    /// Begin to look for processes that map one of these files.
+    /// Begin to search for processes that map one of these files.
     pub fn begin(files: HashSet<FileId>) -> Self {
         let now = Instant::now();
-        Self { waited: Duration::ZERO, asked: now, looked: now, answer: look(files) }
+        Self { waited: Duration::ZERO, asked: now, scanned: now, answer: scan(files) }
     }
 
     /// The state of the search. `files` are those still missing.
@@ -58,9 +59,9 @@ impl Search {
             Some(Err(TryRecvError::Empty)) => {}
             Some(Ok(Seen::Somebody) | Err(TryRecvError::Disconnected)) | None => {
                 self.answer = None;
-                if self.looked.elapsed() > EVERY {
-                    self.looked = Instant::now();
-                    self.answer = look(files());
+                if self.scanned.elapsed() > EVERY {
+                    self.scanned = Instant::now();
+                    self.answer = scan(files());
                 }
             }
         }
@@ -74,11 +75,11 @@ enum Seen {
     Somebody,
 }
 
-fn look(files: HashSet<FileId>) -> Option<mpsc::Receiver<Seen>> {
+fn scan(files: HashSet<FileId>) -> Option<mpsc::Receiver<Seen>> {
     let (sender, answer) = mpsc::channel();
     let body = move || {
-        let look = watch::look(&files);
-        let nobody = look.mapping.is_empty() && look.unreadable.is_empty();
+        let scan = watch::scan(&files);
+        let nobody = scan.mapping.is_empty() && scan.unreadable.is_empty();
         let seen = if nobody { Seen::Nobody } else { Seen::Somebody };
         let _ = sender.send(seen);
     };

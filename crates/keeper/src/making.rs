@@ -1,7 +1,7 @@
 //! Making: attaches that wait for a file store, which the engine makes.
 //!
-//! Before: a process attaches as a VM that is to have a file store and has none. After: it is attached; its VM has one,
-//! or a note of why not.
+//! Before: a process attaches as a VM that must have a file store and has none. After: it is attached; its VM has one,
+//! or an event says why not.
 //! Threads: the keeper's one. Promise: if an engine dies meanwhile, its successor makes the store; no attach waits
 //! longer than [`MAKE_TIMEOUT`].
 

@@ -1,7 +1,7 @@
 //! Moving: VMs go from the serving engine to its successor, and back if that fails.
 //!
-//! Before: the new engine could serve all VMs, and the old one decides nothing any more (`upgrade`). After: each VM is
-//! with the new engine; or all are with the old one again. The steps of a VM are in `stage`.
+//! Before: the new engine can serve all VMs, and the old one decides nothing any more (`upgrade`). After: the new
+//! engine has all VMs, or the old one has them again. The steps of a VM are in `stage`.
 //! Threads: the keeper's one. Nothing here waits.
 //! Promise: a VM's state file names every engine that may have it, before that engine can have heard of it.
 
@@ -17,12 +17,12 @@ use crate::stage::Stage;
 use crate::upgrading::Asked;
 use crate::waiting::UNASKED;
 
-/// VMs that move at once. Each waits for the others of its group, so few; more than one, because one may wait for its
-/// VMM.
+/// VMs that move at once. Few, because each waits for the others of its group; more than one, because one may wait for
+/// its VMM.
 const AT_ONCE: usize = 4;
 
 impl Keeper {
-    /// Have the old engine give up some more VMs, so that they can move; when none is left, the new engine serves.
+    /// Have the old engine release some more VMs, so that they can move; when none is left, the new engine serves.
     pub(crate) fn move_some(&mut self) {
         let Some(upgrade) = &self.upgrade else { return };
         let moving = |vm: &&VmEntry| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..));
@@ -58,7 +58,7 @@ impl Keeper {
         self.order(&Order::HandOver { seq, vm }, &[]);
     }
 
-    /// The old engine is done with this VM: the new one gets it.
+    /// The old engine has closed this VM: the new one gets it.
     pub(crate) fn move_on(&mut self, vm: VmId, seq: u64) {
         let Some(entry) = self.entry(vm) else { return };
         // The VM may have gone and come back meanwhile.
@@ -83,7 +83,7 @@ impl Keeper {
         self.order_next(&Order::Tell { seq, vm }, &[]);
     }
 
-    /// The old engine does nothing for this VM but serve its faults: the new one does so, too. Or it cannot.
+    /// The old engine only serves this VM's faults now, so the new one does so, too; or the old one cannot.
     pub(crate) fn faults_only(&mut self, vm: VmId, seq: u64, result: &Result<(), String>) {
         // The VM may have gone and come back meanwhile.
         let Some(entry) = self.entry(vm).filter(|entry| entry.at == At::Resting(seq)) else { return };
@@ -156,14 +156,14 @@ impl Keeper {
         self.show_upgrade();
     }
 
-    /// The old engine gets back the VMs of the new one, and those it was about to give up.
+    /// The old engine gets back the VMs of the new one, and those it was about to release.
     pub(crate) fn take_back(&mut self) {
         let (mut back, mut open) = (Vec::new(), Vec::new());
         for entry in &mut self.vms {
             let since = match entry.at {
                 At::Engine => continue,
                 At::Parting(since, _) => since,
-                // VMs that both have are served by the old one until it can open them anew (`hand_over`).
+                // VMs that both have are served by the old one until it can open them again (`hand_over`).
                 At::Both | At::Next => Instant::now(),
                 At::Resting(_) => {
                     open.push(entry.state.id());
@@ -174,14 +174,14 @@ impl Keeper {
             back.push((entry.state.id(), since));
         }
         for (vm, _) in &back {
-            self.ask_anew(*vm);
+            self.ask_again(*vm);
         }
         for closing in self.closing.iter_mut().filter(|closing| closing.entry.at == At::Next) {
             closing.entry.at = At::Engine;
             closing.take_back();
         }
         for vm in open {
-            // The old engine only serves its faults, and cannot do more again: it closes the VM, and opens it anew.
+            // The old engine only serves its faults, and cannot go back to more: it closes the VM and opens it again.
             self.order(&Order::HandOver { seq: UNASKED, vm }, &[]);
         }
         for (vm, since) in back {
@@ -190,8 +190,9 @@ impl Keeper {
         self.tend_fences();
     }
 
-    /// Orders that clients of this VM wait for get new numbers: an engine may yet report the old ones as broken off.
-    fn ask_anew(&mut self, vm: VmId) {
+    /// Orders that clients of this VM wait for get new numbers, because an engine may still report the old ones as
+    /// aborted.
+    fn ask_again(&mut self, vm: VmId) {
         let asked = self.pending.iter().filter(|(_, asked)| asked.order.vm() == Some(vm));
         for seq in asked.map(|(seq, _)| *seq).collect::<Vec<_>>() {
             let Some(mut asked) = self.pending.remove(&seq) else { continue };

@@ -1,4 +1,4 @@
-//! The part of the configuration that the keeper uses. The rest is its engines', and passes through it as bytes.
+//! The part of the configuration that the keeper uses. The rest is for its engines, and passes through it as bytes.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ pub struct Options {
     pub runtime_dir: PathBuf,
     /// Where VMMs attach.
     pub attach_socket: PathBuf,
-    /// Where operators ask; the engine answers.
+    /// Socket of the API, which the engine serves.
     pub api_socket: PathBuf,
     /// Members of this group may connect to the attach socket, beside root.
     pub attach_gid: Option<u32>,
@@ -23,7 +23,7 @@ pub struct Options {
     pub engine: Vec<u8>,
 }
 
-/// The group of a VM of this name: the first with a pattern that is the name, or its beginning and `*`.
+/// Returns the group of a VM of this name: the first with a pattern that is the name, or its beginning and `*`.
 pub(crate) fn group_of<'a>(groups: &'a [(String, Vec<String>)], name: &str) -> Option<&'a str> {
     let fits = |pattern: &String| match pattern.strip_suffix('*') {
         Some(beginning) => name.starts_with(beginning),

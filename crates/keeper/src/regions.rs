@@ -23,7 +23,7 @@ use crate::store_files::Files;
 
 /// A VM.
 pub struct VmEntry {
-    /// The part that outlives engines.
+    /// The state file, which outlives engines.
     pub state: StateFile,
     /// The same file, for the engine.
     file: Arc<SentFd>,
@@ -46,25 +46,25 @@ pub struct VmEntry {
     pub at: At,
     /// How many engines had opened it when the last one was named.
     pub named_at: u64,
-    /// Set while its last engine, which is dead, may still change something of it: no other engine has it then.
+    /// Set while a thread of its last, dead engine may still change it: no other engine has it then.
     pub fenced: Option<Fenced>,
     /// The number of the last question to an upgrade's new engine about this VM. The reply to an earlier question is
     /// about the VM before its processes went and attached again.
     pub question: Option<u64>,
 }
 
-/// Which engine has a VM, or is to have it.
+/// The engine that has a VM, or will get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum At {
     /// The keeper's engine.
     Engine,
-    /// The keeper's engine is told by this order to do nothing for it any more but serve its faults.
+    /// This order tells the keeper's engine to do nothing for it any more except to serve its faults.
     Resting(u64),
     /// The keeper's engine serves its faults, and so does the next one, which has it when the first has closed it.
     Both,
     /// The keeper's engine closes it: since when, and by which order. The next engine gets it then.
     Parting(Instant, u64),
-    /// The engine that is to follow.
+    /// The next engine.
     Next,
 }
 
@@ -74,9 +74,9 @@ pub type RamFiles = Vec<(Arc<SentFd>, FileId)>;
 /// A VM that waits for the end of its last engine.
 pub struct Fenced {
     pub since: Instant,
-    /// Since when nobody serves it, on the monotonic clock.
+    /// Since when no engine serves it, on the monotonic clock.
     pub unserved_since_ns: Option<u64>,
-    /// The engine in whose events it was said: the next one's list begins anew.
+    /// The engine that got the event; the next one has a new list.
     pub told: Option<Process>,
 }
 
@@ -200,7 +200,7 @@ impl VmEntry {
         Ok(spans)
     }
 
-    /// A region's files are here.
+    /// Are a region's files here?
     pub fn bring(&mut self, number: u32, files: RamFiles) {
         let known: HashMap<FileId, Arc<SentFd>> =
             self.ram.iter().flatten().flatten().map(|(fd, id)| (*id, fd.clone())).collect();

@@ -6,7 +6,7 @@
 //! Threads: the keeper's one. An exec ends all others, and waits for one that is in an uninterruptible call; so there
 //! are only idle ones when it begins.
 //! Promise: all pending state of this keeper is recorded. A message that a client or the engine has sent is in its
-//! socket, whole, until the next program reads it.
+//! socket, complete, until the next program reads it.
 //!
 //! | Step | Goes on when | Otherwise |
 //! |---|---|---|
@@ -75,7 +75,7 @@ impl Keeper {
         }
     }
 
-    /// Continue it. Returns how soon to look again.
+    /// Continue it. Returns how soon to check again.
     pub(crate) fn tend_replacing(&mut self) -> Option<Duration> {
         let now = Instant::now();
         let replacing = self.replacing.as_mut()?;
@@ -159,7 +159,7 @@ impl Keeper {
         let exec = || -> anyhow::Result<()> {
             let kept = self.kept().context("There is no engine")?;
             let file = kept.write().context("Writing down what the keeper holds")?;
-            // By now another file may have this one's name.
+            // Another file may have this one's name by now.
             let own = File::open("/proc/self/exe").context("Opening this program's own file")?;
             let numbers = [kept.numbers(), vec![file.as_raw_fd(), own.as_raw_fd()]].concat();
             let keep_all = |stays| numbers.iter().try_for_each(|number| keep(*number, stays));
@@ -175,7 +175,7 @@ impl Keeper {
         exec().err().unwrap_or_else(|| anyhow::anyhow!("the exec has returned"))
     }
 
-    /// The exec is called off.
+    /// The exec is abandoned.
     pub(crate) fn stays(&mut self, why: &str) {
         if let Some(Replacing { step: Step::Checking(checker), .. }) = self.replacing.take() {
             self.zombies.push(checker.end());

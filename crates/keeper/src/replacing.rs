@@ -19,6 +19,6 @@ pub(crate) struct Replacing {
 pub(crate) enum Step {
     /// The program is asked whether it could be the keeper.
     Checking(Checker),
-    /// It could. Something still prevents the exec.
+    /// It can be the keeper. Something still prevents the exec.
     Waiting(Deadline),
 }

@@ -24,7 +24,7 @@ use crate::replace::{self, Follow};
 
 /// Run until killed.
 pub fn run(options: Options) -> anyhow::Result<()> {
-    // Before anything that an engine must not inherit.
+    // First, before there are descriptors that an engine must not inherit.
     let starter = Starter::new().context("Opening /dev/null")?;
     std::fs::create_dir_all(&options.runtime_dir)
         .with_context(|| format!("Making the directory {}", options.runtime_dir.display()))?;
@@ -43,7 +43,7 @@ pub fn run(options: Options) -> anyhow::Result<()> {
 
 /// Continue where the previous program was: in this process, with its record. Run until killed.
 pub fn follow(follow: &Follow) -> anyhow::Result<()> {
-    // It has the number of the previous one's: that is closed, and all others are larger.
+    // It gets the previous one's number: that one is closed, and all others are larger.
     let starter = Starter::new().context("Opening /dev/null")?;
     raise_descriptor_limit();
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
@@ -52,7 +52,7 @@ pub fn follow(follow: &Follow) -> anyhow::Result<()> {
     keeper.serve(&errors_seen)
 }
 
-/// One keeper at a time: two would fight for the sockets. This lock goes with the descriptor table, at once. A `flock`
+/// One keeper at a time: two would fight for the sockets. This lock ends with the descriptor table, at once. A `flock`
 /// would stay until a dead keeper has closed all files, and a client's descriptor may never close. An engine that is
 /// being started shares the table for a moment, so the lock is tried for a while.
 fn lock(path: &Path) -> anyhow::Result<std::fs::File> {
@@ -97,7 +97,7 @@ pub fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> a
             std::os::unix::fs::chown(&new, None, Some(gid))?;
         }
         std::fs::set_permissions(&new, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
-        // None of the VMs that attach at once is turned away; the kernel applies its own limit if that is lower.
+        // A long queue, so that VMs that attach at once are not refused; the kernel's own limit may be lower.
         rustix::net::listen(&fd, 4096)?;
         std::fs::rename(&new, path)?;
         Ok(fd)
@@ -107,7 +107,7 @@ pub fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> a
 
 impl Keeper {
     fn serve(mut self, errors_seen: &OwnedFd) -> anyhow::Result<()> {
-        let attach = self.standing.as_ref().context("Nobody listens")?.attach.clone();
+        let attach = self.standing.as_ref().context("No listening socket")?.attach.clone();
         loop {
             self.keep_engine();
             self.tend_clients(Instant::now());
@@ -171,7 +171,7 @@ impl Keeper {
             self.hear(*who);
             self.flush(*who);
         }
-        // The next engine first: if both are dead, neither takes the other's place. It may have taken it by now.
+        // The next engine first: if both are dead, neither replaces the other. It may have done so by now.
         for (who, process, _) in engines.into_iter().rev().filter(|(.., at)| ready[*at]) {
             match who {
                 Who::Next if self.upgrade.as_ref().is_some_and(|upgrade| upgrade.next.process == process) => {
@@ -184,7 +184,7 @@ impl Keeper {
             }
         }
         for (key, _) in keys.into_iter().zip(&ready[first_client..first_dying]).filter(|(_, ready)| **ready) {
-            // An event handled before may already have dealt with this one's end.
+            // An event handled before may already have handled this one's end.
             if self.clients.contains_key(&key) {
                 self.hear_client(key);
             }

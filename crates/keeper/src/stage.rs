@@ -32,7 +32,7 @@
 //! disk is overdue, say), old closes the VM, then new opens it, and no engine serves it in between.
 //!
 //! *Return*: new is killed. VMs that it had opened stay until the kernel says that nothing is left of new, as for any
-//! engine that dies (`fence`); then old opens each again, and recovery mends its words. VMs that old was about to
+//! engine that dies (`fence`); then old opens each again, and recovery repairs its words. VMs that old was about to
 //! close, or whose faults it only serves, it closes and opens again: it carries out the orders about a VM in turn.
 //! *Promote*: new is the keeper's engine from now on. VMs of old are recovered as after any engine's death; so are VMs
 //! of both, which new closes first, when nothing is left of old: old may have died with pages locked.
@@ -70,7 +70,7 @@ pub(crate) enum Then {
     Leave,
     /// The upgrade is over, and old goes on, or an engine that is started from its program.
     Fail,
-    /// New takes the place of old, which is dead.
+    /// New replaces old, which is dead.
     Promote,
 }
 

@@ -1,5 +1,4 @@
-//! The files of a VM's stores, by the number of the store: keepers hold them, give them away for escrow, and take them
-//! back.
+//! The files of a VM's stores, by the number of the store: keepers hold them, send them for escrow, and get them back.
 //!
 //! Before: a store was made, or a client brought its files back. After: the engine that opens the store has them, in
 //! their order.
@@ -57,10 +56,9 @@ impl Files {
         self.files.first().filter(|_| self.store == GROUP_STORE)
     }
 
-    /// The files of this VM's stores that a client brings back, opened anew for writing.
+    /// The files of this VM's stores that a client brings back, reopened for writing.
     ///
-    /// # Errors
-    /// They are not what this client was given, in words.
+    /// # Errors They are not the files that this client was given; the error says why.
     pub fn take_back(
         vm: VmId,
         stores: &[StoreFiles],
@@ -123,13 +121,13 @@ impl Files {
 }
 
 /// Is it a file of the shared-memory file system? Only such files (and huge-page files) have seals, and the kernel
-/// returns those without asking the file's own file system; then the rest may be asked, too.
+/// returns those without asking the file's own file system; then other calls are safe, too.
 fn is_shmem(fd: impl AsFd) -> std::io::Result<bool> {
     Ok(fcntl_get_seals(&fd).is_ok() && memfd::is_shmem(&fd)?)
 }
 
-/// Open anew, for writing, a file that we made and gave away read-only. Its owner and mode prove that it is ours: no
-/// other user can make a file of this user with mode 0600.
+/// Reopen, for writing, a file that we made and sent read-only. Its owner and mode prove that it is ours: no other user
+/// can make a file of this user with mode 0600.
 pub fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the {what} file: {error}");
     let strange = "it is not the file this client was given";
@@ -145,8 +143,8 @@ pub fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
     Ok(fd.replaced_by(opened))
 }
 
-/// Take back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is
-/// asked without waiting for its file system: until it is known, it may be any file.
+/// Take back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is read
+/// without waiting for its file system: until it is known, it may be any file.
 fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the file of the file store: {error}");
     let index = index.as_fd().try_clone_to_owned().map_err(|error| say(&error))?;

@@ -603,7 +603,7 @@ fn vms_that_come_all_the_time_do_not_keep_an_upgrade_from_its_end() {
 }
 
 #[test]
-fn what_a_client_waits_for_is_asked_anew_when_the_move_that_broke_it_off_fails() {
+fn what_a_client_waits_for_is_asked_again_when_the_move_that_broke_it_off_fails() {
     let mut world = World::new(1);
     world.begin();
     while !matches!(world.keeper.vms[0].at, At::Resting(_)) {
@@ -885,7 +885,7 @@ fn an_engine_that_talks_without_end_keeps_nobody_waiting() {
         while world.keeper.upgrade.is_some() {
             world.keeper_turns();
             for at in 0..2 {
-                // What it has to say finds no room at times: then it would be waited for in vain.
+                // Its message may not fit into the socket; then there would be nothing to wait for.
                 let order = world.played[at].orders.first();
                 if at == 0 || order.is_some_and(|(order, _)| !matches!(order, Order::Serve)) {
                     world.act(at, Manners::Good);

@@ -1,4 +1,4 @@
-//! The keeper's state of an upgrade under way, and of an engine that was followed.
+//! The keeper's state of an upgrade under way, and of an engine that was replaced.
 //!
 //! Before: `upgrade` began one. After: it goes from stage to stage.
 //! Threads: the keeper's one.
@@ -26,11 +26,11 @@ pub(crate) struct Upgrade {
     pub settings: Vec<u8>,
     /// Orders of this upgrade that have not been answered.
     pub asked: HashMap<u64, Asked>,
-    /// VMs that the new engine opens, and since when nobody serves them.
+    /// VMs that the new engine opens, and since when no engine serves them.
     pub opening: HashMap<VmId, Instant>,
     /// VMs that two engines serve, and since when.
     pub both: HashMap<VmId, Instant>,
-    /// VMs whose faults neither engine served everywhere, because a process could not be served.
+    /// VMs with a process that neither engine could serve.
     pub incomplete: Vec<VmId>,
     /// The new engine has said that it serves.
     pub serves: bool,

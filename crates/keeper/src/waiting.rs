@@ -12,7 +12,7 @@ use crate::admit::Admitted;
 use crate::closer::SentFd;
 use crate::regions::VmEntry;
 
-/// Number of an order whose reply nobody waits for.
+/// Number of an order without a waiting caller.
 pub const UNASKED: u64 = u64::MAX;
 
 /// A client's wait.

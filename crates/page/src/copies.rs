@@ -9,13 +9,13 @@ use ballast_base::store::{Handle, PageKey, Store};
 
 use crate::page_state::{State, Word};
 
-/// Finds the store a far page is in.
+/// Finds the store of a far page.
 pub trait StoreOf {
     /// The store that this word (Far or Restoring) names. With `None` a worker that has it serves the page later.
     fn store_of(&self, word: Word) -> Option<&dyn Store>;
 }
 
-/// The handle a word keeps alive in its store, if any: what `recover` tells the store not to sweep.
+/// The handle that a word keeps alive in its store, if any; `recover` tells the store not to sweep it.
 pub fn live_handle(word: Word) -> Option<Handle> {
     matches!(word.state(), State::Far | State::Restoring).then(|| word.handle())
 }

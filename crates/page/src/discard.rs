@@ -1,4 +1,4 @@
-//! Discard: the guest gives pages up, and Ballast drops their memory and their copies.
+//! Discard: the guest frees pages, and Ballast drops their memory and their copies.
 //!
 //! Before: a VMM announced that it frees a range. After: the pages' memory and copies are gone, and a touch reads
 //! zeros. Threads: client workers. Waits for a worker that holds one of the pages. Units: pages of a region.
@@ -17,13 +17,13 @@ use crate::page_state::{State, Word};
 /// The result of [`discard`] for a run of pages.
 #[derive(Debug, Default)]
 pub struct Discarded {
-    /// How many of the pages given up had been in each state (by their granule's word), indexed by `State as usize`.
+    /// Number of discarded pages by their former state (of their granule's word), indexed by `State as usize`.
     pub counts: [u64; State::COUNT],
-    /// The error that left a Poisoned page Poisoned, if one did.
+    /// Why a Poisoned page is still Poisoned, if one is.
     pub not_healed: Option<io::Error>,
 }
 
-/// The guest gave these pages up: drop their far copies and their memory. The next touch reads zeros.
+/// The guest freed these pages: drop their far copies and their memory. The next touch reads zeros.
 ///
 /// All locks of the run are held together for one punch. They are taken in ascending order, and no other worker waits
 /// for a lock while it holds one, so there is no deadlock. `pause` is called while another worker holds a page, and may

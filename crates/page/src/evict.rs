@@ -19,9 +19,10 @@ use crate::punch::{Committed, Evicted, punch};
 /// When a page on its way out is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockedFrom {
-    /// For its punch: a touch before that keeps the page in memory and does not wait.
+    /// For its punch only: a touch before that keeps the page in memory and does not wait.
     Punch,
-    /// From before the copy on: the page goes. A thread that touches it meanwhile waits for the run and brings it back.
+    /// From before the copy on: the page is evicted in any case. A thread that touches it meanwhile waits for the run
+    /// and restores it.
     Copy,
 }
 
@@ -32,7 +33,7 @@ pub struct To<'a> {
     pub number: u8,
     /// The store.
     pub store: &'a dyn Store,
-    /// When, as the age byte of their words says it.
+    /// The time, as the age byte of their words.
     pub since: u8,
 }
 
@@ -66,7 +67,7 @@ pub fn release<'a>(run: PageRange, ticket: Ticket, granule_of: impl Fn(PageIdx) 
 
 /// Evict the granules of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many
 /// pages at a time as it holds (at least one). All locks of the run are held while it is punched, and if `from` says
-/// so, while it is copied. Whatever fails, nothing is lost.
+/// so, while it is copied. If anything fails, nothing is lost.
 #[expect(clippy::too_many_arguments, reason = "each is one thing that an eviction needs")]
 pub fn evict<'a>(
     region: RegionKey,
@@ -129,8 +130,8 @@ fn claim<'a>(
     claimed
 }
 
-/// Evicting to Far or Zero, under the lock: the granules that were copied whole and not touched meanwhile. The others
-/// keep their memory, and their copies are freed.
+/// Evicting to Far or Zero, under the lock: the granules that were copied completely and not touched meanwhile. The
+/// others keep their memory, and their copies are freed.
 fn commit<'a>(
     region: RegionKey,
     claimed: Vec<Claim<'a>>,

@@ -1,7 +1,7 @@
 //! Fault: the guest touched a page that is not mapped. Give it the bytes it last wrote.
 //!
-//! Before: the fault worker read the fault from a userfaultfd. After: the page is Resident and mapped, or its word says
-//! why not.
+//! Before: the fault worker read the fault from a userfaultfd. After: the page is Resident and mapped, or its word has
+//! the reason why not.
 //! Threads: any number: fault workers, slow workers, prefetch, and those that bring all pages back. Never waits for
 //! policy, logging, another VM or another page.
 //! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so. A page whose

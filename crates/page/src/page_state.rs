@@ -1,6 +1,6 @@
 //! The page-state word: one atomic `u64` per guest page, in memory that outlives engines.
 //!
-//! Before: `region` maps the words. After: `fault` and `evict` move them, `recover` mends them after a death.
+//! Before: `region` maps the words. After: `fault` and `evict` move them, `recover` repairs them after a death.
 //! Threads: any number of workers, of any number of engines, at once; every move is one compare-exchange.
 //! Promise: a word only moves as the table says. `tests/loom.rs` checks the moves against a modelled kernel.
 //!
@@ -114,7 +114,7 @@ impl Word {
     pub const INITIAL: Self = Self(0);
 
     /// Replaces a word whose memory failed. No worker writes these bits. The lock keeps workers from the page until
-    /// recovery, which runs without workers, has mended it.
+    /// recovery, which runs without workers, has repaired it.
     pub const LOST: Self = Self(STATE_MASK | LOCK);
 
     /// The word itself was lost.
@@ -132,7 +132,7 @@ impl Word {
         self.is_lost() || self.0 & STATE_MASK < State::COUNT as u64 && self.0 & RESERVED == 0
     }
 
-    /// All of it.
+    /// The whole word.
     pub const fn bits(self) -> u64 {
         self.0
     }
@@ -185,7 +185,7 @@ impl Word {
         (self.0 >> STORE_SHIFT) as u8
     }
 
-    /// Where in the store: meaningful in Far and Restoring.
+    /// The handle in the store: meaningful in Far and Restoring.
     pub fn handle(self) -> Handle {
         Handle::new(self.0 >> PAYLOAD_SHIFT).expect("the payload field is as wide as a handle")
     }

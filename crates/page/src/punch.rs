@@ -1,10 +1,10 @@
 //! The last step of an eviction: the memory of pages whose words say Far or Zero goes back to the host.
 //!
-//! Before: `evict` has copied the pages and committed their words. After: the host has the memory; or the kernel would
-//! not let it go, and the pages are Resident again.
-//! Threads: reclaim workers, and who takes an engine's VMs over. Units: pages of a region.
+//! Before: `evict` has copied the pages and committed their words. After: the host has the memory; or the kernel did
+//! not free it, and the pages are Resident again.
+//! Threads: reclaim workers, and recovery. Units: pages of a region.
 //! Promise: each page is locked while it is punched. A punch that fails, before it freed anything or after, costs no
-//! byte: where the file still has the page's bytes they are the page, and where not, its copy is.
+//! byte: if the file still has the page's bytes, they are the page; otherwise its copy is.
 
 use std::io;
 
@@ -29,7 +29,7 @@ pub struct Evicted {
     pub held: Vec<PageIdx>,
     /// Pages the store would not take. They are Resident again.
     pub refused: u64,
-    /// Pages the kernel would not let go: part of a huge page that is in use. They are Resident again.
+    /// Pages that the kernel did not free: part of a huge page that is in use. They are Resident again.
     pub stuck: u64,
     /// True if the store had no room.
     pub store_full: bool,
@@ -43,7 +43,7 @@ pub struct Evicted {
 }
 
 impl Evicted {
-    /// A granule has gone whose word says so, or is as good as gone.
+    /// A granule was freed, or counts as freed; its word says Far or Zero.
     fn went(&mut self, one: &Committed<'_>) {
         let pages = one.granule.pages();
         match one.lock.word().state() {
@@ -61,7 +61,7 @@ pub(crate) struct Committed<'a> {
 }
 
 impl Committed<'_> {
-    /// It has not gone: its file holds its bytes, and its copy is not needed.
+    /// It was not freed: its file holds its bytes, and its copy is not needed.
     fn is_resident(&mut self, stores: &impl StoreOf) {
         let word = self.lock.word();
         self.lock.publish(Word::new(State::Resident, 0));
@@ -85,8 +85,8 @@ pub(crate) fn punch(all: &mut [Committed<'_>], backing: &impl Backing, stores: &
     }
 }
 
-/// The kernel would not punch a granule, which may have happened before it freed anything, or after. If its file still
-/// has bytes, they are the page; if not, the copy is, and a touch has that put in the place of zeros.
+/// The kernel did not punch a granule; it may have freed a part of it. If its file still has bytes, they are the page;
+/// otherwise the copy is, and a touch replaces the zeros by it.
 fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
     if matches!(backing.holds(PageRange::of(one.key.page, one.granule.pages())), Ok(Holds::Bytes)) {
         result.refused += one.granule.pages();
@@ -96,9 +96,9 @@ fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, 
     }
 }
 
-/// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If it will not go, its bytes
-/// come back from the copy before anybody sees the page: it is locked and nobody has it mapped. If that cannot be done
-/// now, it stays Far, and is brought back by its next fault.
+/// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If that fails again, its bytes
+/// are restored from the copy. No thread sees the page before that: it is locked and not mapped. If it cannot be
+/// restored now, it stays Far, and its next fault restores it.
 fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
     let bring_back = || -> io::Result<bool> {
         if backing.punch(PageRange::of(one.key.page, one.granule.pages()))? == Punched::Gone {
@@ -135,8 +135,8 @@ fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf,
     }
 }
 
-/// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place,
-/// or memory that failed. If they will not go, the next fault on the page has them replaced.
+/// Finish a punch that a dead engine began: the page's word says Far, and its file may still hold zeros, or memory that
+/// failed. If they cannot be punched, the next fault on the page replaces them.
 pub fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -> io::Result<()> {
     let word = granule.cell().load();
     if word.state() == State::Far

@@ -13,13 +13,13 @@
 //! | Watched | zapped; the next touch maps all of it | fault worker, tracker: to Mapping. reclaim: to Plain |
 //! | Mapping | its pages are being mapped | its holder only: to Plain. Reclaim waits; a fault is put aside |
 //!
-//! Why that is sound. A page is mapped under its lock ([`crate::page_state`]), **or with its whole unit in stage
-//! Mapping**. Reclaim first marks words Quarantine, then disturbs their units ([`Unit::disturb`]), then zaps. A unit
-//! gets to Mapping only through Arming. If its Arming comes before the disturbance, that either undoes it or waits
-//! until the unit was mapped, and the zap comes after. If it comes later it sees the words, which were written before,
-//! and gives up. Both sides use read-modify-writes of one byte, so one of them is first, and the later one sees all the
-//! earlier one had written. Nobody else can arm a unit that is Cancelled: the first worker would take the second's
-//! Arming for its own, though it read the words before the disturbance.
+//! This is sound for the following reason. A page is mapped under its lock ([`crate::page_state`]), **or with its whole
+//! unit in stage Mapping**. Reclaim first marks words Quarantine, then disturbs their units ([`Unit::disturb`]), then
+//! zaps. A unit gets to Mapping only through Arming. If its Arming comes before the disturbance, that either undoes it
+//! or waits until the unit was mapped, and the zap comes after. If it comes later it sees the words, which were written
+//! before, and gives up. Both sides use read-modify-writes of one byte, so one of them is first, and the later one sees
+//! all that the earlier one had written. No other thread can arm a unit that is Cancelled: the first worker would take
+//! the second's Arming for its own, though it read the words before the disturbance.
 //!
 //! A hole in a unit whose words are all Resident means zeros, so even a kernel that fills holes when it maps a unit
 //! changes nothing that the guest can see.
@@ -42,7 +42,7 @@ pub enum Stage {
     Mapping = 4,
 }
 
-/// The byte that holds the stage of one unit.
+/// The byte with the stage of one unit.
 #[derive(Clone, Copy, Debug)]
 pub struct Unit<'a>(&'a AtomicU8);
 
@@ -76,7 +76,7 @@ impl<'a> Unit<'a> {
     pub fn disturb(self, pause: impl Fn()) {
         loop {
             let stage = self.stage();
-            // A read-modify-write even where nothing changes: see the file's head.
+            // A read-modify-write even if nothing changes: see the top of the file.
             let to = match stage {
                 Stage::Mapping => {
                     pause();

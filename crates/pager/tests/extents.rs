@@ -69,7 +69,7 @@ fn what_others_have_in_the_file_is_not_what_a_vm_uses() {
         rig.fill(page, 1);
         assert_eq!(region.resident().expect("count"), PageCount(count));
     }
-    until("it is counted anew", || rig.resident() == PageCount(4).bytes());
+    until("it is counted again", || rig.resident() == PageCount(4).bytes());
 }
 
 #[test]

@@ -311,7 +311,7 @@ fn a_page_that_no_process_maps_any_more_keeps_no_other_page_away() {
     let gone = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
     let at = rig.guest.addr() + gone as usize * PAGE_SIZE;
     vacate(at, PAGE_SIZE);
-    let error = rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect_err("one cannot be had");
+    let error = rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect_err("one is not available");
     assert!(error.to_string().contains(&format!("page {} ", PageIdx(gone))), "{error}");
     let left = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).count();
     assert_eq!(left, 1, "pages that are far still");
@@ -342,7 +342,7 @@ fn each_page_is_brought_back_through_whichever_process_maps_it() {
 }
 
 #[test]
-fn a_fault_that_the_worker_of_a_removed_view_had_read_is_raised_anew() {
+fn a_fault_that_the_worker_of_a_removed_view_had_read_is_raised_again() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
     rig.squeeze(LIMIT);
@@ -401,7 +401,7 @@ fn nothing_is_reclaimed_before_a_view_is_there() {
 }
 
 #[test]
-fn pages_quarantined_before_a_view_came_start_their_quarantine_anew() {
+fn pages_quarantined_before_a_view_came_start_their_quarantine_again() {
     let rig = Rig::unasked(RAM, AMPLE, Duration::from_secs(3600));
     rig.vm.set_may_pin();
     rig.fill_all();

@@ -263,7 +263,7 @@ fn a_vm_of_which_a_foreign_mapper_has_all_mapped_is_left_in_peace() {
     // Neither is that over when the guest touches them.
     is_left_in_peace(&rig);
     drop(foreign);
-    // What the guest has mapped as well is tried once a minute; this asks anew.
+    // What the guest has mapped as well is tried once a minute; this asks again.
     rig.set_limit(None);
     until("all is forgotten", || rig.vm.pinned.pages().0 == 0);
     rig.set_limit(Some(LEAST));

@@ -289,7 +289,8 @@ fn reclaim_takes_what_tracking_found_cold() {
         let far = rig.vm.stats().get(Counter::Far);
         let of_hot = (0..3 * PAGES_PER_UNIT).filter(|page| rig.state_of(*page) != State::Resident);
         assert!(far > 0);
-        // Half of RAM is colder than the hot set: none of it need go, but for a page met at the wrong moment.
+        // Half of RAM is colder than the hot set: none of it need be evicted, except a page touched at the wrong
+        // moment.
         assert!(of_hot.count() as u64 <= far / 8, "hot pages went first");
     });
     rig.check_bytes();

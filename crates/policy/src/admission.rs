@@ -9,7 +9,7 @@ use crate::settings::Class;
 use crate::snapshot::Snapshot;
 use crate::solve::sum;
 
-/// What is reserved, and what could be.
+/// Reserved memory, and the budget for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Admission {
     /// Sum of all reservations, and of the size of VMs that cannot be reclaimed.
@@ -18,7 +18,7 @@ pub struct Admission {
     pub size_bytes: u64,
     /// DRAM that all VMs together may use.
     pub budget_bytes: u64,
-    /// What the stores can hold.
+    /// Guest memory that the stores can hold.
     pub far_capacity_bytes: u64,
 }
 

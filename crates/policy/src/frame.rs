@@ -1,13 +1,13 @@
-//! What all policies share: who takes part, between which bounds, how much there is to divide, and the rules a plan of
+//! The frame of all policies: the VMs that take part, their bounds, the memory to divide, and the rules that a plan of
 //! another program must keep.
 //!
 //! Before: a snapshot. After: a policy gives each part a weight, and [`Frame::divide`] makes the plan.
 //! Units: bytes outside, whole pages inside.
-//! Promise: a limit lies between the VM's least and most, and the limits and what is left alone fit the budget, unless
-//! reservations alone exceed it; then each VM has its reservation, and the plan says so.
+//! Promise: a limit lies between the VM's least and most. The limits and the memory of VMs without a limit fit the
+//! budget, unless reservations alone exceed it; then each VM has its reservation, and the plan says so.
 //!
-//! Floors have two heights. While all that is *protected* fits the budget, it is everybody's floor. When it does not,
-//! nobody has more than what is protected or reserved, and only reservations are floors.
+//! There are two floors. While all *protected* memory fits the budget, a VM keeps at least its protected memory. When
+//! it does not, no VM has more than its protected or reserved memory, and only reservations are floors.
 
 use ballast_base::{Bytes, PageCount};
 
@@ -113,7 +113,7 @@ impl<'a> Frame<'a> {
             };
             if let Some((action, reason)) = left_alone(vm) {
                 (decision.action, decision.reasons) = (action, vec![reason]);
-                // Other VMs cannot have what it uses.
+                // Other VMs cannot have the memory that it uses.
                 frame.budget = frame.budget.saturating_sub(vm.resident_bytes);
             } else {
                 let (lo, hi) = bounds(vm, host.smallest_bytes);
@@ -199,7 +199,8 @@ impl<'a> Frame<'a> {
         self.managed.iter().map(|part| part.lo).collect()
     }
 
-    /// Keep limits that would hardly change. First skip small raises; then, with what that saves, skip small cuts.
+    /// Keep limits that would hardly change. First skip small raises; then, with the memory this saves, skip small
+    /// cuts.
     fn settle(&mut self, limits: &mut [u64]) {
         for raises in [true, false] {
             for (at, part) in self.managed.iter_mut().enumerate() {
@@ -220,17 +221,17 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Limits that another program wants.
+/// Limits requested by another program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct External {
-    /// What the program calls itself.
+    /// Name of the program.
     pub policy: String,
     /// VM names and limits; VMs that are not named are left as they are.
     pub limits: Vec<(String, u64)>,
 }
 
-/// Check a plan of another program against the rules. Returns it as a plan of our own. `first`: the program asks now;
-/// later, VMs that are gone are skipped.
+/// Check a plan of another program against the rules. Returns it as a plan of our own. `first`: the program has just
+/// sent it; later, VMs that are gone are skipped.
 ///
 /// # Errors
 /// The rule that it breaks, with the figures.

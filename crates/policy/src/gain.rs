@@ -16,13 +16,13 @@
 //! over the interval, as if every refault of a second had the mean frequency. Where all pages are alike, both are the
 //! same.
 //!
-//! That alone would sacrifice the slowest VM, because a slow VM touches its memory less often. So what a VM waits
+//! That alone would sacrifice the slowest VM, because a slow VM touches its memory less often. So the waiting of a VM
 //! counts more the slower it is, by the square of its slowdown: the gradient of the sum of squared slowdowns.
 //!
-//! A VM that has all it wants does not wait, and more memory would save it nothing. If others lack memory, it loses a
-//! little at a time (1/32 a second, and more while much of it is far and does not refault). If it wanted that memory,
-//! it waits, and the sums show it. Headroom counts as wanted where the working set was measured. If a VM does not fill
-//! its limit, it does not *have* the rest: that is lent to the VMs that gain most.
+//! A VM that has all the memory it wants does not wait, and more memory would save it nothing. If others lack memory,
+//! it loses a little at a time (1/32 a second, and more while much of it is far and does not refault). If it wanted
+//! that memory, it waits, and the sums show it. Headroom counts as wanted where the working set was measured. If a VM
+//! does not fill its limit, the rest is lent to the VMs that gain most.
 
 use crate::frame::{Frame, Managed, bytes, pages};
 use crate::memory::{Policy, State};
@@ -36,8 +36,8 @@ const STEP: f64 = 1.0 / 5.0;
 const MOST: f64 = 1.0;
 const MARGIN: f64 = 1.25;
 /// A VM loses at most 1/PROBE of what it has in a second and in one decision, or 1/MORE of its far memory if that is
-/// more. By the second, because what it lost and wanted is seen in sums over seconds: with short ticks it would lose
-/// twice before the first loss shows.
+/// more. The bound is per second, because the sums show lost memory that is wanted only after seconds: with short ticks
+/// the VM would lose twice before the first loss shows.
 const PROBE: u64 = 32;
 const MORE: u64 = 4;
 /// A VM below its limit counts as having 1/ROOM more than it holds, or as much as it would grow in this number of
@@ -106,8 +106,8 @@ impl Policy for Gain {
     }
 }
 
-/// Lend what no VM has to those that would gain from it: to each the same part of what it lacks of its goal. All of it
-/// within the range of each VM.
+/// Lend unused memory to the VMs that would gain from it: to each the same part of what it lacks of its goal, within
+/// its range.
 fn lend(weights: &mut [f64], goals: &[f64], ranges: &[(u64, u64)], budget: f64) {
     let within = |pages: f64, range: &(u64, u64)| pages.clamp(range.0 as f64, range.1 as f64);
     weights.iter_mut().zip(ranges).for_each(|(weight, range)| *weight = within(*weight, range));
@@ -144,8 +144,8 @@ mod tests {
     use crate::{HostSample, Settings, VmSample, WorkingSet};
     use ballast_base::MIB;
 
-    fn vm(stall: f64, away_page_ms: u64) -> VmSample {
-        VmSample { page_bytes: 4096, far_bytes: 64 * MIB, stall, away_page_ms, ..VmSample::default() }
+    fn vm(stall: f64, refault_page_ms: u64) -> VmSample {
+        VmSample { page_bytes: 4096, far_bytes: 64 * MIB, stall, refault_page_ms, ..VmSample::default() }
     }
 
     #[test]
@@ -181,10 +181,10 @@ mod tests {
         // 1000 refaults a second, each after 2 s; or 50 of them after 40 s, and the others after 0.25 s.
         let [mut alike, mut unlike] = [Sums::default(); 2];
         for second in 0..60 {
-            let sample = |away_ms: u64, milli_hz: u64| VmSample {
+            let sample = |interval_ms: u64, milli_hz: u64| VmSample {
                 restores: second * 1000,
-                away_page_ms: second * away_ms,
-                back_milli_hz: second * milli_hz,
+                refault_page_ms: second * interval_ms,
+                refault_milli_hz: second * milli_hz,
                 ..vm(0.25, 0)
             };
             alike.add(&sample(1000 * 2000, 1000 * 500), second * 1000 + 1);
@@ -225,14 +225,14 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_or_clock_that_went_back_begins_anew_and_the_past_decays() {
+    fn a_counter_or_clock_that_went_back_starts_again_and_the_past_decays() {
         let mut sums = Sums::default();
         (0..10).for_each(|second| sums.add(&vm(0.5, second * 1_000_000), second * 1000 + 1));
         let before = sums.saves(64 * MIB, 4096);
         (10..40).for_each(|second| sums.add(&vm(0.0, 9_000_000), second * 1000 + 1));
         assert!(sums.saves(64 * MIB, 4096) < before / 10.0, "it has not waited for long");
         sums.add(&vm(0.5, 3), 40_001);
-        assert_eq!((sums.time_s, sums.waited_s, sums.away_byte_s), (0.0, 0.0, 0.0));
+        assert_eq!((sums.time_s, sums.waited_s, sums.refault_byte_s), (0.0, 0.0, 0.0));
     }
 
     #[test]
@@ -247,7 +247,7 @@ mod tests {
             let host = HostSample { budget_bytes: 96 * MIB, free_bytes: 96 * MIB, ..HostSample::default() };
             let (mut state, mut vms) = (State::default(), vec![held, busy]);
             for second in 1..60 {
-                (vms[1].restores, vms[1].away_page_ms) = (second * 5000, second * 5000 * 500);
+                (vms[1].restores, vms[1].refault_page_ms) = (second * 5000, second * 5000 * 500);
                 let plan = Gain.decide(&Snapshot { at_ms: second * 1000, host, vms: vms.clone() }, &mut state);
                 for (vm, decision) in vms.iter_mut().zip(&plan.decisions) {
                     vm.target_bytes = decision.limit_bytes;
@@ -267,7 +267,7 @@ mod tests {
         assert_eq!(wants(6400, 0, 0.0, f64::NAN, 1.0), 6400.0);
         assert_eq!(wants(6400, 0, 1e6, 1e9, 1.0), 12_800.0, "no more than double");
         assert_eq!(wants(6400, 0, 800.0, 1e9, 1.0), 7600.0, "a little more than it wants");
-        assert_eq!(wants(6400, 0, 0.0, 0.0, 1.0), 6200.0, "a 32nd, as long as little is away");
+        assert_eq!(wants(6400, 0, 0.0, 0.0, 1.0), 6200.0, "a 32nd, as long as little is far");
         assert_eq!(wants(6400, 6400, 0.0, 0.0, 1.0), 5120.0, "a fifth");
         assert_eq!(wants(6400, 0, 0.0, 0.0, 0.1), 6380.0, "a tenth of that in a tenth of a second");
         assert!(wants(6400, 6400, 0.0, 0.9, 1.0) > 6200.0);

@@ -1,6 +1,6 @@
 //! The states of the host's free memory, by name.
 //!
-//! Before: `ladder` works one out. After: snapshots and reasons carry it. Promise: the order is from good to bad.
+//! Before: `ladder` computes one. After: snapshots and reasons contain it. Promise: the order is from good to bad.
 
 use std::fmt;
 

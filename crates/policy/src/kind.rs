@@ -1,4 +1,4 @@
-//! The policies by name, and what an operator can set of them.
+//! The policies by name, and their settings.
 //!
 //! Before: settings, command line and API name a policy. After: the governor holds one as a [`Policy`].
 //! Units: in the names. Promise: a value out of range is refused with the range.
@@ -28,9 +28,9 @@ pub enum Kind {
     Ratio,
     /// By working set and fault counts, least squares.
     Maestro,
-    /// As little as the stall of each VM allows.
+    /// As little memory as the stall of each VM allows.
     Pressure,
-    /// To where one more byte saves most time of VM and host.
+    /// Memory goes to where one more byte saves most time of VM and host.
     Gain,
 }
 
@@ -80,7 +80,7 @@ impl FromStr for Kind {
     }
 }
 
-/// What operators can set of policies.
+/// Settings of the policies.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Params {
@@ -101,7 +101,7 @@ impl Params {
         if !(100..=3_600_000).contains(&self.window_ms) {
             return Err(format!("a window of {} ms is out of range: 0.1 s to 3600 s", self.window_ms));
         }
-        // Also false for what is not a number.
+        // Also false for NaN.
         if !(self.threshold > 0.0 && self.threshold <= 1.0) {
             return Err(format!("a threshold of {} is out of range: above 0, at most 1", self.threshold));
         }
@@ -126,7 +126,7 @@ pub struct Setup {
     pub policy: Kind,
     /// Time between two decisions. The default is Blowfish's interval (section 5.3).
     pub tick_ms: u64,
-    /// DRAM for all guests together; without it, what the host can spare.
+    /// DRAM for all guests together; `None`: as much as the host can spare.
     pub budget_bytes: Option<u64>,
     /// Parameters of the policies.
     pub params: Params,

@@ -4,14 +4,14 @@
 //! weights. Units: the window in milliseconds; the controller's own sums in faults and seconds, as in the paper.
 //! Promise: it remembers one window of fault counts, in the state.
 //!
-//! A working set cannot be measured often, so refaults tell what changed since. Equations 4 to 6 are a PID controller
-//! over a window W, all coefficients 1, whose error is the number of pages restored since the window began. Its output,
-//! times the size of a page, is added to the working set. The larger the pages, the more each fault weighs.
+//! A working set cannot be measured often, so refaults show what has changed since. Equations 4 to 6 are a PID
+//! controller over a window W, all coefficients 1, whose error is the number of pages restored since the window began.
+//! Its output, times the size of a page, is added to the working set. The larger the pages, the more each fault weighs.
 //!
 //! Three rules are not the paper's. An unmeasured working set is remembered, not taken from resident memory: a VM that
 //! has more holds more, so every division would confirm itself ([`VmState::need`]). A VM needs at most what it holds
-//! plus what was restored. A raise begins the window anew; otherwise the loop would oscillate, because the window
-//! delays it.
+//! plus what was restored. A raise starts a new window; otherwise the loop would oscillate, because the window delays
+//! it.
 
 use crate::frame::Frame;
 use crate::memory::{Need, Policy, State, VmState};
@@ -78,7 +78,7 @@ impl Policy for Maestro {
 }
 
 impl VmState {
-    /// Begin the window anew after a raise: faults under a smaller limit say nothing of this one. Otherwise a VM would
+    /// Start a new window after a raise: faults under a smaller limit say nothing about this one. Otherwise a VM would
     /// get more memory for a whole window, whatever it needs.
     fn begin_window_after_raise(&mut self, target_bytes: Option<u64>) {
         let before = std::mem::replace(&mut self.target_bytes, target_bytes);
@@ -90,8 +90,8 @@ impl VmState {
         }
     }
 
-    /// Estimate the working set of a VM that nobody measures. Resident memory says little of what is used, so the
-    /// estimate decays until pages refault.
+    /// Estimate the working set of a VM that is not tracked. Resident memory says little about the memory in use, so
+    /// the estimate decays until pages refault.
     fn need(&mut self, vm: &VmSample, at_ms: u64) -> u64 {
         let restored = |before: u64| vm.restores.saturating_sub(before).saturating_mul(vm.page_bytes);
         let guess = vm.working_set_bytes();
@@ -195,13 +195,13 @@ mod tests {
         assert!(needs.is_sorted_by(|a, b| a > b) && needs[19] < GIB / 5 && needs[19] > GIB / 6, "{needs:?}");
         vm.restores += 10_000;
         assert!(memory.need(&vm, 22_000).abs_diff(needs[19] + 10_000 * 4096) < 16 * MIB, "what refaulted was needed");
-        // A counter that went back begins anew.
+        // A counter that went back starts a new window.
         vm.restores = 3;
         assert_eq!(memory.need(&vm, 23_000), GIB / 2);
     }
 
     #[test]
-    fn a_raise_begins_the_window_anew_and_a_cut_does_not() {
+    fn a_raise_starts_a_new_window_and_a_cut_does_not() {
         let mut memory = VmState::default();
         let mut window = |second: u64, target: u64| {
             remember(&mut memory, second * 1000, second * 100, 10_000);
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn one_window_of_counts_is_remembered_and_a_counter_that_went_back_begins_anew() {
+    fn one_window_of_counts_is_remembered_and_a_counter_that_went_back_starts_again() {
         let mut memory = VmState::default();
         for second in 0..100 {
             remember(&mut memory, second * 1000, second, 10_000);

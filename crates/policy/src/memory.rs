@@ -1,4 +1,4 @@
-//! What a policy is, and what it remembers from one decision to the next.
+//! The trait of a policy, and the state that it keeps from one decision to the next.
 //!
 //! Before: nothing. After: each policy implements [`Policy`] and keeps its part of [`State`].
 //! Threads: none. Promise: the state serialises, so that a recording can be replayed.
@@ -21,16 +21,16 @@ pub trait Policy: fmt::Debug + Send + Sync {
     fn decide(&self, snapshot: &Snapshot, state: &mut State) -> Plan;
 }
 
-/// What policies remember between decisions. Each policy uses its own part.
+/// State of the policies between decisions. Each policy uses its own part.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct State {
-    /// The host's state, and since when.
+    /// The host's state, and the time since which it holds.
     pub ladder: Ladder,
     /// By VM id.
     pub vms: BTreeMap<String, VmState>,
 }
 
-/// What policies remember of one VM.
+/// State of the policies for one VM.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VmState {
     /// Time and restore count of past samples, oldest first, one window at most.
@@ -38,10 +38,10 @@ pub struct VmState {
     /// The target at the last decision.
     #[serde(default)]
     pub target_bytes: Option<u64>,
-    /// Estimated need of a VM whose working set nobody measures.
+    /// Estimated need of a VM that is not tracked.
     #[serde(default)]
     pub need: Option<Need>,
-    /// What the gain policy remembers.
+    /// State of the gain policy.
     #[serde(default)]
     pub gain: Sums,
     /// The pressure policy takes nothing before this time.
@@ -52,7 +52,7 @@ pub struct VmState {
     pub raised_at_ms: u64,
 }
 
-/// Estimated need of a VM, for Maestro, where nobody measures its working set.
+/// Estimated need of a VM that is not tracked, for Maestro.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Need {
     /// Time of the estimate.
@@ -64,7 +64,7 @@ pub struct Need {
 }
 
 impl State {
-    /// Return what is remembered of a VM; insert it if it is new.
+    /// Return the state of a VM; insert it if it is new.
     pub(crate) fn vm(&mut self, id: &str) -> &mut VmState {
         if !self.vms.contains_key(id) {
             self.vms.insert(id.to_owned(), VmState::default());

@@ -1,15 +1,15 @@
 //! The pressure policy: as little memory as each VM's stall allows (Blowfish, section 4.6).
 //!
 //! Before: the frame's bounds. After: a limit per VM, lowered a little while it stalls less than the threshold and
-//! raised a lot as soon as it stalls more. Where the budget cannot hold what all want, [`crate::solve`] divides it.
+//! raised a lot as soon as it stalls more. If the budget is less than all VMs want, [`crate::solve`] divides it.
 //! Units: stall is a share of time, 0 to 1. Promise: protected and reserved memory is not probed.
 //!
 //! *Free first*: take the allowance that a VM does not use, at once, down to a watermark; no page is evicted for it.
-//! (What a guest gives back by balloon or free page reporting is not resident and costs nothing.) *Then cold*: one step
-//! of a percent or two per decision, smaller the nearer the stall is to the threshold. *Above the threshold*: raise the
-//! limit by 1/16 of resident memory, up to four times that under heavy stall, and pause. The pause doubles each time
-//! that stall follows soon after probing began again. The raise is the proactive restore: pages come in by prefetch and
-//! touch, and none is evicted. No fault waits for any of it.
+//! (Memory that a guest discards by balloon or free page reporting is not resident and costs nothing.) *Then cold*: one
+//! step of a percent or two per decision, smaller the nearer the stall is to the threshold. *Above the threshold*:
+//! raise the limit by 1/16 of resident memory, up to four times that under heavy stall, and pause. The pause doubles
+//! each time that stall follows soon after probing began again. The raise is the proactive restore: pages come in by
+//! prefetch and touch, and none is evicted. No fault waits for any of it.
 
 use crate::frame::{Frame, Managed, bytes, pages};
 use crate::memory::{Policy, State, VmState};
@@ -62,7 +62,7 @@ impl Pressure {
         let vm = part.vm;
         let resident = pages(vm.resident_bytes);
         let floor = self.floor(part);
-        // Settings are live: what is protected since the last decision is given now.
+        // Settings take effect at once: memory protected since the last decision is given now.
         let now = vm.target_bytes.map_or(part.hi, pages).min(part.hi).max(floor);
         let stall = vm.worst_stall();
         if stall >= self.threshold {
@@ -93,7 +93,7 @@ impl Pressure {
         next
     }
 
-    /// Return what is not probed: protected memory, and a measured working set with its headroom.
+    /// Return the memory that is not probed: protected memory, and a measured working set with its headroom.
     fn floor(&self, part: &Managed<'_>) -> u64 {
         let vm = part.vm;
         let wanted = vm.with_headroom_bytes().unwrap_or(0);

@@ -1,6 +1,6 @@
-//! Why a limit is what it is: data for programs, and one sentence each for people.
+//! Reasons of a limit: data for programs, and one sentence each for people.
 //!
-//! Before: the ladder, the frame and the policies note what they weighed. After: `ballast explain`, the decision log.
+//! Before: the ladder, the frame and the policies record their reasons. After: `ballast explain`, the decision log.
 //! Promise: a sentence says nothing that its data does not.
 
 use std::fmt;
@@ -22,14 +22,14 @@ pub enum Reason {
         /// Why.
         why: String,
     },
-    /// The budget holds what all VMs may have.
+    /// The budget holds the most that all VMs may have.
     Enough {
         /// What they may have.
         most_bytes: u64,
         /// What there is.
         budget_bytes: u64,
     },
-    /// It does not.
+    /// The budget holds less than the most that all VMs may have.
     Scarce {
         /// What they may have.
         most_bytes: u64,
@@ -38,7 +38,7 @@ pub enum Reason {
     },
     /// Protected memory exceeds the budget: no VM has more than its protected memory.
     ProtectedOnly {
-        /// Sum of what is protected or reserved.
+        /// Sum of protected or reserved memory.
         protected_bytes: u64,
         /// What there is.
         budget_bytes: u64,
@@ -58,14 +58,14 @@ pub enum Reason {
         estimated: bool,
         /// Headroom beyond it.
         headroom_bytes: u64,
-        /// What its restores in the window add.
+        /// Memory added for its restores in the window.
         fault_weight_bytes: u64,
         /// Restores in the window.
         restores: u64,
         /// Its shares.
         shares: u32,
     },
-    /// Gain: what a MiB more would save it, and the others.
+    /// Gain: the time that one more MiB would save this VM and the others.
     Gain {
         /// Share of the time it waits for its memory.
         waits: f64,
@@ -99,19 +99,19 @@ pub enum Reason {
         /// Its reservation, or the smallest limit there is.
         reservation_bytes: u64,
     },
-    /// It has all it may have, and its operator's cap is why that is not more.
+    /// It has the most it may have, which is its operator's limit.
     AtLimit {
-        /// The cap.
+        /// The limit.
         limit_bytes: u64,
     },
     /// Pressure: unused allowance beyond the watermark was taken, which costs nothing.
     FreeFirst {
         /// How much.
         taken_bytes: u64,
-        /// What is left of it.
+        /// Allowance that is left.
         watermark_bytes: u64,
     },
-    /// Pressure: it stalls less than it may, so a little cold memory is taken.
+    /// Pressure: it stalls less than the threshold, so a little cold memory is taken.
     Probe {
         /// Its stall, share of time.
         stall: f64,
@@ -120,7 +120,7 @@ pub enum Reason {
         /// How much is taken.
         step_bytes: u64,
     },
-    /// Pressure: it stalls more than it may, so memory is given back.
+    /// Pressure: it stalls more than the threshold, so memory is returned.
     BackOff {
         /// Its stall, share of time.
         stall: f64,
@@ -129,14 +129,14 @@ pub enum Reason {
         /// How much is given.
         step_bytes: u64,
     },
-    /// Pressure: it stalled not long ago, so nothing is taken for now.
+    /// Pressure: it stalled recently, so nothing is taken for now.
     Paused {
-        /// For how long yet.
+        /// Remaining time.
         left_ms: u64,
     },
     /// Pressure: reclaim has not yet taken what the last limit asks for.
     CatchingUp {
-        /// What is resident.
+        /// Resident memory.
         resident_bytes: u64,
     },
     /// The host is short, so less than the budget is divided.
@@ -158,7 +158,7 @@ pub enum Reason {
     },
     /// Another program decided.
     External {
-        /// Its name for itself.
+        /// Name of the program.
         policy: String,
     },
 }

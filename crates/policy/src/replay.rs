@@ -1,4 +1,4 @@
-//! Replay: what another policy would have decided on a recording.
+//! Replay: the decisions that another policy would have made on a recording.
 //!
 //! Before: `ballast record` wrote snapshots. After: `ballast replay` prints the comparison.
 //! Promise: open loop; the VMs of the recording did not feel the replayed limits. Each decision sees the replay's own
@@ -14,7 +14,7 @@ use crate::snapshot::{Plan, Snapshot, VmSample};
 /// One VM's limit over a recording.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Course {
-    /// Mean of the limit; without one, of the most the VM may have.
+    /// Mean of the limit; if it has none, of the most that it may have.
     pub mean_bytes: u64,
     /// Least.
     pub least_bytes: u64,
@@ -22,7 +22,7 @@ pub struct Course {
     pub most_bytes: u64,
     /// Number of changes.
     pub changes: u64,
-    /// Mean of (working set / limit)^2, which Maestro minimises the sum of, without faults and shares.
+    /// Mean of (working set / limit)^2: the term whose sum Maestro minimises, without faults and shares.
     pub mean_misfit: f64,
 }
 
@@ -35,9 +35,9 @@ pub struct Compared {
     pub snapshots: u64,
     /// Mean of its working set.
     pub working_set_bytes: u64,
-    /// What the recording says it had.
+    /// Its limits in the recording.
     pub recorded: Course,
-    /// What the policy would have given it.
+    /// Its limits under the policy.
     pub replayed: Course,
 }
 

@@ -1,4 +1,4 @@
-//! What an operator can set of a VM, and which settings contradict each other.
+//! An operator's settings of a VM, and the settings that contradict each other.
 //!
 //! Before: API and command line parse them. After: they bound every plan.
 //! Promise: a refusal names the settings that contradict each other, with their values.
@@ -20,7 +20,7 @@ pub const MAX_SHARES: u32 = 100_000;
 /// Most headroom.
 pub const MAX_HEADROOM_PERCENT: u32 = 400;
 
-/// What a VM is promised. A class sets defaults for the other settings.
+/// The class of a VM, which sets defaults for the other settings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]
@@ -32,7 +32,7 @@ pub enum Class {
     Burstable,
     /// Low shares, and no reservation.
     BestEffort,
-    /// Never reclaimed, because something would break. Found by Ballast, not set.
+    /// Never reclaimed, because that would break something. Found by Ballast, not set.
     Pinned,
 }
 
@@ -64,7 +64,7 @@ impl FromStr for Class {
     }
 }
 
-/// What an operator set of a VM. The default sets nothing.
+/// An operator's settings of a VM. The default sets nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 #[serde(default, deny_unknown_fields)]
@@ -82,7 +82,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The weight.
+    /// Return the weight.
     pub fn effective_shares(&self) -> u32 {
         self.shares.unwrap_or(match self.class {
             Class::BestEffort => LOW_SHARES,
@@ -90,7 +90,7 @@ impl Settings {
         })
     }
 
-    /// The reservation of a VM that may have at most `most` bytes.
+    /// Return the reservation of a VM that may have at most `most` bytes.
     pub fn effective_reservation(&self, most: u64) -> u64 {
         match (self.reservation_bytes, self.class) {
             (0, Class::Guaranteed) => most,
@@ -140,7 +140,7 @@ impl Settings {
         None
     }
 
-    /// Return what is allowed and probably not intended.
+    /// Return warnings about settings that are allowed and probably not intended.
     pub fn warnings(&self, size: u64, limit: Option<u64>) -> Vec<String> {
         let mut warnings = Vec::new();
         if let Some(limit) = limit.filter(|limit| *limit < size) {

@@ -7,7 +7,7 @@ use crate::memory::{Policy, State};
 use crate::reason::Reason;
 use crate::snapshot::{Plan, Snapshot};
 
-/// Equal parts, by shares. A VM that may have less leaves the rest to the others.
+/// Equal parts, by shares. If a VM may have less, the others get the rest.
 #[derive(Clone, Copy, Debug)]
 pub struct Fixed;
 

@@ -1,8 +1,8 @@
-//! What goes into a policy and what comes out.
+//! Input and output of a policy.
 //!
 //! Before: the daemon reads counters. After: it sets limits; `explain`, `record` and `replay` show the rest.
 //! Units: in the names; `at_ms` is on any clock that only goes forward, and only differences mean something.
-//! Promise: nothing in a snapshot is trusted to be consistent: sums may be off by what moved while they were read.
+//! Promise: policies do not rely on a consistent snapshot: sums may be off by pages that moved while they were read.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,11 +10,11 @@ use crate::host_state::HostState;
 use crate::reason::Reason;
 use crate::settings::Settings;
 
-/// Everything a policy may look at.
+/// Everything a policy may read.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Snapshot {
-    /// When, in milliseconds of a clock that only goes forward.
+    /// Time, in milliseconds of a monotonic clock.
     pub at_ms: u64,
     /// The host.
     pub host: HostSample,
@@ -26,13 +26,13 @@ pub struct Snapshot {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct HostSample {
-    /// DRAM that all guests together may use: what limits must sum up to at most.
+    /// DRAM that all guests together may use: most that limits may sum up to.
     pub budget_bytes: u64,
-    /// DRAM that the host has left for new work of any kind.
+    /// DRAM that is available on the host.
     pub free_bytes: u64,
     /// Free memory below which the host is short; host states are fractions of it.
     pub min_free_bytes: u64,
-    /// Guest memory that the stores can hold at most, by their budgets and how well they compress.
+    /// Most guest memory that the stores can hold, by their budgets and compression ratios.
     pub far_capacity_bytes: u64,
     /// No VM is given less than this.
     pub smallest_bytes: u64,
@@ -54,13 +54,13 @@ pub struct VmSample {
     pub far_bytes: u64,
     /// Known to be zero: costs nothing.
     pub zero_bytes: u64,
-    /// Never touched, or given back by the guest: costs nothing.
+    /// Never touched, or discarded by the guest: costs nothing.
     pub untouched_bytes: u64,
-    /// The operator's cap, which no plan exceeds.
+    /// The operator's limit, which no plan exceeds.
     pub limit_bytes: Option<u64>,
-    /// What the last plan gave it.
+    /// Limit of the last plan.
     pub target_bytes: Option<u64>,
-    /// What the operator set.
+    /// The operator's settings.
     pub settings: Settings,
     /// Why reclaim is held, if so. Plans leave such a VM alone.
     pub held: Option<String>,
@@ -71,11 +71,11 @@ pub struct VmSample {
     /// Restores since the VM attached, by fault or prefetch.
     pub restores: u64,
     /// Sum of all refault intervals: pages (of `page_bytes`) times milliseconds.
-    #[serde(default)]
-    pub away_page_ms: u64,
+    #[serde(default, alias = "away_page_ms")]
+    pub refault_page_ms: u64,
     /// Sum of one over each refault interval, in 1/1000 Hz.
-    #[serde(default)]
-    pub back_milli_hz: u64,
+    #[serde(default, alias = "back_milli_hz")]
+    pub refault_milli_hz: u64,
     /// Share of the time since the last snapshot in which some thread waited for its memory, 0 to 1.
     pub stall: f64,
     /// The kernel's figure, where the VM has a cgroup of its own.
@@ -89,7 +89,7 @@ impl VmSample {
         sane(self.stall).max(self.kernel_stall.map_or(0.0, sane))
     }
 
-    /// Return the most it may have: its size, or the operator's cap.
+    /// Return the most it may have: its size, or the operator's limit.
     pub fn most_bytes(&self) -> u64 {
         self.limit_bytes.map_or(self.size_bytes, |limit| limit.min(self.size_bytes))
     }
@@ -122,7 +122,7 @@ pub struct WorkingSet {
     pub estimated: bool,
 }
 
-/// What a policy wants.
+/// The decisions of a policy for all VMs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Plan {
@@ -132,29 +132,29 @@ pub struct Plan {
     pub policy: String,
     /// The host, as decided now.
     pub host_state: HostState,
-    /// At the present rate of growth, when nothing is free any more; null if never.
+    /// Time until no memory is free at the present rate; null if never.
     pub exhaustion_ms: Option<u64>,
-    /// What could be divided among the VMs that were given a limit.
+    /// Memory that was divided among the VMs with a limit.
     pub divided_bytes: u64,
     /// One for each VM of the snapshot, in its order.
     pub decisions: Vec<Decision>,
 }
 
-/// What is to happen with a VM.
+/// Action for a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Action {
-    /// It may have this much.
+    /// Set this limit.
     Limit,
-    /// Take any limit of a plan away; the operator's cap stays.
+    /// Remove the limit that a plan set; the operator's limit stays.
     Free,
     /// Change nothing.
     #[default]
     Leave,
 }
 
-/// What one VM is to have, and why.
+/// Decision about one VM, and its reasons.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Decision {
@@ -162,18 +162,18 @@ pub struct Decision {
     pub name: String,
     /// Its id.
     pub id: String,
-    /// What to do.
+    /// The action.
     pub action: Action,
     /// The new limit, for [`Action::Limit`].
     pub limit_bytes: Option<u64>,
     /// The one before.
     pub before_bytes: Option<u64>,
-    /// What led to it, most important first.
+    /// Its reasons, most important first.
     pub reasons: Vec<Reason>,
 }
 
 impl Decision {
-    /// What the VM has after it.
+    /// Return the VM's limit after it.
     pub fn after_bytes(&self) -> Option<u64> {
         match self.action {
             Action::Limit => self.limit_bytes,

@@ -7,11 +7,12 @@
 //! `s` its shares, such that the sum of `l` is at most the budget and `lo <= l <= hi`. The sum is convex and falls in
 //! each `l`, so the budget is used up unless every VM is at `hi`. With a Lagrange multiplier `m` for the budget, a VM
 //! that is at neither bound has `2 s d^2 / l^3 = m`, that is `l = c w` with `w = cbrt(s d^2)` and one `c` for all; the
-//! others are at the bound that `c w` has passed. So only `c` is looked for, and the sum of `clamp(c w, lo, hi)` is a
+//! others are at the bound that `c w` has passed. So only `c` is searched, and the sum of `clamp(c w, lo, hi)` is a
 //! rising, piecewise linear function of it: a search among the points where a VM leaves or meets a bound (the changes
-//! of the active set) finds the piece in which the sum is the budget, and one division gives `c` there. No tolerance.
+//! of the active set) finds the piece in which the sum is the budget, and one division gives `c` there. So no tolerance
+//! is needed.
 
-/// A VM as far as dividing is concerned.
+/// A VM, as the solver sees it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Part {
     /// Least pages.
@@ -27,8 +28,8 @@ pub fn weight(shares: u32, demand_pages: f64) -> f64 {
     (f64::from(shares.max(1)) * demand_pages.max(1.0).powi(2)).cbrt()
 }
 
-/// Divide `budget` pages. All get `hi` if there is enough, and `lo` if even that is too much: the caller sees to it
-/// that the sum of `lo` can be kept.
+/// Divide `budget` pages. All get `hi` if there is enough, and `lo` if even that is too much: the caller ensures that
+/// the sum of `lo` fits.
 pub fn solve(parts: &[Part], budget: u64) -> Vec<u64> {
     let total = |of: fn(&Part) -> u64| sum(parts.iter().map(of));
     if total(|part| part.hi) <= budget {
@@ -39,7 +40,7 @@ pub fn solve(parts: &[Part], budget: u64) -> Vec<u64> {
     }
     let c = multiple(parts, budget as f64);
     let mut limits: Vec<u64> = parts.iter().map(|part| ((c * sane(part)) as u64).clamp(part.lo, part.hi)).collect();
-    // Rounding down leaves some pages over; where floating point went up instead, it was by a page or so.
+    // Rounding down leaves some pages; floating point may also round up, by a page or so.
     let mut over = sum(limits.iter().copied()).saturating_sub(budget);
     for (limit, part) in limits.iter_mut().zip(parts) {
         let back = over.min(*limit - part.lo);
@@ -49,7 +50,7 @@ pub fn solve(parts: &[Part], budget: u64) -> Vec<u64> {
     limits
 }
 
-/// A sum that stays at the top instead of wrapping.
+/// A saturating sum.
 pub(crate) fn sum(numbers: impl IntoIterator<Item = u64>) -> u64 {
     numbers.into_iter().fold(0, u64::saturating_add)
 }
@@ -68,7 +69,7 @@ fn multiple(parts: &[Part], budget: f64) -> f64 {
     let next = turns.partition_point(|c| at(*c) < budget);
     let end = turns.get(next).copied().unwrap_or(f64::MAX);
     let start = next.checked_sub(1).map_or(0.0, |last| turns[last]);
-    // The active set of the piece from `start` to `end`: what grows in it. All others are at a bound.
+    // The active set of the piece from `start` to `end`: the parts that grow in it. All others are at a bound.
     let (mut fixed, mut slope) = (0.0, 0.0);
     for part in parts {
         if leaves(part) <= start && meets(part) >= end {

@@ -1,7 +1,7 @@
-//! What the gain policy remembers of one VM: sums of its waiting and its refaults, which decay exponentially.
+//! State of the gain policy for one VM: sums of its waiting and its refaults, which decay exponentially.
 //!
-//! Before: a sample of the VM. After: `gain` weighs what one more byte would save.
-//! Units: bytes and seconds. Promise: a counter or a clock that went back begins the sums anew.
+//! Before: a sample of the VM. After: `gain` estimates how much time one more byte would save.
+//! Units: bytes and seconds. Promise: a counter or a clock that went back starts new sums.
 
 use serde::{Deserialize, Serialize};
 
@@ -29,13 +29,14 @@ pub struct Sums {
     /// Time of the last sample.
     pub at_ms: u64,
     /// Sum of all refault intervals until then, since the VM attached, in page-milliseconds.
-    pub away_page_ms: u64,
+    #[serde(alias = "away_page_ms")]
+    pub refault_page_ms: u64,
     /// Restores until then.
     #[serde(default)]
     pub restores: u64,
     /// Sum of one over each refault interval until then, in 1/1000 Hz.
-    #[serde(default)]
-    pub back_milli_hz: u64,
+    #[serde(default, alias = "back_milli_hz")]
+    pub refault_milli_hz: u64,
     /// Far memory at the last sample.
     pub far_bytes: u64,
     /// Resident memory at the last sample.
@@ -52,32 +53,42 @@ pub struct Sums {
     #[serde(default)]
     pub returned_hz: f64,
     /// Restored bytes times their refault intervals, in byte-seconds, decayed.
-    pub away_byte_s: f64,
+    #[serde(alias = "away_byte_s")]
+    pub refault_byte_s: f64,
 }
 
 impl Sums {
     /// Add what happened since the last sample.
     pub(crate) fn add(&mut self, vm: &VmSample, at_ms: u64) {
-        let VmSample { away_page_ms, restores, back_milli_hz, far_bytes, resident_bytes, .. } = *vm;
-        let now = Self { at_ms, away_page_ms, restores, back_milli_hz, far_bytes, resident_bytes, ..*self };
+        let VmSample { refault_page_ms, restores, refault_milli_hz, far_bytes, resident_bytes, .. } = *vm;
+        let now = Self { at_ms, refault_page_ms, restores, refault_milli_hz, far_bytes, resident_bytes, ..*self };
         let before = std::mem::replace(self, now);
-        if before.at_ms == 0 || before.at_ms > at_ms || before.away_page_ms > vm.away_page_ms {
+        if before.at_ms == 0 || before.at_ms > at_ms || before.refault_page_ms > vm.refault_page_ms {
             // The first sample, or another life of the VM.
-            *self = Self { at_ms, away_page_ms, restores, back_milli_hz, far_bytes, resident_bytes, ..Self::default() };
+            *self = Self {
+                at_ms,
+                refault_page_ms,
+                restores,
+                refault_milli_hz,
+                far_bytes,
+                resident_bytes,
+                ..Self::default()
+            };
             return;
         }
         let elapsed_ms = (at_ms - before.at_ms) as f64;
         let enough = (ENOUGH_REFAULTS / before.returned.max(1.0)).clamp(DECAY_FACTOR_LEAST, 1.0);
         let kept = (-elapsed_ms / (DECAY_MS * enough)).exp();
-        let away = (vm.away_page_ms - before.away_page_ms) as f64 / 1e3 * vm.page_bytes as f64;
+        let intervals = (vm.refault_page_ms - before.refault_page_ms) as f64 / 1e3 * vm.page_bytes as f64;
         // An idle VM refaults pages that were far for long. It never wants more than was far.
         let most = before.far_bytes.max(vm.far_bytes) as f64 * elapsed_ms / 1e3;
         self.time_s = before.time_s * kept + elapsed_ms / 1e3;
         self.waited_s = before.waited_s * kept + vm.worst_stall() * elapsed_ms / 1e3;
         let returned = vm.restores.saturating_sub(before.restores) as f64;
         self.returned = before.returned * kept + returned;
-        self.returned_hz = before.returned_hz * kept + back_milli_hz.saturating_sub(before.back_milli_hz) as f64 / 1e3;
-        self.away_byte_s = before.away_byte_s * kept + away.min(most);
+        self.returned_hz =
+            before.returned_hz * kept + refault_milli_hz.saturating_sub(before.refault_milli_hz) as f64 / 1e3;
+        self.refault_byte_s = before.refault_byte_s * kept + intervals.min(most);
     }
 
     /// Return the share of the time that the VM waited.
@@ -93,7 +104,7 @@ impl Sums {
 
     /// Return how much of the far memory is wanted (Little's law: refaults a second times their mean interval).
     pub(crate) fn wanted_bytes(&self) -> f64 {
-        if self.time_s > 0.0 { self.away_byte_s / self.time_s } else { 0.0 }
+        if self.time_s > 0.0 { self.refault_byte_s / self.time_s } else { 0.0 }
     }
 
     /// Return how much of that is wanted soonest: refaults a second over their mean frequency.

@@ -38,9 +38,9 @@ impl Guest {
         let misses = 1.0 - (limit.min(self.hot) as f64 / self.hot as f64);
         self.speed = 1.0 / (WORK_S + misses * WAIT_S);
         vm.restores += (self.speed * misses) as u64;
-        // Each hot page is touched as often: what comes back was away until its next turn.
-        vm.away_page_ms += (self.speed * misses * (self.hot / PAGE) as f64 / self.speed * 1e3) as u64;
-        vm.back_milli_hz += (self.speed * misses * 1e3 * self.speed / (self.hot / PAGE) as f64) as u64;
+        // Each hot page is touched as often: a page that refaults was far until its next turn.
+        vm.refault_page_ms += (self.speed * misses * (self.hot / PAGE) as f64 / self.speed * 1e3) as u64;
+        vm.refault_milli_hz += (self.speed * misses * 1e3 * self.speed / (self.hot / PAGE) as f64) as u64;
         vm.stall = self.speed * misses * WAIT_S;
         // What was resident and is not hot stays until the limit takes it.
         vm.resident_bytes = limit.min(vm.resident_bytes.max(self.hot));
@@ -165,8 +165,8 @@ fn a_vm_whose_demand_jumps_is_lent_at_once_what_others_have_room_for_and_do_not_
             // What it hardly ever touches comes back slowly, whatever it is given; and some pages went by mistake.
             vm.resident_bytes = vm.resident_bytes.min(140 * MIB) + MIB / 4;
             vm.restores += 200;
-            vm.away_page_ms += 200 * 250;
-            vm.back_milli_hz += 200 * 4000;
+            vm.refault_page_ms += 200 * 250;
+            vm.refault_milli_hz += 200 * 4000;
         }
         host.run(1);
     };

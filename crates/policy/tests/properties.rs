@@ -127,7 +127,7 @@ proptest! {
         later.at_ms += 1000;
         for (vm, more) in later.vms.iter_mut().zip(restored) {
             vm.restores += more;
-            vm.away_page_ms += more * 300;
+            vm.refault_page_ms += more * 300;
         }
         let mut copy: State = serde_json::from_str(&serde_json::to_string(&state).expect("write")).expect("read");
         let read: Snapshot = serde_json::from_str(&serde_json::to_string(&later).expect("write")).expect("read");
@@ -200,7 +200,7 @@ proptest! {
     #[test]
     fn more_waiting_or_more_shares_never_mean_less_memory_under_gain(
         snapshot in any_snapshot(), at in 0usize..9,
-        away in proptest::collection::vec(0u64..1 << 30, 9), more in 1u32..5000,
+        intervals in proptest::collection::vec(0u64..1 << 30, 9), more in 1u32..5000,
     ) {
         prop_assume!(!snapshot.vms.is_empty());
         let at = at % snapshot.vms.len();
@@ -211,7 +211,7 @@ proptest! {
             policy.decide(&snapshot, &mut state);
             let mut later = snapshot.clone();
             later.at_ms += 1000;
-            for (vm, away) in later.vms.iter_mut().zip(&away) { vm.away_page_ms += away; }
+            for (vm, interval) in later.vms.iter_mut().zip(&intervals) { vm.refault_page_ms += interval; }
             change(&mut later.vms[at]);
             limit_of(&policy.decide(&later, &mut state), at)
         };

@@ -1,6 +1,6 @@
-//! What must be true of a pool's state, all of it.
+//! The consistency checks of a pool's state.
 //!
-//! Before: a state was opened, or somebody asks. After: it may be used, or the first thing that is wrong is named.
+//! Before: a state was opened, or a check was requested. After: it may be used, or the first error is named.
 //! Promise: reads only. [`bounds`] comes before recovery and makes it safe to follow an entry; [`all`] comes after it.
 
 use std::collections::BTreeSet;
@@ -11,8 +11,7 @@ use crate::table::{Entry, Table};
 use crate::unit::{Class, FRAME_SLICES, FrameIdx, SLICE_SIZE, SliceIdx};
 use crate::words::Words;
 
-/// Every VM is one, and every entry names slices of one node and a slot. What was being written when a writer ended is
-/// no entry.
+/// Every VM slot is valid, and every entry names slices of one node and a slot. A half-written entry is none.
 pub(crate) fn bounds<W: Words>(table: &Table<W>) -> Result<(), Damage> {
     for slot in 0..table.vm_mark() {
         table.vm(slot)?;
@@ -31,7 +30,7 @@ pub(crate) fn bounds<W: Words>(table: &Table<W>) -> Result<(), Damage> {
     Ok(())
 }
 
-/// Everything.
+/// Runs all checks.
 pub(crate) fn all<W: Words>(table: &Table<W>) -> Result<(), Damage> {
     bounds(table)?;
     vms(table)?;
@@ -40,7 +39,7 @@ pub(crate) fn all<W: Words>(table: &Table<W>) -> Result<(), Damage> {
     (0..table.layout.frames).try_for_each(|frame| one_frame(table, FrameIdx(frame)))
 }
 
-/// No two VMs have one id; what a VM has is what it asked for, and no guest address twice.
+/// No two VMs have one id; each VM has the memory that it requested, and no guest address twice.
 fn vms<W: Words>(table: &Table<W>) -> Result<(), Damage> {
     let mut ids = BTreeSet::new();
     let mut by_slot: Vec<Vec<(u32, Entry)>> = vec![Vec::new(); table.vm_mark().into()];
@@ -116,7 +115,7 @@ fn entries<W: Words>(table: &Table<W>) -> Result<Vec<(u32, Entry)>, Damage> {
     }
 }
 
-/// A slice is used if an entry has it, and then only.
+/// A slice is used if and only if an entry has it.
 fn slices<W: Words>(table: &Table<W>, entries: &[(u32, Entry)]) -> Result<(), Damage> {
     let mut entries = entries.iter().map(|(_, entry)| entry.extent).peekable();
     for at in (0..table.layout.slices()).map(SliceIdx) {
@@ -133,7 +132,7 @@ fn slices<W: Words>(table: &Table<W>, entries: &[(u32, Entry)]) -> Result<(), Da
     Ok(())
 }
 
-/// A frame's class, its bricks' owners, and what its node has not.
+/// A frame's class, the owners of its bricks, and slices that its node does not have.
 fn one_frame<W: Words>(table: &Table<W>, frame: FrameIdx) -> Result<(), Damage> {
     let count = table.count(frame);
     let wrong = |at, why| Err(Damage::Slice { at, why });
@@ -153,7 +152,7 @@ fn one_frame<W: Words>(table: &Table<W>, frame: FrameIdx) -> Result<(), Damage> 
     while at.0 < frame.extent().end() {
         let brick = table.brick(at);
         match (table.owner(at).is_some(), table.is_brick_used(brick)) {
-            (true, false) => return wrong(at, "its brick has an owner, and nobody uses it"),
+            (true, false) => return wrong(at, "its brick has an owner and is unused"),
             (false, true) => return wrong(at, "its brick is used, and has no owner"),
             _ => {}
         }

@@ -1,19 +1,19 @@
-//! Why the state of a pool cannot be used, or is not what it must be.
+//! Why the state of a pool cannot be used, or is inconsistent.
 //!
-//! Before: a file was opened, or [`crate::Pool::validate`] was asked. After: a message with names and places.
-//! Causes: a program of another version; memory that failed; a bug. No guest and no VMM can write there.
+//! Before: a file was opened, or [`crate::Pool::validate`] was called. After: a message with names and places. Causes:
+//! a program of another version; memory that failed; a bug. No guest and no VMM can write there.
 
 use ballast_base::format::Unreadable;
 
 use crate::unit::{Extent, SliceIdx};
 
-/// What is wrong with the state.
+/// An error in the state.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
-    /// It is something else.
+    /// It is no state of a pool.
     #[error("Opening a pool: its first word is {0:#x}, not that of a pool")]
     Magic(u64),
-    /// Written by a program that is too new, or too old.
+    /// The program that wrote it is too new, or too old.
     #[error("Opening a pool: {0}")]
     Version(Unreadable),
     /// The header contradicts itself or the file.
@@ -35,22 +35,22 @@ pub enum Damage {
         /// What is there.
         byte: u8,
     },
-    /// What was under way when the last writer ended cannot be understood.
+    /// The intent of the last writer is invalid.
     #[error("Opening a pool: its intent is {0:#x}, which is none")]
     Intent(u64),
-    /// An entry of the map that points nowhere.
+    /// An entry of the map with an invalid place.
     #[error("Checking a pool: entry {entry} of the map, {extent} for VM slot {slot}: {why}")]
     Entry {
         /// Which one.
         entry: u32,
-        /// What it names.
+        /// Its slices.
         extent: Extent,
-        /// Whose it is.
+        /// Its VM slot.
         slot: u16,
         /// What is wrong.
         why: &'static str,
     },
-    /// A VM that cannot be.
+    /// An invalid VM.
     #[error("Checking a pool: VM slot {slot}: {why}")]
     Vm {
         /// Which one.
@@ -66,7 +66,7 @@ pub enum Damage {
         /// What is wrong.
         why: &'static str,
     },
-    /// What this process keeps beside the state is not what the state says.
+    /// The counts that this process keeps differ from the state.
     #[error("Checking a pool: {0}")]
     Index(&'static str),
 }

@@ -1,8 +1,8 @@
 //! FastMap's look-ups (Vmem, 4.3.2): guest-physical, pool and VMM addresses, each from the other, in O(log n).
 //!
-//! Before: `table` holds the entries, which are all that is stored. After: memory errors, mapping, zeroing and
-//! enumeration ask here instead of walking page tables. Promise: nothing here outlives the process; it is made of the
-//! entries when a state is opened. Units: an entry costs 4 bytes in each of three lists, in the order of what is asked.
+//! Before: `table` holds the entries, and nothing else is stored. After: memory errors, mapping, zeroing and
+//! enumeration look up here instead of walking page tables. Promise: nothing here outlives the process; it is built
+//! from the entries when a state is opened. Units: an entry costs 4 bytes in each of three sorted lists.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::words::Words;
 pub(crate) struct VmIndex {
     pub(crate) slot: u16,
     pub(crate) by_guest: Vec<u32>,
-    /// Only what is mapped.
+    /// Mapped entries only.
     by_hva: Vec<u32>,
 }
 
@@ -27,7 +27,7 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// From a state that was checked.
+    /// Builds it from a state that was checked.
     pub(crate) fn new<W: Words>(table: &Table<W>) -> Self {
         let mut index = Self::default();
         let mut by_slot: Vec<Vec<u32>> = vec![Vec::new(); table.vm_mark().into()];
@@ -45,7 +45,7 @@ impl Index {
         index
     }
 
-    /// A VM has come.
+    /// Adds the entries of a VM.
     pub(crate) fn add<W: Words>(&mut self, table: &Table<W>, vm: VmId, slot: u16, entries: Vec<u32>) {
         self.by_pool.extend(&entries);
         // A few runs that are sorted already.
@@ -53,39 +53,39 @@ impl Index {
         self.vms.insert(vm, VmIndex::new(table, slot, entries));
     }
 
-    /// A VM is going; its entries are still there.
+    /// Removes a VM, whose entries still exist.
     pub(crate) fn remove<W: Words>(&mut self, table: &Table<W>, vm: VmId) -> Option<VmIndex> {
         let gone = self.vms.remove(&vm)?;
         self.by_pool.retain(|at| entry(table, *at).slot != gone.slot);
         Some(gone)
     }
 
-    /// Entries of a VM have other addresses.
+    /// Updates the addresses of a VM's entries.
     pub(crate) fn mapped<W: Words>(&mut self, table: &Table<W>, vm: VmId) {
         if let Some(of) = self.vms.get_mut(&vm) {
             of.by_hva = sorted_by_hva(table, &of.by_guest);
         }
     }
 
-    /// The entry that has this slice.
+    /// Returns the entry that has this slice.
     pub(crate) fn of_slice<W: Words>(&self, table: &Table<W>, at: SliceIdx) -> Option<Entry> {
         let found = last(&self.by_pool, |of| entry(table, of).extent.start <= at)?;
         Some(entry(table, found)).filter(|entry| entry.extent.end() > at.0)
     }
 
-    /// The entry that has this guest address.
+    /// Returns the entry that has this guest address.
     pub(crate) fn of_guest<W: Words>(&self, table: &Table<W>, vm: VmId, guest: GuestIdx) -> Option<Entry> {
         let found = last(&self.vms.get(&vm)?.by_guest, |at| entry(table, at).guest <= guest)?;
         Some(entry(table, found)).filter(|entry| guest.0 - entry.guest.0 < entry.extent.slices)
     }
 
-    /// The entry that is mapped at this address.
+    /// Returns the entry that is mapped at this address.
     pub(crate) fn of_hva<W: Words>(&self, table: &Table<W>, vm: VmId, hva: u64) -> Option<Entry> {
         let found = last(&self.vms.get(&vm)?.by_hva, |at| entry(table, at).hva <= hva)?;
         Some(entry(table, found)).filter(|entry| hva - entry.hva < u64::from(entry.extent.slices) * SLICE_SIZE)
     }
 
-    /// Memory of the lists.
+    /// Returns the memory of the lists.
     pub(crate) fn bytes(&self) -> u64 {
         let lists = self.vms.values().map(|vm| vm.by_guest.capacity() + vm.by_hva.capacity()).sum::<usize>();
         // A node of the tree is filled to two thirds on average.
@@ -108,13 +108,13 @@ fn sorted_by_hva<W: Words>(table: &Table<W>, entries: &[u32]) -> Vec<u32> {
     mapped
 }
 
-/// An entry that the lists name. One that is gone was damaged while the pool was open, and holds nothing.
+/// Returns an entry that the lists name. If it was damaged while the pool was open, it is empty.
 fn entry<W: Words>(table: &Table<W>, at: u32) -> Entry {
     let nothing = crate::unit::Extent { start: SliceIdx(0), slices: 0 };
     table.entry(at).unwrap_or(Entry { slot: u16::MAX, guest: GuestIdx(0), extent: nothing, whole: false, hva: 0 })
 }
 
-/// The last one of a sorted list for which this is so.
+/// Returns the last element of a sorted list for which this holds.
 fn last(list: &[u32], is: impl Fn(u32) -> bool) -> Option<u32> {
     list.partition_point(|at| is(*at)).checked_sub(1).map(|found| list[found])
 }

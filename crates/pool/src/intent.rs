@@ -1,9 +1,9 @@
-//! Changes of many words that are made as one: what is about to be done is written down first.
+//! Atomic changes of many words: a journal (*intent*) is written first.
 //!
-//! Before: an operation has decided what to do. After: it is done, also if its writer was killed in the middle.
-//! Threads: one writer. Promise: each change below can be done again from any point of itself and comes to the same.
-//! A writer stores the operand, then the intent in one word, then the changes, then an intent of zero. A program that
-//! opens the state and finds an intent does that change again. So after [`recover`] the state is that from before the
+//! Before: an operation is planned. After: it is complete, even if its writer was killed in the middle.
+//! Threads: one writer. Promise: each change below can be repeated from any of its steps, with the same result. A
+//! writer stores the operand, then the intent in one word, then the changes, then an intent of zero. A program that
+//! opens the state and finds an intent repeats that change. So after [`recover`] the state is that from before the
 //! intent was stored, or that from after it was cleared, and never one in between.
 //!
 //! | Intent | Done again |
@@ -20,7 +20,7 @@ use crate::table::{Entry, Table, Vm};
 use crate::unit::{Class, Extent, FrameIdx, SliceIdx};
 use crate::words::Words;
 
-/// What is under way.
+/// The change under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Intent {
     Prepare(u16),
@@ -73,7 +73,7 @@ impl Intent {
     }
 }
 
-/// Does the pool have all of these slices, in one node?
+/// Does the pool have all of these slices, on one node?
 pub(crate) fn check_extent<W: Words>(table: &Table<W>, extent: Extent) -> Result<(), &'static str> {
     let Some(end) = extent.start.0.checked_add(extent.slices) else { return Err("it ends nowhere") };
     if extent.slices == 0 {
@@ -87,7 +87,7 @@ pub(crate) fn check_extent<W: Words>(table: &Table<W>, extent: Extent) -> Result
     Ok(())
 }
 
-/// Write down, do, and cross out.
+/// Writes the intent, makes the change, and clears the intent.
 pub(crate) fn run<W: Words>(table: &mut Table<W>, intent: Intent) {
     begin(table, intent);
     apply(table, intent);
@@ -102,7 +102,7 @@ fn begin<W: Words>(table: &mut Table<W>, intent: Intent) {
     table.words.store(WORD_INTENT, word);
 }
 
-/// A new VM: nothing of it is there until all of its entries are, and then all of it is. Returns the entries' places.
+/// Adds a VM, atomically. Returns the places of its entries.
 pub(crate) fn admit<W: Words>(table: &mut Table<W>, slot: u16, vm: &Vm, entries: &[Entry], places: &[u32]) {
     begin(table, Intent::Prepare(slot));
     if slot >= table.vm_mark() {
@@ -119,7 +119,7 @@ pub(crate) fn admit<W: Words>(table: &mut Table<W>, slot: u16, vm: &Vm, entries:
     run(table, Intent::Apply(slot));
 }
 
-/// Do again what was under way. Returns whether something was.
+/// Repeats the change under way, if there is one. Returns whether there was one.
 pub(crate) fn recover<W: Words>(table: &mut Table<W>) -> Result<bool, Damage> {
     let Some(intent) = Intent::from_words(table, table.words.load(WORD_INTENT))? else { return Ok(false) };
     apply(table, intent);
@@ -127,7 +127,8 @@ pub(crate) fn recover<W: Words>(table: &mut Table<W>) -> Result<bool, Damage> {
     Ok(true)
 }
 
-/// Do it. Entries were checked: those of this run were made from a plan, those of another one by `check::bounds`.
+/// Makes the change. Entries were checked: those of this run were made from a plan, those of another one by
+/// `check::bounds`.
 fn apply<W: Words>(table: &mut Table<W>, intent: Intent) {
     match intent {
         Intent::Prepare(slot) => clear(table, slot),
@@ -155,7 +156,7 @@ fn apply<W: Words>(table: &mut Table<W>, intent: Intent) {
     }
 }
 
-/// The slices of an entry become the VM's.
+/// Gives the slices of an entry to the VM.
 fn take<W: Words>(table: &mut Table<W>, vm: &Vm, entry: &Entry) {
     for frame in entry.extent.frames() {
         if !entry.whole && table.class(frame) == Some(Class::Gib) {
@@ -168,7 +169,7 @@ fn take<W: Words>(table: &mut Table<W>, vm: &Vm, entry: &Entry) {
     }
 }
 
-/// Nothing is left of this slot, and the marks go down to what is used.
+/// Clears this slot, and lowers the marks to the used part.
 fn clear<W: Words>(table: &mut Table<W>, slot: u16) {
     table.entries_of(slot).into_iter().for_each(|(at, _)| table.clear_entry(at));
     table.clear_vm(slot);
@@ -183,14 +184,14 @@ fn clear<W: Words>(table: &mut Table<W>, slot: u16) {
     }
 }
 
-/// After slices of a frame changed: bricks that nobody uses have no owner, a frame of holes has no class, and one of
-/// 1 GiB that is no longer of one kind is 2 MiB pages.
+/// After slices of a frame changed: unused bricks have no owner, a frame of holes has no class, and one of 1 GiB that
+/// is no longer of one kind is 2 MiB pages.
 fn settle<W: Words>(table: &mut Table<W>, frame: FrameIdx, changed: Extent) {
     let mut at = changed.within(frame).start;
     while at.0 < changed.within(frame).end() {
         let brick = table.brick(at);
         if table.owner(at).is_some() && !table.is_brick_used(brick) {
-            // Its VMs had the whole file, so they could write to what they did not use as well.
+            // Its VMs had the whole file, so they could also write to its unused slices.
             brick.each().for_each(|at| table.step(at, Move::Expose));
             table.set_owner(at, None);
         }

@@ -1,8 +1,8 @@
-//! Where everything is in the pool's state: a fixed layout, so that it can be a file in shared memory.
+//! The layout of the pool's state, which is fixed, so that it can be a file in shared memory.
 //!
-//! Before: the owner says which nodes there are. After: `table` finds each thing by its word.
-//! Units: words of 64 bits. Promise: a layout is the same function of the header in every program of a version; what a
-//! header says is checked before anything is found by it. Changes follow the rule of `base/src/format.rs`.
+//! Before: the owner names the nodes. After: `table` finds each item by its word.
+//! Units: words of 64 bits. Promise: a layout is the same function of the header in every program of a version; a
+//! header is checked before it is used. Changes follow the rule of `base/src/format.rs`.
 //!
 //! ```text
 //! 0         header of 32 words: magic, stamp, nodes and slices of a brick, VM slots and entries, intent and its
@@ -14,8 +14,8 @@
 //! entries   3 words for each extent of a VM; as many as there are slices, so that the map is never full
 //! ```
 //!
-//! The last two are rarely full, and a sparse file has no memory for what nobody wrote: the marks say how far they
-//! were used, and nothing behind them is read.
+//! The last two are rarely full, and a sparse file has no memory for pages that were not written: the marks say how far
+//! they were used, and nothing beyond them is read.
 
 use ballast_base::Bytes;
 use ballast_base::format::{Format, Stamp};
@@ -24,7 +24,7 @@ use crate::damage::Damage;
 use crate::unit::{FRAME_SLICES, FrameIdx, NodeIdx, SliceIdx};
 use crate::words::Words;
 
-/// What this program writes and reads.
+/// Versions that this program writes and reads.
 pub const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
 /// The most nodes of a host.
 pub const MAX_NODES: usize = 16;
@@ -48,9 +48,9 @@ pub(crate) const ENTRY_WORDS: usize = 3;
 /// A node as its owner describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeSpec {
-    /// What the host calls it.
+    /// Number of the node on the host.
     pub numa: u32,
-    /// The most slices that the pool may ever have of it.
+    /// Most slices that the pool may ever have of it.
     pub slices: u32,
 }
 
@@ -60,11 +60,11 @@ pub(crate) struct Node {
     pub(crate) spec: NodeSpec,
     /// Its first frame.
     pub(crate) first: u32,
-    /// Its frames; the last one may end with slices that the node has not.
+    /// Its frames; the last one may end with slices that the node does not have.
     pub(crate) frames: u32,
 }
 
-/// Where everything is.
+/// The layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     pub(crate) nodes: Vec<Node>,
@@ -81,10 +81,10 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// For these nodes, bricks of this number of slices (a power of two, at most a frame), and at most `vms` VMs.
+    /// The layout for these nodes, bricks of this number of slices (a power of two, at most a frame), and at most `vms`
+    /// VMs.
     ///
-    /// # Errors
-    /// Nodes, bricks or VMs that cannot be: the message says which.
+    /// # Errors Nodes, bricks or VMs are invalid: the message says which.
     pub fn new(nodes: &[NodeSpec], brick_slices: u32, vms: u32) -> Result<Self, Damage> {
         let wrong = |what: String| Err(Damage::Header(what));
         if nodes.is_empty() || nodes.len() > MAX_NODES {
@@ -133,18 +133,18 @@ impl Layout {
         })
     }
 
-    /// Words of the state: those of a file that is mostly never touched.
+    /// Returns the words of the state. Most of them are never touched.
     pub fn words(&self) -> usize {
         self.words
     }
 
-    /// Memory of the state when this number of VM slots and entries is used.
+    /// Returns the memory of the state when this number of VM slots and entries is used.
     pub fn used_bytes(&self, vms: u32, entries: u32) -> Bytes {
         let words = self.vms_start + vms as usize * VM_WORDS + entries as usize * ENTRY_WORDS;
         Bytes(words as u64 * 8)
     }
 
-    /// The nodes.
+    /// Returns the nodes.
     pub fn nodes(&self) -> impl Iterator<Item = (NodeIdx, NodeSpec)> {
         (0..).map(NodeIdx).zip(self.nodes.iter().map(|node| node.spec))
     }
@@ -154,12 +154,12 @@ impl Layout {
         self.brick
     }
 
-    /// Slices with a state byte; also the number of entries.
+    /// Returns the number of slices with a state byte; there are as many entries.
     pub(crate) fn slices(&self) -> u32 {
         self.frames * FRAME_SLICES
     }
 
-    /// The node that has this frame.
+    /// Returns the node that has this frame.
     pub(crate) fn node_of(&self, frame: FrameIdx) -> Option<&Node> {
         self.nodes.iter().find(|node| (node.first..node.first + node.frames).contains(&frame.0))
     }
@@ -181,7 +181,7 @@ impl Layout {
         words.store(WORD_MAGIC, MAGIC);
     }
 
-    /// Read the header of a pool that anybody may have written.
+    /// Read the header of a pool, which may have any content.
     pub(crate) fn read(words: &impl Words) -> Result<Self, Damage> {
         if words.count() < HEADER_WORDS {
             return Err(Damage::Header(format!("it has {} words; a header has {HEADER_WORDS}", words.count())));

@@ -1,4 +1,4 @@
-//! Where VM memory comes from: a pool of 2 MiB slices, after Vmem's (section 4), in user space.
+//! The source of VM memory: a pool of 2 MiB slices, after Vmem's (section 4), in user space.
 //!
 //! ```text
 //! reserve ─► dirty ─► next_dirty ─► Dirty ─zero─► Zeroed ─► clean ─► ready ─► allocate ─► used ─► release ─► dirty ...
@@ -6,15 +6,15 @@
 //! ```
 //!
 //! Read the files in this order: [`unit`] (slices, frames, names), [`state`] (one byte and its truth table), [`layout`]
-//! (where everything is), `words` (the memory it is in), `table` (the state as values), `intent` (changes that are made
-//! as one), `check` (what must be true), [`request`], `plan` (the bidirectional strategy), `index` (FastMap), [`zero`]
-//! (dirty memory and the proof that it is not), [`stats`], `pool`.
+//! (places of the state), `words` (its memory), `table` (the state as values), `intent` (atomic changes), `check`
+//! (consistency), [`request`], `plan` (the bidirectional strategy), `index` (FastMap), [`zero`] (dirty memory and the
+//! proof that it is not), [`stats`], `pool`.
 //!
-//! A *frame* is 1 GiB. A *brick* is a file, of a frame or less. It belongs to one trust domain at a time, and to nobody
-//! when no VM has a slice of it: a process that maps a part of a shared file can reach the rest. A VM that is a trust
-//! domain of its own, and whose memory is no multiple of a brick, keeps the rest of its last brick from others.
+//! A brick is a file, of a frame or less. It belongs to one trust domain at a time, and to none when no VM has a slice
+//! of it: a process that maps a part of a shared file can reach the rest. A VM that is a trust domain of its own, and
+//! whose memory is no multiple of a brick, keeps the rest of its last brick from others.
 //!
-//! Before: the host has memory to spare. After: a VM's RAM is a few extents that are zero and there.
+//! Before: the host has memory to spare. After: a VM's RAM is a few extents of allocated, zeroed memory.
 //! Threads: the owner's one. Units: slices of 2 MiB. Promise: no I/O, no unsafe code. The state is a fixed layout in
 //! words that may be shared memory, and a writer may die between any two stores (`intent`). Damaged words are refused,
 //! never followed.

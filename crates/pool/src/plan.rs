@@ -4,13 +4,13 @@
 //! the same plan. The three rules as published:
 //!
 //! 1. Whole frames come first, the lowest first, as far as the guest's memory has aligned GiB and the node whole
-//!    frames; all the rest is slices.
+//!    frames; the rest is slices.
 //! 2. Slices come from fragmented frames, the highest first, and in each the highest slice first.
 //! 3. Only when these have none left, a whole frame is used for slices, the highest first.
 //!
-//! Two additions, which change nothing where all frames are alike and all VMs of one trust domain. A frame is
-//! physically a page of 1 GiB or it is not, and demotion goes one way: rule 1 takes those that are first, rule 3 last.
-//! And a slice in a brick of another trust domain is not there.
+//! There are two additions. They make no difference if all frames are of one class and all VMs of one trust domain. A
+//! frame is physically a page of 1 GiB or it is not, and a page cannot be promoted: rule 1 takes such pages first, rule
+//! 3 last. And slices in bricks of other trust domains are not available.
 
 use crate::request::{Part, Refused, Request};
 use crate::state::{Content, SliceState};
@@ -18,15 +18,15 @@ use crate::table::{Entry, Table};
 use crate::unit::{Class, Domain, Extent, FRAME_SLICES, FrameIdx, GuestIdx, Kind, Mode, NodeIdx, SliceIdx};
 use crate::words::Words;
 
-/// What a node gives.
+/// Memory that a node gives.
 struct Chosen {
     /// Whole frames, ascending.
     frames: Vec<FrameIdx>,
-    /// Slices, ascending and as long as they go.
+    /// Runs of slices, ascending.
     slices: Vec<Extent>,
 }
 
-/// The extents of a request, in the order of guest memory; `slot` is whose they will be.
+/// The extents of a request, in the order of guest memory, for this VM slot.
 pub(crate) fn plan<W: Words>(table: &Table<W>, request: &Request, slot: u16) -> Result<Vec<Entry>, Refused> {
     check(table, request)?;
     let mut entries = Vec::new();
@@ -41,7 +41,7 @@ pub(crate) fn plan<W: Words>(table: &Table<W>, request: &Request, slot: u16) -> 
     Ok(entries)
 }
 
-/// Can such a VM be?
+/// Is the request valid?
 fn check<W: Words>(table: &Table<W>, request: &Request) -> Result<(), Refused> {
     let wrong = |why: String| Err(Refused::Request { vm: request.vm, why });
     if request.parts.is_empty() {
@@ -76,7 +76,7 @@ fn check<W: Words>(table: &Table<W>, request: &Request) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Frames of a part that the guest has aligned.
+/// Frames of a part that are aligned in guest memory.
 fn aligned(part: &Part) -> std::ops::Range<u32> {
     let start = part.guest.0.div_ceil(FRAME_SLICES);
     start..((part.guest.0 + part.slices) / FRAME_SLICES).max(start)
@@ -147,7 +147,7 @@ fn is_for<W: Words>(table: &Table<W>, at: SliceIdx, domain: Domain) -> bool {
     table.state(at).is_ready() && table.owner(at).is_none_or(|owner| owner == domain)
 }
 
-/// Say what there is.
+/// Count the available memory, for the error.
 fn no_room<W: Words>(table: &Table<W>, request: &Request, node: NodeIdx, wanted: u32) -> Refused {
     let place = table.layout.nodes[usize::from(node.0)];
     let (mut ready, mut unzeroed, mut fenced) = (0, 0, 0);
@@ -172,7 +172,7 @@ fn no_room<W: Words>(table: &Table<W>, request: &Request, node: NodeIdx, wanted:
     Refused::NoRoom { vm: request.vm, numa: place.spec.numa, wanted, ready, unzeroed, fenced }
 }
 
-/// Neighbours become one extent. Nodes begin at frames and never touch each other's slices: only one is asked here.
+/// Neighbours become one extent. Nodes begin at frames, so slices of two nodes are never in one extent.
 pub(crate) fn join(slices: &[SliceIdx]) -> Vec<Extent> {
     let mut extents: Vec<Extent> = Vec::new();
     for at in slices {
@@ -184,7 +184,7 @@ pub(crate) fn join(slices: &[SliceIdx]) -> Vec<Extent> {
     extents
 }
 
-/// Give each part of guest memory its frames, where it is aligned, and slices.
+/// Give each part of guest memory its frames, as far as it is aligned, and slices.
 fn lay_out(parts: &[Part], chosen: Chosen, slot: u16, entries: &mut Vec<Entry>) {
     let mut frames = chosen.frames.into_iter();
     let mut slices = chosen.slices.into_iter();

@@ -1,10 +1,11 @@
-//! The pool: what may be done to it, by whom, and what comes of it.
+//! The pool: its operations and their results.
 //!
-//! Before: its owner has words, new ones or those of a pool. After: VMs have memory, the host has what nobody needs.
+//! Before: its owner has words, new ones or those of a pool. After: VMs have memory, and the host has memory that no VM
+//! needs.
 //! Threads: one, the owner's; a worker that zeroes holds a [`Dirty`] and needs no pool. Units: slices.
 //! Promise: no I/O and no clock. After every operation, and after a death in the middle of one, [`Pool::validate`]
 //! finds nothing. The state comes first: memory is mapped, punched or given to the host after the operation has
-//! returned, and a program that opens the pool after a death makes the memory what the state says.
+//! returned, and a program that opens the pool after a death makes the memory match the state.
 
 use std::collections::BTreeSet;
 
@@ -22,17 +23,17 @@ use crate::unit::{Class, Domain, Extent, FrameIdx, GuestIdx, Kind, Mode, NodeIdx
 use crate::words::Words;
 use crate::zero::{Dirty, ZeroRun, Zeroed};
 
-/// An operation that does not fit what is there. Caused by the owner of the pool.
+/// An operation that is invalid in this state. Caused by the owner of the pool.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Invalid(pub String);
 
-/// Whose memory failed.
+/// The owner of failed memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hit {
-    /// Nobody's: the slice is never handed out again.
+    /// The slice is never handed out again.
     Free,
-    /// A VM's: it is to be told, and the slice is never handed out again when it is gone.
+    /// A VM, which must be told. The slice is never handed out again when the VM is gone.
     Owned {
         /// Which VM.
         vm: VmId,
@@ -41,9 +42,9 @@ pub enum Hit {
         /// Where the VMM has mapped it.
         hva: Option<u64>,
     },
-    /// It was known.
+    /// The failure was known.
     Known,
-    /// The host's: the pool has no memory there.
+    /// The host: the pool has no memory there.
     NotOurs,
 }
 
@@ -52,13 +53,13 @@ pub enum Hit {
 pub struct Tenant {
     /// Which.
     pub vm: VmId,
-    /// With whom it may share a file.
+    /// The VMs with which it may share a file.
     pub domain: Domain,
-    /// What its memory is made of.
+    /// Class of its memory.
     pub kind: Kind,
-    /// How it is aligned.
+    /// Its alignment.
     pub mode: Mode,
-    /// How much.
+    /// Amount of memory.
     pub slices: u32,
 }
 
@@ -68,12 +69,12 @@ pub struct Pool<W> {
     table: Table<W>,
     index: Index,
     run: ZeroRun,
-    /// Slices that workers have, and that a VM which is gone may have written since: it had the file.
+    /// Slices that workers have and that a VM, now gone, may have written since, because it had the file.
     exposed: BTreeSet<SliceIdx>,
 }
 
 impl<W: Words> Pool<W> {
-    /// Make a pool of holes in these words, which are zero and at least as many as the layout has.
+    /// Makes a pool of holes in these words, which are zero and at least as many as the layout has.
     ///
     /// # Errors
     /// If the words are too few or not zero.
@@ -88,11 +89,10 @@ impl<W: Words> Pool<W> {
         Self::open(words).map(|(pool, _)| pool)
     }
 
-    /// Open the state of a pool that another process may have left in the middle of an operation. Returns whether one
-    /// was done again. What was being zeroed is dirty.
+    /// Opens the state of a pool that another process may have left in the middle of an operation. Returns whether one
+    /// was repeated. Slices that were being zeroed are dirty.
     ///
-    /// # Errors
-    /// If it is not the state of a pool, is of another version, or is damaged. The words are then of no use.
+    /// # Errors If it is not the state of a pool, is of another version, or is damaged. Then the words are useless.
     pub fn open(words: W) -> Result<(Self, bool), Damage> {
         let layout = Layout::read(&words)?;
         let mut table = Table::new(words, layout)?;
@@ -108,17 +108,17 @@ impl<W: Words> Pool<W> {
         Ok((Self { table, index, run: ZeroRun::next(), exposed: BTreeSet::new() }, redone))
     }
 
-    /// The words again.
+    /// Returns the words.
     pub fn into_words(self) -> W {
         self.table.words
     }
 
-    /// Its layout.
+    /// Returns its layout.
     pub fn layout(&self) -> &Layout {
         &self.table.layout
     }
 
-    /// The host has given this memory: it is dirty until it was zeroed.
+    /// Adds memory that the host has given. It is dirty until it was zeroed.
     ///
     /// # Errors
     /// If the node has no such slices, some are there already, or a frame would be of two classes.
@@ -126,10 +126,9 @@ impl<W: Words> Pool<W> {
         self.change("Reserving", extent, Move::Reserve, Some(class))
     }
 
-    /// Give a VM memory. All of it is there when this returns, or nothing is.
+    /// Gives a VM memory: all of it or none.
     ///
-    /// # Errors
-    /// If the request cannot be, or there is too little.
+    /// # Errors The request is invalid, or there is too little memory.
     pub fn allocate(&mut self, request: &Request) -> Result<Grant, Refused> {
         let vm = request.vm;
         if self.index.vms.contains_key(&vm) {
@@ -149,7 +148,7 @@ impl<W: Words> Pool<W> {
         Ok(Grant { segments: entries.iter().map(|entry| self.segment(entry)).collect(), demoted })
     }
 
-    /// Frames of 1 GiB of which these entries have parts.
+    /// Returns the frames of 1 GiB of which these entries have parts.
     fn demoted(&self, entries: &[Entry]) -> Vec<Extent> {
         let slices = entries.iter().filter(|entry| !entry.whole);
         let frames = slices.flat_map(|entry| entry.extent.frames());
@@ -159,8 +158,9 @@ impl<W: Words> Pool<W> {
         gib.into_iter().map(FrameIdx::extent).collect()
     }
 
-    /// The VM is gone, with every mapping and descriptor of its files. Its memory is dirty, or out of service where it
-    /// failed; so is what nobody used of bricks that no VM has any more. Returns where it was.
+    /// Releases the memory of a VM that is gone, with every mapping and descriptor of its files. Its memory is dirty,
+    /// or out of service where it failed; so are the unused slices of bricks that no VM has any more. Returns its
+    /// places.
     ///
     /// # Errors
     /// If there is no such VM.
@@ -178,7 +178,8 @@ impl<W: Words> Pool<W> {
         Ok(segments)
     }
 
-    /// Up to `most` dirty slices of one brick, for a worker to zero. They are nobody else's until they come back.
+    /// Returns up to `most` dirty slices of one brick, for a worker to zero. No other worker gets them until they come
+    /// back.
     pub fn next_dirty(&mut self, most: u32) -> Option<Dirty> {
         let has_dirty = |frame: &FrameIdx| self.table.count(*frame).free > self.table.count(*frame).ready;
         let is_dirty = |at: &SliceIdx| self.table.state(*at) == SliceState::Free(Content::Dirty);
@@ -191,22 +192,22 @@ impl<W: Words> Pool<W> {
         Some(Dirty(extent, self.run))
     }
 
-    /// These are zero: they can be handed out. One whose memory failed meanwhile stays out of service.
+    /// Takes zeroed slices, which can now be handed out. One whose memory failed meanwhile stays out of service.
     pub fn clean(&mut self, zeroed: Zeroed) {
         self.end_zeroing(Move::Clean, zeroed.0, zeroed.1);
     }
 
-    /// These were not zeroed; another worker may try.
+    /// Takes slices that were not zeroed; another worker may try.
     pub fn put_back(&mut self, dirty: Dirty) {
         self.end_zeroing(Move::Stop, dirty.0, dirty.1);
     }
 
-    /// These cannot be zeroed, or have no memory: they are out of service until the pool forgets them.
+    /// Takes slices that cannot be zeroed, or have no memory: they are out of service until the pool forgets them.
     pub fn fail(&mut self, dirty: Dirty) {
         self.end_zeroing(Move::Fail, dirty.0, dirty.1);
     }
 
-    /// Take slices from a worker of this run. One of another run has none: what it had is dirty, or somebody else's.
+    /// Take slices from a worker of this run. One of another run has none: its slices are dirty, or another worker's.
     fn end_zeroing(&mut self, by: Move, extent: Extent, run: ZeroRun) {
         if run != self.run {
             return;
@@ -223,8 +224,8 @@ impl<W: Words> Pool<W> {
         }
     }
 
-    /// Lend up to this number of slices of a node to the host, and say which. They are those that rules 2 and 3 of the
-    /// strategy would use first; none is in a file that a trust domain has. A page of 1 GiB goes whole if it can.
+    /// Lends up to this number of slices of a node to the host, and returns them. They are those that rules 2 and 3 of
+    /// the strategy would use first; none is in a file that a trust domain has. A page of 1 GiB goes whole if it can.
     pub fn lend(&mut self, node: NodeIdx, kind: Kind, slices: u32) -> Vec<Extent> {
         if usize::from(node.0) >= self.table.layout.nodes.len() {
             return Vec::new();
@@ -247,7 +248,7 @@ impl<W: Words> Pool<W> {
         extents
     }
 
-    /// The host has returned this memory, and this is what it is now. It is dirty until it was zeroed.
+    /// Takes back memory from the host, which is of this class now. It is dirty until it was zeroed.
     ///
     /// # Errors
     /// If not all of it was lent, or a frame would be of two classes.
@@ -255,7 +256,7 @@ impl<W: Words> Pool<W> {
         self.change("Taking back", extent, Move::TakeBack, Some(class))
     }
 
-    /// Forget memory that was lent, or is out of service after [`Pool::fail`].
+    /// Forgets memory that was lent, or is out of service after [`Pool::fail`].
     ///
     /// # Errors
     /// If some of it is anything else.
@@ -263,7 +264,7 @@ impl<W: Words> Pool<W> {
         self.change("Retiring", extent, Move::Retire, None)
     }
 
-    /// Make a move of all of an extent or of nothing.
+    /// Makes a move of all of an extent or of none.
     fn change(&mut self, what: &str, extent: Extent, by: Move, class: Option<Class>) -> Result<(), Invalid> {
         let wrong = |why: String| Err(Invalid(format!("{what} {extent}: {why}")));
         if let Err(why) = check_extent(&self.table, extent) {
@@ -287,7 +288,7 @@ impl<W: Words> Pool<W> {
         Ok(())
     }
 
-    /// The memory of this slice has failed. It is never handed out again.
+    /// Marks a slice whose memory has failed. It is never handed out again.
     ///
     /// # Errors
     /// If the pool has no such slice.
@@ -304,7 +305,8 @@ impl<W: Words> Pool<W> {
         Ok(hit)
     }
 
-    /// The VMM has mapped these slices of the guest at `hva`, or unmapped them. A VM may be mapped in pieces.
+    /// Records that the VMM has mapped these slices of the guest at `hva`, or unmapped them. A VM may be mapped in
+    /// pieces.
     ///
     /// # Errors
     /// If the VM has no such memory, a piece begins or ends in the middle of an extent, or the address is taken.
@@ -340,7 +342,7 @@ impl<W: Words> Pool<W> {
         Ok(())
     }
 
-    /// Whose slice this is, where the guest has it, and where the VMM has mapped it.
+    /// Returns the VM of a slice, and its guest-physical and VMM addresses.
     pub fn owner_of(&self, at: SliceIdx) -> Option<(VmId, GuestIdx, Option<u64>)> {
         let entry = self.index.of_slice(&self.table, at)?;
         let vm = self.table.vm(entry.slot).ok().flatten()?.id;
@@ -349,25 +351,25 @@ impl<W: Words> Pool<W> {
         Some((vm, GuestIdx(entry.guest.0 + within), hva))
     }
 
-    /// Where the pool has this memory of a guest.
+    /// Returns the slice of this memory of a guest.
     pub fn slice_of(&self, vm: VmId, guest: GuestIdx) -> Option<SliceIdx> {
         let entry = self.index.of_guest(&self.table, vm, guest)?;
         Some(SliceIdx(entry.extent.start.0 + (guest.0 - entry.guest.0)))
     }
 
-    /// Where the VMM has mapped this memory of a guest.
+    /// Returns the VMM's address of this memory of a guest.
     pub fn hva_of(&self, vm: VmId, guest: GuestIdx) -> Option<u64> {
         let entry = self.index.of_guest(&self.table, vm, guest).filter(|entry| entry.hva != 0)?;
         Some(entry.hva + u64::from(guest.0 - entry.guest.0) * SLICE_SIZE)
     }
 
-    /// Which memory of the guest the VMM has mapped at this address.
+    /// Returns the memory of the guest that the VMM has mapped at this address.
     pub fn guest_at(&self, vm: VmId, hva: u64) -> Option<GuestIdx> {
         let entry = self.index.of_hva(&self.table, vm, hva)?;
         Some(GuestIdx(entry.guest.0 + ((hva - entry.hva) / SLICE_SIZE) as u32))
     }
 
-    /// All memory of a VM in the order of its guest, as few pieces as it has.
+    /// Returns all memory of a VM in guest order, in as few pieces as possible.
     pub fn segments(&self, vm: VmId) -> Option<Vec<Segment>> {
         let entries = self.index.vms.get(&vm)?.by_guest.iter().filter_map(|at| self.table.entry(*at));
         Some(entries.map(|entry| self.segment(&entry)).collect())
@@ -380,48 +382,47 @@ impl<W: Words> Pool<W> {
         Segment { guest, extent, class: class.unwrap_or(Class::Huge), hva: (hva != 0).then_some(hva) }
     }
 
-    /// The bricks that an extent touches: each is a file, and is mapped by itself.
+    /// Returns the bricks that an extent touches: each is a file, and is mapped by itself.
     pub fn bricks(&self, extent: Extent) -> Vec<Extent> {
         let bricks = extent.start.0 / self.table.layout.brick..extent.end().div_ceil(self.table.layout.brick);
         bricks.map(|at| self.table.brick(SliceIdx(at * self.table.layout.brick))).collect()
     }
 
-    /// Every VM that has memory.
+    /// Returns every VM that has memory.
     pub fn tenants(&self) -> impl Iterator<Item = Tenant> {
         let vms = self.index.vms.values().filter_map(|of| self.table.vm(of.slot).ok().flatten());
         vms.map(|Vm { id, domain, kind, mode, slices }| Tenant { vm: id, domain, kind, mode, slices })
     }
 
-    /// What a slice is.
+    /// Returns the state of a slice.
     pub fn state(&self, at: SliceIdx) -> SliceState {
         if self.table.layout.has(at) { self.table.state(at) } else { SliceState::Hole }
     }
 
-    /// What the memory of a slice is.
+    /// Returns the class of a slice's memory.
     pub fn class(&self, at: SliceIdx) -> Option<Class> {
         if self.table.layout.has(at) { self.table.class(at.frame()) } else { None }
     }
 
-    /// Which trust domain has the file that this slice is in.
+    /// Returns the trust domain that has the file of this slice.
     pub fn domain(&self, at: SliceIdx) -> Option<Domain> {
         if self.table.layout.has(at) { self.table.owner(at) } else { None }
     }
 
-    /// A node in numbers; `None` if there is no such node.
+    /// Returns the numbers of a node; `None` if there is no such node.
     pub fn stats(&self, node: NodeIdx) -> Option<NodeStats> {
         (usize::from(node.0) < self.table.layout.nodes.len()).then(|| NodeStats::of(&self.table, node))
     }
 
-    /// Memory of the state as far as it was ever used, and of what this process keeps beside it.
+    /// Returns the memory of the used part of the state, and of this process's tables.
     pub fn metadata_bytes(&self) -> u64 {
         let state = self.table.layout.used_bytes(self.table.vm_mark().into(), self.table.entry_mark());
         state.0 + self.table.counts_bytes() + self.index.bytes()
     }
 
-    /// Check everything that must be true.
+    /// Checks the whole state.
     ///
-    /// # Errors
-    /// The first thing that is not.
+    /// # Errors The first error.
     pub fn validate(&self) -> Result<(), Damage> {
         let intent = self.table.words.load(layout::WORD_INTENT);
         if intent != 0 {

@@ -1,12 +1,12 @@
-//! What a VM asks for, what it gets, and why not.
+//! Requests of a VM, their results, and refusals.
 //!
-//! Before: a VM is to start. After: `plan` finds the memory, [`crate::Pool::allocate`] hands it out.
+//! Before: a VM is about to start. After: `plan` finds the memory, [`crate::Pool::allocate`] hands it out.
 //! Units: slices. Promise: a request says for each part of guest memory which node it comes from; there is no default
 //! that could put it elsewhere.
 
 use crate::unit::{Class, Domain, Extent, GuestIdx, Kind, Mode, NodeIdx, VmId};
 
-/// A part of guest memory, and the node it comes from.
+/// A part of guest memory, and its node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
     /// Where the guest has it.
@@ -17,16 +17,16 @@ pub struct Part {
     pub node: NodeIdx,
 }
 
-/// Memory for a VM.
+/// A request for memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// For whom.
+    /// The VM.
     pub vm: VmId,
-    /// With whom it may share a file.
+    /// The VMs with which it may share a file.
     pub domain: Domain,
-    /// What the memory is made of.
+    /// Class of the memory.
     pub kind: Kind,
-    /// How it is aligned.
+    /// Its alignment.
     pub mode: Mode,
     /// All of its memory.
     pub parts: Vec<Part>,
@@ -37,8 +37,8 @@ pub fn on_one_node(ranges: &[(GuestIdx, u32)], node: NodeIdx) -> Vec<Part> {
     ranges.iter().map(|(guest, slices)| Part { guest: *guest, slices: *slices, node }).collect()
 }
 
-/// As much from each of these nodes: the parts differ by a slice where it does not come out even. Guest memory is
-/// divided in order, so that each node has one piece of it, or as few as its holes allow.
+/// As much from each of these nodes; the parts differ by a slice if the size is not divisible. Guest memory is divided
+/// in order, so that each node has one piece of it, or as few as its holes allow.
 pub fn balanced(ranges: &[(GuestIdx, u32)], nodes: &[NodeIdx]) -> Vec<Part> {
     let total: u64 = ranges.iter().map(|(_, slices)| u64::from(*slices)).sum();
     let count = nodes.len().max(1) as u64;
@@ -47,8 +47,8 @@ pub fn balanced(ranges: &[(GuestIdx, u32)], nodes: &[NodeIdx]) -> Vec<Part> {
     split(ranges, &shares)
 }
 
-/// This much from each node, in the order of guest memory. What is left over is in no part, and what is too much is
-/// left out: the caller compares the sums.
+/// This much from each node, in the order of guest memory. Memory beyond the sum is in no part, and parts beyond the
+/// memory are left out: the caller compares the sums.
 pub fn split(ranges: &[(GuestIdx, u32)], shares: &[(NodeIdx, u64)]) -> Vec<Part> {
     let mut parts = Vec::new();
     let mut shares = shares.iter().copied().filter(|(_, slices)| *slices > 0);
@@ -72,13 +72,13 @@ pub struct Segment {
     pub guest: GuestIdx,
     /// Where the pool has it.
     pub extent: Extent,
-    /// What it is physically; a segment of several classes says the smaller one.
+    /// Its class; of a segment of several classes, the smaller one.
     pub class: Class,
     /// Where the VMM has mapped it.
     pub hva: Option<u64>,
 }
 
-/// What a VM got.
+/// Memory that a VM got.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grant {
     /// In the order of guest memory. All of it is zero.
@@ -87,42 +87,42 @@ pub struct Grant {
     pub demoted: Vec<Extent>,
 }
 
-/// Why a VM got nothing.
+/// Why a request was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// It is asked for in a way that cannot be. Caused by the VM's configuration.
+    /// The request is invalid. Caused by the VM's configuration.
     #[error("Taking memory for VM {}: {why}", vm.0)]
     Request {
-        /// For whom.
+        /// The VM.
         vm: VmId,
         /// What is wrong.
         why: String,
     },
-    /// There is too little.
+    /// There is too little memory.
     #[error(
         "Taking memory for VM {} from node {numa}: it wants {wanted} slices of 2 MiB, and {ready} are ready for it \
          ({unzeroed} are to be zeroed, {fenced} are in files of other trust domains)", vm.0
     )]
     NoRoom {
-        /// For whom.
+        /// The VM.
         vm: VmId,
-        /// What the host calls the node.
+        /// Number of the node on the host.
         numa: u32,
-        /// What it asks for there.
+        /// Slices requested there.
         wanted: u32,
-        /// What it could have; in mode 1 GiB, slices of whole pages of 1 GiB.
+        /// Slices available; in mode 1 GiB, slices of whole pages of 1 GiB.
         ready: u32,
-        /// What it could have later.
+        /// Slices available after zeroing.
         unzeroed: u32,
-        /// What only other trust domains could have.
+        /// Slices available to other trust domains only.
         fenced: u32,
     },
     /// All VM slots are used.
     #[error("Taking memory for VM {}: the pool has room for {most} VMs", vm.0)]
     TooManyVms {
-        /// For whom.
+        /// The VM.
         vm: VmId,
-        /// How many it has room for.
+        /// Number of VM slots.
         most: u32,
     },
 }

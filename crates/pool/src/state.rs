@@ -1,11 +1,11 @@
 //! One byte for each slice, and its truth table.
 //!
-//! Before: `layout` says where the byte is. After: `table` moves it, and nothing else writes it.
-//! Promise: a slice becomes [`SliceState::Used`] by [`Move::Take`] alone, which wants [`Content::Zeroed`]; from every
-//! other state there is no such move. That is why no VM gets a slice that another one has written. Two codes differ in
-//! at least four bits, so that a damaged byte is no other state.
+//! Before: `layout` has the place of the byte. After: `table` changes it, and nothing else writes it.
+//! Promise: a slice becomes [`SliceState::Used`] by [`Move::Take`] alone, which requires [`Content::Zeroed`]. So no VM
+//! gets a slice with the data of another one. Two codes differ in at least four bits, so that a damaged byte is no
+//! other state.
 //!
-//! The seven states are those of Vmem, 4.2.1. Here a free slice says what is in it as well.
+//! The seven states are those of Vmem, 4.2.1. Here the state of a free slice also has its content.
 //!
 //! | from \ by | Reserve | Begin | Stop | Clean | Fail | Take | Release | Poison | Lend | TakeBack | Retire | Expose |
 //! |---|---|---|---|---|---|---|---|---|---|---|---|---|
@@ -19,23 +19,23 @@
 //! | error | | | | | | | | | | | hole | |
 //! | mce | | | | | | | | | | | | |
 
-/// What is in a slice that nobody uses.
+/// Content of an unused slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Content {
-    /// Anything; perhaps no memory yet.
+    /// Unknown content; perhaps no memory yet.
     Dirty,
     /// A worker of this run is filling it with zeros.
     Zeroing,
-    /// Memory is there, and zero.
+    /// Allocated memory that is zero.
     Zeroed,
 }
 
-/// What a slice is.
+/// State of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SliceState {
     /// The pool has no memory here.
     Hole,
-    /// Nobody uses it.
+    /// It is unused.
     Free(Content),
     /// A VM has it.
     Used,
@@ -49,18 +49,18 @@ pub enum SliceState {
     Borrow,
 }
 
-/// What can be done to a slice.
+/// A change of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Move {
-    /// The host has given memory.
+    /// The host gave memory.
     Reserve,
-    /// A worker is going to fill it with zeros.
+    /// A worker begins to fill it with zeros.
     Begin,
-    /// The worker has not.
+    /// The worker stopped before that.
     Stop,
-    /// The worker has.
+    /// The worker has filled it.
     Clean,
-    /// The worker could not.
+    /// The worker could not fill it.
     Fail,
     /// A VM gets it.
     Take,
@@ -74,7 +74,7 @@ pub enum Move {
     TakeBack,
     /// The pool forgets it.
     Retire,
-    /// A VM that has gone could write there: it had a slice of the same file.
+    /// A VM that is gone could write there, because it had a slice of the same file.
     Expose,
 }
 
@@ -112,7 +112,7 @@ impl SliceState {
     /// Words of the extended Hamming code of 8 bits. A hole is 0, so that a new file is one of holes.
     const CODES: [u8; 9] = [0x00, 0x0F, 0x33, 0x3C, 0x55, 0x5A, 0x66, 0x69, 0x96];
 
-    /// What it becomes by this move; `None` if it cannot be made.
+    /// Returns the state after this move; `None` if there is no such move.
     pub const fn after(self, by: Move) -> Option<Self> {
         const DIRTY: SliceState = SliceState::Free(Content::Dirty);
         Some(match (self, by) {
@@ -132,7 +132,7 @@ impl SliceState {
         })
     }
 
-    /// Does nobody use it?
+    /// Is it unused?
     pub const fn is_free(self) -> bool {
         matches!(self, Self::Free(_))
     }
@@ -147,13 +147,13 @@ impl SliceState {
         matches!(self, Self::Used | Self::MceUsed)
     }
 
-    /// As it is stored.
+    /// Returns the stored byte.
     pub fn to_byte(self) -> u8 {
         let at = Self::ALL.iter().position(|state| *state == self).expect("ALL has every state");
         Self::CODES[at]
     }
 
-    /// As it was stored; `None` if that is no state.
+    /// Reads a stored byte; `None` if it is no state.
     pub fn from_byte(byte: u8) -> Option<Self> {
         Self::CODES.iter().position(|code| *code == byte).map(|at| Self::ALL[at])
     }
@@ -202,7 +202,7 @@ mod tests {
         }
     }
 
-    /// What the table at the top of this file says.
+    /// The table at the top of this file.
     #[test]
     fn the_table_is_the_code() {
         let text = include_str!("state.rs");

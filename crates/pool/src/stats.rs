@@ -1,6 +1,6 @@
-//! What a node has, by what can be done with it.
+//! The memory of a node, by its state.
 //!
-//! Before: anybody asks. After: a report, or metrics. Units: slices, and frames of 1 GiB where it says so.
+//! Before: a request. After: a report, or metrics. Units: slices, and frames of 1 GiB where it says so.
 
 use crate::layout::NodeSpec;
 use crate::state::{Content, SliceState};
@@ -8,16 +8,16 @@ use crate::table::Table;
 use crate::unit::{Class, FRAME_SLICES, FrameIdx, NodeIdx};
 use crate::words::Words;
 
-/// A node in numbers.
+/// Numbers of a node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NodeStats {
-    /// What the host calls it.
+    /// Its number on the host.
     pub numa: u32,
     /// Slices that it may have at most.
     pub slices: u32,
-    /// VMs have them.
+    /// Used by VMs.
     pub used: u32,
-    /// Zeroed: they can be handed out.
+    /// Zeroed, so that they can be handed out.
     pub ready: u32,
     /// Part of these, in files of a trust domain: only its VMs can have them.
     pub fenced: u32,
@@ -69,7 +69,7 @@ impl NodeStats {
         stats
     }
 
-    /// Ready slices that only addresses keep from being handed out as 1 GiB.
+    /// Ready slices that cannot be handed out as 1 GiB only because of their addresses.
     pub fn ready_in_parts(&self) -> u32 {
         self.ready - (self.ready_gib + self.ready_aligned) * FRAME_SLICES
     }

@@ -1,8 +1,8 @@
 //! The state as typed values: slices, classes, owners of bricks, VM slots, and entries of the map.
 //!
-//! Before: `layout` gives places, `words` the memory. After: `intent` changes it, `plan` and `check` read it.
-//! Promise: the one place that stores a slice's byte is [`Table::step`], which makes only moves of the truth table.
-//! What is counted of each frame is kept here, beside the state, and changes with it.
+//! Before: `layout` has the places, `words` the memory. After: `intent` changes it, `plan` and `check` read it.
+//! Promise: only [`Table::step`] stores a slice's byte, and it makes only moves of the truth table. Counts for each
+//! frame are kept here, beside the state, and change with it.
 
 use std::num::{NonZeroU32, NonZeroU64};
 
@@ -12,7 +12,7 @@ use crate::state::{Move, SliceState};
 use crate::unit::{Class, Domain, Extent, FRAME_SLICES, FrameIdx, GuestIdx, Kind, Mode, SliceIdx, VmId};
 use crate::words::Words;
 
-/// How many slices of a frame are what.
+/// Slices of a frame by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct FrameCount {
     pub(crate) ready: u16,
@@ -81,7 +81,7 @@ pub(crate) struct Table<W> {
 }
 
 impl<W: Words> Table<W> {
-    /// From words whose header was read: every byte must mean something, and the marks must be within their tables.
+    /// Reads words whose header was read: every byte must be a valid state, and the marks must be within their tables.
     pub(crate) fn new(words: W, layout: Layout) -> Result<Self, Damage> {
         let counts = vec![FrameCount::default(); layout.frames as usize];
         let mut table = Self { words, layout, counts };
@@ -114,12 +114,12 @@ impl<W: Words> Table<W> {
         self.words.store(word, value);
     }
 
-    /// What this slice is. A byte that became damaged while the pool was open is a slice out of service.
+    /// Returns the state of a slice. If its byte was damaged while the pool was open, the slice is out of service.
     pub(crate) fn state(&self, at: SliceIdx) -> SliceState {
         SliceState::from_byte(self.byte(self.layout.states, at.0)).unwrap_or(SliceState::Error)
     }
 
-    /// Make a move, if the truth table has it.
+    /// Makes a move, if the truth table has it.
     pub(crate) fn step(&mut self, at: SliceIdx, by: Move) {
         let from = self.state(at);
         let Some(to) = from.after(by) else { return };
@@ -133,7 +133,7 @@ impl<W: Words> Table<W> {
         self.counts[frame.0 as usize]
     }
 
-    /// What this frame is; `None`: holes.
+    /// Returns the class of a frame; `None`: it has holes only.
     pub(crate) fn class(&self, frame: FrameIdx) -> Option<Class> {
         Class::from_byte(self.byte(self.layout.classes, frame.0)).flatten()
     }
@@ -144,7 +144,7 @@ impl<W: Words> Table<W> {
         }
     }
 
-    /// Whose brick this slice is in.
+    /// Returns the owner of the brick of this slice.
     pub(crate) fn owner(&self, at: SliceIdx) -> Option<Domain> {
         let (word, shift) = self.owner_place(at.0 / self.layout.brick);
         NonZeroU32::new((self.words.load(word) >> shift) as u32).map(Domain)
@@ -162,7 +162,7 @@ impl<W: Words> Table<W> {
         (self.layout.owners + brick as usize / 2, brick % 2 * 32)
     }
 
-    /// The brick that has this slice.
+    /// Returns the brick that has this slice.
     pub(crate) fn brick(&self, at: SliceIdx) -> Extent {
         let slices = self.layout.brick;
         Extent { start: SliceIdx(at.0 / slices * slices), slices }
@@ -173,7 +173,7 @@ impl<W: Words> Table<W> {
         brick.each().any(|at| self.state(at).is_owned())
     }
 
-    /// Slots that were ever used: none behind them has a VM.
+    /// Returns the number of slots that were ever used: no later one has a VM.
     pub(crate) fn vm_mark(&self) -> u16 {
         self.words.load(layout::WORD_VM_MARK) as u16
     }
@@ -182,7 +182,7 @@ impl<W: Words> Table<W> {
         self.words.store(layout::WORD_VM_MARK, mark.into());
     }
 
-    /// The VM of this slot; an error if what is there is none.
+    /// Returns the VM of this slot; an error if the slot is invalid.
     pub(crate) fn vm(&self, slot: u16) -> Result<Option<Vm>, Damage> {
         let word = |at: usize| self.words.load(self.layout.vms_start + usize::from(slot) * VM_WORDS + at);
         let Some(id) = NonZeroU64::new(word(0)) else { return Ok(None) };
@@ -227,7 +227,7 @@ impl<W: Words> Table<W> {
         (0..VM_WORDS).for_each(|at| self.words.store(start + at, 0));
     }
 
-    /// Entries that were ever used: none behind them is.
+    /// Returns the number of entries that were ever used: no later one is used.
     pub(crate) fn entry_mark(&self) -> u32 {
         self.words.load(layout::WORD_ENTRY_MARK) as u32
     }
@@ -236,7 +236,7 @@ impl<W: Words> Table<W> {
         self.words.store(layout::WORD_ENTRY_MARK, mark.into());
     }
 
-    /// An entry, if it is used.
+    /// Returns an entry, if it is used.
     pub(crate) fn entry(&self, at: u32) -> Option<Entry> {
         let word = |word: usize| self.words.load(self.layout.entries_start + at as usize * ENTRY_WORDS + word);
         let (first, second, hva) = (word(0), word(1), word(2));
@@ -245,7 +245,7 @@ impl<W: Words> Table<W> {
         (extent.slices != 0).then_some(Entry { slot, guest: GuestIdx(first as u32), extent, whole, hva })
     }
 
-    /// Write an entry; the word that makes it one comes last.
+    /// Writes an entry; the word that makes it valid comes last.
     pub(crate) fn set_entry(&mut self, at: u32, entry: &Entry) {
         let start = self.layout.entries_start + at as usize * ENTRY_WORDS;
         let whole = if entry.whole { WHOLE } else { 0 };
@@ -258,19 +258,19 @@ impl<W: Words> Table<W> {
         self.words.store(self.layout.entries_start + at as usize * ENTRY_WORDS + 2, hva);
     }
 
-    /// Clear an entry; the word that makes it one goes first.
+    /// Clears an entry; the word that makes it valid goes first.
     pub(crate) fn clear_entry(&mut self, at: u32) {
         let start = self.layout.entries_start + at as usize * ENTRY_WORDS;
         (0..ENTRY_WORDS).for_each(|word| self.words.store(start + word, 0));
     }
 
-    /// The entries of this slot.
+    /// Returns the entries of this slot.
     pub(crate) fn entries_of(&self, slot: u16) -> Vec<(u32, Entry)> {
         let used = (0..self.entry_mark()).filter_map(|at| Some((at, self.entry(at)?)));
         used.filter(|(_, entry)| entry.slot == slot).collect()
     }
 
-    /// Is what was counted what is there?
+    /// Do the counts match the state?
     pub(crate) fn is_counted(&self) -> bool {
         (0..self.layout.frames).map(FrameIdx).all(|frame| {
             let mut count = FrameCount::default();
@@ -279,7 +279,7 @@ impl<W: Words> Table<W> {
         })
     }
 
-    /// Memory of what is counted.
+    /// Returns the memory of the counts.
     pub(crate) fn counts_bytes(&self) -> u64 {
         size_of_val(&self.counts[..]) as u64
     }

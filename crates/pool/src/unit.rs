@@ -14,7 +14,7 @@ pub const SLICE_SIZE: u64 = HUGE_SIZE as u64;
 /// Slices in a frame, which is 1 GiB.
 pub const FRAME_SLICES: u32 = 512;
 
-/// The size of a number of slices.
+/// Returns the size of a number of slices.
 pub const fn slices_to_bytes(slices: u32) -> Bytes {
     Bytes(slices as u64 * SLICE_SIZE)
 }
@@ -57,12 +57,12 @@ impl FrameIdx {
 pub struct Extent {
     /// The first one.
     pub start: SliceIdx,
-    /// How many.
+    /// Number of slices.
     pub slices: u32,
 }
 
 impl Extent {
-    /// Behind the last one.
+    /// The slice after the last one.
     pub const fn end(self) -> u32 {
         self.start.0 + self.slices
     }
@@ -107,7 +107,7 @@ impl GuestIdx {
     }
 }
 
-/// The place of a node in the pool's own table, from 0 on. What the host calls it is [`crate::NodeSpec::numa`].
+/// The index of a node in the pool's own table. Its number on the host is [`crate::NodeSpec::numa`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeIdx(pub u8);
 
@@ -115,11 +115,11 @@ pub struct NodeIdx(pub u8);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct VmId(pub NonZeroU64);
 
-/// A trust domain: VMs that may share a file. A VM of its own domain shares with nobody.
+/// A trust domain: VMs that may share a file. A VM of its own domain shares with no other VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Domain(pub NonZeroU32);
 
-/// What the memory of a frame is physically.
+/// The class of a frame's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Class {
     /// One huge page of 1 GiB.
@@ -131,7 +131,7 @@ pub enum Class {
 }
 
 impl Class {
-    /// What a VM asks for to get it.
+    /// The class that a VM requests for it.
     pub const fn kind(self) -> Kind {
         match self {
             Self::Gib | Self::Huge => Kind::Hugetlb,
@@ -159,22 +159,22 @@ impl Class {
     }
 }
 
-/// What a VM's memory is made of.
+/// The class of a VM's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// Huge pages, which stay or move as a whole.
+    /// Huge pages, which are paged as a whole.
     Hugetlb,
-    /// Base pages, each of which can go.
+    /// Base pages, each of which can be evicted.
     Shmem,
 }
 
 /// How a VM's memory is aligned (Vmem, 4.2.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// Pages of 1 GiB, or nothing.
+    /// Pages of 1 GiB only.
     Gib,
     /// Slices.
     Slices,
-    /// Whole frames where there are any and the guest's memory is aligned, and slices for the rest.
+    /// Whole frames, as far as there are any and the guest's memory is aligned, and slices for the rest.
     Mix,
 }

@@ -1,17 +1,17 @@
-//! The memory that a pool's state lives in: words of 64 bits.
+//! The memory of a pool's state: words of 64 bits.
 //!
 //! Before: the owner of the state maps a file, or has a vector. After: `table` reads and writes it, and nothing else.
 //! Threads: one writer. Promise asked of an implementation: a reader that finds a store finds all stores before it. A
 //! mapping of shared memory keeps it for the death of a process when it stores with `Release` and loads with `Acquire`;
-//! nothing here is meant to survive the host.
+//! the state does not survive the host.
 
 /// Words at fixed places.
 pub trait Words {
-    /// How many.
+    /// Number of words.
     fn count(&self) -> usize;
-    /// Read one; `at` is below the count.
+    /// Reads one; `at` is below the count.
     fn load(&self, at: usize) -> u64;
-    /// Write one; `at` is below the count.
+    /// Writes one; `at` is below the count.
     fn store(&mut self, at: usize, value: u64);
 }
 

@@ -1,7 +1,7 @@
 //! Dirty memory, and the proof that it is zero.
 //!
-//! Before: [`crate::Pool::next_dirty`] gives dirty slices to a worker. After: [`crate::Pool::clean`] takes what the
-//! worker has zeroed, and the slices may be handed out.
+//! Before: [`crate::Pool::next_dirty`] gives dirty slices to a worker. After: [`crate::Pool::clean`] takes the zeroed
+//! slices, and they may be handed out.
 //! Threads: the worker's. Promise: a [`Zeroed`] is made by running a function on a [`Dirty`] and by nothing else, a
 //! [`Dirty`] by the pool alone, and neither can be copied. So no path through safe code hands out a slice that was not
 //! given to that function after its last VM had gone. If the worker dies, the slices are dirty again when the state is
@@ -16,14 +16,14 @@ use crate::unit::Extent;
 pub(crate) struct ZeroRun(u64);
 
 impl ZeroRun {
-    /// One that there was not before.
+    /// Returns a new one.
     pub(crate) fn next() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
 
-/// Slices that nobody uses and that may hold anything. They are this holder's until they come back.
+/// Unused slices with unknown content. They belong to this holder until they come back.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the slices stay out of use until they are given back to the pool"]
 pub struct Dirty(pub(crate) Extent, pub(crate) ZeroRun);
@@ -39,10 +39,9 @@ impl Dirty {
         self.0
     }
 
-    /// Have them zeroed by `zero`, which answers for it that every byte is zero and in memory when it returns.
+    /// Has `zero` fill them. The caller ensures that every byte is zero and in memory when `zero` returns.
     ///
-    /// # Errors
-    /// That of `zero`, with the slices as they are: try again, or take them out of service by [`crate::Pool::fail`].
+    /// # Errors The error of `zero`, with the slices: try again, or take them out of service by [`crate::Pool::fail`].
     pub fn zero<E>(self, zero: impl FnOnce(Extent) -> Result<(), E>) -> Result<Zeroed, (Self, E)> {
         match zero(self.0) {
             Ok(()) => Ok(Zeroed(self.0, self.1)),

@@ -454,7 +454,7 @@ proptest! {
         for op in &ops {
             pair.apply(op)?;
         }
-        // A state that is opened again is the same, but for what a worker was zeroing.
+        // A state that is opened again is the same, except the slices that a worker was zeroing.
         for dirty in pair.working.drain(..) {
             for at in dirty.extent().each() {
                 if pair.model.states[at.0 as usize] == SliceState::Free(Content::Zeroing) {

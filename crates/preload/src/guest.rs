@@ -44,7 +44,7 @@ pub fn take(value: &str) {
     }
 }
 
-/// This process is not managed: nobody asks the monitor.
+/// This process is not managed: the monitor is not asked.
 pub fn drop_monitor() {
     drop(MONITOR.lock().unwrap_or_else(PoisonError::into_inner).take());
 }

@@ -91,7 +91,7 @@ unsafe fn reserve_aligned(len: size_t, flags: c_int) -> *mut c_void {
     let start = (got as usize).next_multiple_of(HUGE_SIZE);
     let head = start - got as usize;
     let tail = more - head - len;
-    // SAFETY: both pieces are inside the reservation made above, which nobody else knows of yet. Failing to give them
+    // SAFETY: both pieces are inside the reservation made above, which no other code knows of yet. Failing to give them
     // back costs address space only.
     unsafe {
         if head > 0 {
@@ -254,7 +254,7 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) ->
     unsafe { next::ioctl(fd, request, arg) }
 }
 
-/// Declares hooks of functions that execute another program in the place of this one.
+/// Declares hooks of functions that execute another program in this process.
 macro_rules! executes {
     ($($name:ident($($arg:ident: $ty:ty),*);)*) => {$(
         /// # Safety

@@ -35,8 +35,7 @@
 //!
 //! Direct I/O, vhost, SCSI pass-through, and plain reads of some file systems (FUSE past the page cache, so virtiofs,
 //! 9p, CIFS without a cache) have the kernel or a device write to RAM past the page table. The library does not watch
-//! for them: a VM of this library *may pin* from the start, and the engine checks whether somebody holds a page, or
-//! waits.
+//! for them: a VM of this library *may pin* from the start, and the engine checks whether a page is held, or waits.
 //!
 //! Not seen, and not supported: `userfaultfd` used by the VMM itself on guest RAM (postcopy migration, background
 //! snapshots: registering fails with EBUSY on one side), `read`/`write`/`ftruncate` on the RAM file; memory registered

@@ -4,8 +4,8 @@
 //! files are mapped where QEMU maps it, and no page of the stand-in ever exists. Later operations of QEMU on the
 //! stand-in are applied to those, or refused.
 //! Threads: any VMM thread. Units: bytes; addresses of this process.
-//! Promise: the stand-in is never mapped and never leaves this process, so nobody takes its holes for guest RAM. Of the
-//! pool's files the client alone keeps descriptors, which go when a program is executed.
+//! Promise: the stand-in is never mapped and never leaves this process, so no process takes its holes for guest RAM. Of
+//! the pool's files the client alone keeps descriptors, which go when a program is executed.
 
 use std::ffi::{c_int, c_void};
 use std::io;
@@ -168,7 +168,7 @@ fn parts(all: &[StandIn], file: FileId, offset: u64, len: u64) -> Vec<Range> {
 
 /// Return pages of the pool's files to the kernel.
 fn remove((hva, len): Range) -> Result<(), c_int> {
-    // SAFETY: the VMM says that nobody needs the contents; the next touch of these addresses finds zeros.
+    // SAFETY: the VMM does not need the contents any more; the next touch of these addresses finds zeros.
     if unsafe { next::madvise(hva.0 as *mut c_void, len as usize, libc::MADV_REMOVE) } == 0 {
         Ok(())
     } else {

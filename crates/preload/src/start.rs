@@ -25,7 +25,7 @@ extern "C" fn at_start() {
 fn leave_preload() {
     const OURS: &str = "libballast_preload.so";
     const VARIABLE: &CStr = c"LD_PRELOAD";
-    // SAFETY: constructors run on the only thread there is, so nobody changes the environment during these calls;
+    // SAFETY: constructors run on the only thread there is, so the environment does not change during these calls;
     // `getenv` returns NULL or a NUL-terminated string.
     unsafe {
         let value = libc::getenv(VARIABLE.as_ptr());
@@ -45,7 +45,7 @@ fn leave_preload() {
 fn take_monitor() {
     let Ok(value) = std::env::var(guest::VARIABLE) else { return };
     guest::take(&value);
-    // SAFETY: constructors run on the only thread there is, so nobody reads the environment meanwhile.
+    // SAFETY: constructors run on the only thread there is, so no other thread reads the environment meanwhile.
     unsafe { std::env::remove_var(guest::VARIABLE) };
 }
 

@@ -1,23 +1,23 @@
-//! Our rule: ranges are fitted to the samples. A range is divided wherever that describes the samples better by more
-//! than the price of a range, however deep the difference lies.
+//! Our rule: ranges are fitted to the samples. A range is divided where the gain in likelihood exceeds the price of a
+//! further range, at any depth.
 //!
-//! The published rule compares a range with its neighbours. It sees nothing where the neighbours are alike: heat that
-//! is scattered evenly looks like no heat at all, because only small ranges differ. So this one looks from below:
+//! The published rule compares a range with its neighbours. If hot units are scattered evenly, large neighbours are
+//! equally hot, and it divides nothing; only small ranges differ. So this rule starts with the smallest ranges:
 //!
 //! ```text
 //! count      samples of the last epochs by unit of 2 MiB, halved in each epoch ([`crate::histogram`])
-//! divide     each root into halves, halves of halves, ... units; from the smallest up, two halves stay apart if
+//! divide     each root into halves, halves of halves, ... units; from the smallest up, two halves stay divided if
 //!                fit(low) + fit(high) - PRICE > fit(both),   fit(range) = count * ln(count / units)
-//!            where the fit of a half is that of its best division: so one deep difference keeps all halvings above it
-//! join       neighbours, also those that are no halves of one range, by the same price
+//!            where the fit of a half is that of its best division, so one deep difference keeps all divisions above it
+//! join       neighbours at the same price, also those that are not halves of one range
 //! ```
 //!
-//! `fit` is the logarithm of the likelihood of the samples if all units of a range are equally hot (Poisson), less what
-//! is the same for all divisions. Evenly spread heat is one range; one hot spot is found in one epoch at any depth.
+//! `fit` is the log-likelihood of the samples if all units of a range are equally hot (Poisson), without the terms that
+//! are the same for all divisions. Evenly spread heat is one range; one hot spot is found in one epoch at any depth.
 //!
 //! Before: samples, by address. After: ranges. Units: counts in [`SAMPLE`]ths, positions in units of 2 MiB.
-//! Promise: pure; at most [`MOST_RANGES`] ranges, and what [`crate::histogram`] holds; the same samples give the same
-//! ranges.
+//! Promise: pure; at most [`MOST_RANGES`] ranges, beside the memory of [`crate::histogram`]; the same samples give the
+//! same ranges.
 
 use crate::histogram::{Histogram, MOST_UNITS, Unit};
 use crate::range::{Classifier, Range, SAMPLE};
@@ -25,13 +25,13 @@ use crate::roots::Roots;
 
 /// Most ranges.
 pub const MOST_RANGES: usize = 4096;
-/// By how much (in logarithms of likelihood) a further range must describe the samples better. Akaike's price of a
-/// parameter is 1. With that, evenly spread heat begins as 831 ranges, by chance; with this as some 10. More than 2
-/// loses much where each unit has a heat of its own: a quarter of what 0.5 finds with 2,000 samples a second.
+/// Least gain in log-likelihood of a further range. Akaike's price of a parameter is 1; with it, evenly spread heat
+/// begins as 831 ranges by chance, with this as some 10. More than 2 loses much if each unit has its own heat: a
+/// quarter of what 0.5 finds with 2,000 samples a second.
 const PRICE: f64 = 1.5;
-/// Halving a range describes its samples better by at most `ln(3)` each (of three units, all samples in the lower half,
-/// which is one): this number of [`SAMPLE`]ths, or less, never pays for a range, however it lies. Without the short
-/// cut, half a million units a second anywhere in 64 TiB took a third of a CPU.
+/// A range with this number of [`SAMPLE`]ths or fewer is never divided: a division gains at most `ln(3)` for each
+/// sample (three units, all samples in the lower half, which is one unit), which is less than the price. Without this
+/// check, half a million units a second anywhere in 64 TiB took a third of a CPU.
 const TOO_FEW: u64 = 21;
 
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +42,7 @@ struct Leaf {
 }
 
 impl Leaf {
-    /// If `grain` stands for a sample.
+    /// The fit, if a sample counts `grain`.
     fn fit(&self, grain: u64) -> f64 {
         if self.count == 0 {
             return 0.0;
@@ -69,18 +69,18 @@ pub struct Fitted {
 }
 
 impl Fitted {
-    /// One range for each root.
+    /// Starts with one range for each root.
     pub fn new(roots: Roots) -> Self {
         let ranges = roots.ranges().map(|(start, end)| Range { start, end, count: 0, born: 0 }).collect();
         Self { roots, histogram: Histogram::new(MOST_UNITS), ranges, epoch: 0, splits: 0, outside: 0 }
     }
 }
 
-/// The best division of these units into halves of halves. Appends it to `leaves` and returns its fit, less its price,
-/// and the count of all. It calls itself at most 33 times deep: units have numbers of 32 bits.
+/// Finds the best division of these units into halves of halves. Appends it to `leaves` and returns its fit, less its
+/// price, and the total count. The recursion is at most 33 deep, because unit numbers have 32 bits.
 fn divide(samples: &[Unit], grain: u64, first: u64, units: u64, leaves: &mut Vec<Leaf>) -> (f64, u64) {
     let too_few = TOO_FEW * grain / SAMPLE;
-    // Each has at least one SAMPLEth.
+    // Each unit has at least one SAMPLEth.
     let is_short = samples.len() as u64 <= too_few;
     let count = if is_short { samples.iter().map(|unit| u64::from(unit.count)).sum() } else { u64::MAX };
     if units == 1 || count <= too_few {
@@ -102,7 +102,7 @@ fn divide(samples: &[Unit], grain: u64, first: u64, units: u64, leaves: &mut Vec
     (both.fit(grain), both.count)
 }
 
-/// Join neighbours that a division does not pay for.
+/// Join neighbours whose division does not gain its price.
 fn join(leaves: &[Leaf], grain: u64, price: f64) -> Vec<Leaf> {
     let mut joined: Vec<Leaf> = Vec::with_capacity(leaves.len());
     for leaf in leaves {
@@ -137,7 +137,7 @@ impl Classifier for Fitted {
         self.histogram.count();
         let (samples, grain) = (self.histogram.units(), self.histogram.grain());
         let mut price = PRICE;
-        // Of each root.
+        // The last range of each root.
         let mut parts = Vec::new();
         for (first, units) in self.roots.spans() {
             let from = samples.partition_point(|unit| u64::from(unit.number) < first);
@@ -181,7 +181,7 @@ mod tests {
 
     use super::*;
 
-    /// The fit of the best division, by looking at all of them.
+    /// The fit of the best division, by trying all divisions.
     fn best(counts: &[u32]) -> f64 {
         let count = counts.iter().map(|count| u64::from(*count)).sum();
         let whole = Leaf { first: 0, units: counts.len() as u64, count }.fit(SAMPLE);

@@ -28,7 +28,7 @@ pub struct Histogram {
     units: Vec<Unit>,
     new: Vec<Unit>,
     most: usize,
-    /// The least evidence that a count is made of: a sample, or more since room was made.
+    /// Smallest count that is told from zero: a sample, or more since counts were thinned.
     grain: u32,
 }
 
@@ -51,13 +51,13 @@ impl Histogram {
         &self.units
     }
 
-    /// What a count stands for: the units that were kept when room was made speak for those that were not, so as much
-    /// as they have by that counts as no more than one sample against chance.
+    /// Returns the count that weighs as one sample. A unit that was kept when counts were thinned also stands for units
+    /// that were dropped, so its larger count is no stronger evidence than one sample.
     pub fn grain(&self) -> u64 {
         self.grain.into()
     }
 
-    /// Forget half of every count.
+    /// Halves every count.
     pub fn halve(&mut self) {
         self.count();
         self.grain = (self.grain / 2).max(SAMPLE as u32);
@@ -67,7 +67,7 @@ impl Histogram {
         });
     }
 
-    /// Count what was recorded.
+    /// Counts the recorded samples.
     pub fn count(&mut self) {
         if self.new.is_empty() {
             return;
@@ -99,8 +99,8 @@ impl Histogram {
         self.units.truncate(self.most);
     }
 
-    /// Make room: of the counts below `least`, which is a power of two, some become `least` and others nothing, so that
-    /// what is expected of any part of memory stays the same, as far as a count can hold it.
+    /// Thins the counts to free space: each count below `least`, a power of two, becomes `least` or zero at random, so
+    /// that the expected count of any part of memory stays the same, as far as a count can hold it.
     fn thin(&mut self, least: u64) {
         self.grain = self.grain.max(u32::try_from(least).unwrap_or(u32::MAX));
         self.units.retain_mut(|unit| {
@@ -114,7 +114,7 @@ impl Histogram {
     }
 }
 
-/// Numbers that look random (the last steps of SplitMix64): whether a unit stays must not depend on where it is.
+/// Mixes a number (the last steps of SplitMix64), so that whether a unit stays does not depend on its address.
 fn mixed(number: u64) -> u64 {
     let mixed = (number ^ number >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);

@@ -1,5 +1,5 @@
-//! Which ranges of a program's memory are hot, and which pages belong into fast memory: tiering inside a guest, after
-//! Demeter (§3.2).
+//! Finds the hot ranges of a program's memory, and plans which pages to move to fast memory: tiering inside a guest,
+//! after Demeter (§3.2).
 //!
 //! ```text
 //! samples of accesses ─► Classifier ─► ranges ─► rank ─► plan ─► an agent moves pages
@@ -10,10 +10,10 @@
 //! Read the files in this order: `roots` (what is classified), `range` (ranges, the trait, the order), `published` (the
 //! paper's rule), `histogram` and `fitted` (ours), [`relocate`], [`trace`].
 //!
-//! Before: a source samples accesses with their *virtual* addresses, which keep what belongs together side by side;
-//! physical ones do not. After: an agent moves pages between the nodes of its guest. Threads: none. Units: bytes and
-//! epochs of 500 ms. Promise: no clock, no I/O, no randomness, no unsafe code; memory is bounded whatever the samples
-//! are, and no sample makes anything panic.
+//! Before: a source samples accesses with their *virtual* addresses. Data that is used together is often adjacent in
+//! virtual memory, but not in physical memory. After: an agent moves pages between the nodes of its guest. Threads:
+//! none. Units: bytes and epochs of 500 ms. Promise: no clock, no I/O, no randomness, no unsafe code; memory is bounded
+//! whatever the samples are, and no sample makes anything panic.
 //!
 //! ```
 //! use ballast_ranges::{Classifier, Fitted, Roots, UNIT, rank};

@@ -1,9 +1,9 @@
 //! The published rule (Demeter §3.2.1): a range is split where it has far more accesses than both of its neighbours.
 //!
-//! Before: samples, by address. After: ranges. What the paper leaves open is decided here: the two roots are
-//! neighbours, a side without a neighbour counts as one without accesses, and `tau_merge` is 8 splits. The paper keeps
-//! the time of a range's last access as well; nothing is decided by it there, so it is not kept here. Units: counts in
-//! samples, positions in units of 2 MiB. Promise: pure; at most [`MOST_RANGES`] ranges.
+//! Before: samples, by address. After: ranges. The paper leaves some points open; here the two roots are neighbours, a
+//! side without a neighbour counts as one without accesses, and `tau_merge` is 8 splits. The paper also keeps the time
+//! of a range's last access, but decides nothing by it, so it is not kept here. Units: counts in samples, positions in
+//! units of 2 MiB. Promise: pure; at most [`MOST_RANGES`] ranges.
 
 use crate::range::{Classifier, Range, SAMPLE};
 use crate::roots::Roots;
@@ -11,7 +11,7 @@ use crate::roots::Roots;
 /// Most ranges. The paper states no bound and sees fewer than 50.
 pub const MOST_RANGES: usize = 4096;
 
-/// What the paper's authors settled on (§3.2.1, §5.2.3).
+/// The paper's parameters (§3.2.1, §5.2.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parameters {
     /// Times `tau_split` times vCPUs: how many more accesses than a neighbour a range must have.
@@ -25,7 +25,7 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// The paper's, for a guest with this number of CPUs.
+    /// Returns the paper's parameters for a guest with this number of CPUs.
     pub const fn of(vcpus: u64) -> Self {
         Self { alpha: 2, tau_split: 15, tau_merge: 8, vcpus }
     }
@@ -37,7 +37,7 @@ struct Leaf {
     units: u64,
     count: u64,
     born: u64,
-    /// How many splits there had been when its count had decayed to nothing.
+    /// Number of splits when its count had decayed to zero.
     empty_since: Option<u64>,
 }
 
@@ -48,7 +48,7 @@ pub struct Published {
     parameters: Parameters,
     /// Ascending; they tile the roots.
     leaves: Vec<Leaf>,
-    /// As the last epoch left them.
+    /// Ranges of the last epoch.
     ranges: Vec<Range>,
     epoch: u64,
     splits: u64,
@@ -56,7 +56,7 @@ pub struct Published {
 }
 
 impl Published {
-    /// One range for each root.
+    /// Starts with one range for each root.
     pub fn new(roots: Roots, parameters: Parameters) -> Self {
         let leaf = |(first, units)| Leaf { first, units, count: 0, born: 0, empty_since: Some(0) };
         let leaves = roots.spans().map(leaf).collect();

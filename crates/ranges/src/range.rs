@@ -1,7 +1,7 @@
 //! Ranges, what makes them, and their order by heat.
 //!
 //! Before: a source has samples of accesses. After: [`crate::relocate`] moves pages by the order.
-//! Units: addresses and sizes in bytes, times in epochs. Promise: pure; of equal input the order is equal.
+//! Units: addresses and sizes in bytes, times in epochs. Promise: pure; equal input gives an equal order.
 
 use std::cmp::Ordering;
 
@@ -10,24 +10,24 @@ use std::cmp::Ordering;
 pub struct Range {
     /// First address.
     pub start: u64,
-    /// Address behind the last one.
+    /// Address after the last one.
     pub end: u64,
-    /// Samples in it, old ones for less, in [`SAMPLE`]ths.
+    /// Samples in it, in [`SAMPLE`]ths; older ones count less.
     pub count: u64,
     /// The epoch in which it was made.
     pub born: u64,
 }
 
-/// What one new sample counts. Halved four times it is still something.
+/// Count of one new sample. It can be halved four times.
 pub const SAMPLE: u64 = 16;
 
 impl Range {
-    /// Its size.
+    /// Returns its size.
     pub fn bytes(&self) -> u64 {
         self.end - self.start
     }
 
-    /// Is it hotter for its size than the other? Exact, whatever the counts.
+    /// Compares the samples for each byte of two ranges, exactly for any counts.
     pub fn compare_frequency(&self, other: &Self) -> Ordering {
         let ours = u128::from(self.count) * u128::from(other.bytes());
         ours.cmp(&(u128::from(other.count) * u128::from(self.bytes())))
@@ -36,26 +36,26 @@ impl Range {
 
 /// Makes ranges from samples.
 pub trait Classifier {
-    /// As it stands in tables.
+    /// Its name in tables.
     fn name(&self) -> &'static str;
 
-    /// Record accesses that a source has sampled. Those outside of all roots are counted apart.
+    /// Records accesses that a source has sampled. Those outside of all roots are counted apart.
     fn record(&mut self, address: u64, samples: u32);
 
-    /// An epoch (500 ms) is over: make new ranges, then forget half.
+    /// Ends an epoch (500 ms): makes new ranges, then halves all counts.
     fn end_epoch(&mut self);
 
-    /// The ranges of the last epoch, ascending; together they are the roots.
+    /// Returns the ranges of the last epoch, ascending; together they are the roots.
     fn ranges(&self) -> &[Range];
 
-    /// How often ranges were divided so far.
+    /// Returns how often ranges were divided so far.
     fn splits(&self) -> u64;
 
-    /// Samples outside of all roots so far.
+    /// Returns the number of samples outside of all roots so far.
     fn outside(&self) -> u64;
 }
 
-/// Hottest first (§3.2.1): by accesses for its size, then the younger range, then the lower address.
+/// Sorts ranges, the hottest first (§3.2.1): by accesses for each byte, then the younger range, then the lower address.
 pub fn rank(ranges: &[Range]) -> Vec<Range> {
     let mut ranked = ranges.to_vec();
     ranked.sort_by(|a, b| b.compare_frequency(a).then(b.born.cmp(&a.born)).then(a.start.cmp(&b.start)));

@@ -1,10 +1,10 @@
 //! Balanced relocation (§3.2.3): which pages to promote and which to demote, the same number of each.
 //!
-//! Before: ranges in the order of their heat, and where each page is. After: an agent moves the pages, in batches.
-//! The paper swaps pages. `move_pages` cannot, so the fast tier keeps a small *reserve* free, and each batch demotes
-//! first, then promotes into what that has freed.
-//! Units: pages, all of one size that the caller chooses (4 KiB or 2 MiB). Promise: pure; a plan moves at most what it
-//! may; it never promotes more than there is room for, and leaves a page alone if the move gains nothing.
+//! Before: ranges in the order of their heat, and where each page is. After: an agent moves the pages, in batches. The
+//! paper swaps pages. `move_pages` cannot, so the fast tier keeps a small *reserve* free, and each batch demotes first,
+//! then promotes into the freed memory.
+//! Units: pages, all of one size that the caller chooses (4 KiB or 2 MiB). Promise: pure; a plan moves no more than its
+//! limit, never promotes more than there is room for, and does not move a page if that gains nothing.
 
 use std::ops::ControlFlow;
 
@@ -13,9 +13,9 @@ use crate::range::{Range, SAMPLE};
 /// Where a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tier {
-    /// In fast memory, which is short.
+    /// Fast memory, which is scarce.
     Fast,
-    /// In slow memory.
+    /// Slow memory.
     Slow,
 }
 
@@ -25,16 +25,16 @@ pub trait Placement {
     fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>);
 }
 
-/// What a plan may do.
+/// Limits of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Pages that the fast tier can hold of this program.
     pub fast: u64,
     /// Part of these: free now.
     pub free: u64,
-    /// Part of these: to be free afterwards.
+    /// Part of these: must be free afterwards.
     pub reserve: u64,
-    /// Most promotions: the bandwidth that moving may take, until the next plan.
+    /// Most promotions until the next plan, which bounds the bandwidth of moves.
     pub most: u64,
 }
 
@@ -44,8 +44,8 @@ pub enum Rule {
     /// §3.2.3: the hottest ranges that fit as a whole deserve the fast tier, and every misplaced page moves.
     Published,
     /// Ours: also as much of the next range as still fits, and of that range the pages that are there already, since
-    /// its pages are equally hot. A page moves only if its range is hotter than that of the page that goes, by more
-    /// than [`SPREADS`] standard deviations of what the samples say of the two.
+    /// its pages are equally hot. A page moves only if its range is hotter than that of the page it replaces, by more
+    /// than [`SPREADS`] standard deviations of the difference.
     Ours,
 }
 
@@ -64,8 +64,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The moves in turns: pages to demote, then pages to promote, of each at most `pages`. With no more than the
-    /// reserve in a turn, the fast tier always has room.
+    /// Returns the moves in turns: pages to demote, then pages to promote, of each at most `pages`. If a turn is no
+    /// larger than the reserve, the fast tier always has room.
     pub fn turns(&self, pages: usize) -> impl Iterator<Item = (&[u64], &[u64])> {
         let pages = pages.max(1);
         let turns = self.promote.len().max(self.demote.len()).div_ceil(pages);
@@ -83,7 +83,7 @@ struct Candidate<'a> {
     range: &'a Range,
 }
 
-/// Is one range hotter for its size than the other, beyond chance? Counts are taken to be Poisson's.
+/// Is one range hotter for its size than the other, beyond chance? Counts are assumed to be Poisson distributed.
 fn is_worth_it(hot: &Range, cold: &Range) -> bool {
     let rate = |range: &Range| {
         let (samples, bytes) = (range.count as f64 / SAMPLE as f64, range.bytes() as f64);
@@ -153,10 +153,10 @@ fn demotions<'a>(
     found
 }
 
-/// What to move, of ranges that [`crate::rank`] has ordered.
+/// Plans moves for ranges that [`crate::rank`] has ordered.
 pub fn plan(ranked: &[Range], pages: &dyn Placement, limits: Limits, rule: Rule) -> Plan {
     let (mut promote, whole, part) = promotions(ranked, pages, limits, rule);
-    // What may be promoted without a demotion, and what must be demoted without a promotion.
+    // Pages that may be promoted without a demotion, and pages that must be demoted without a promotion.
     let to_count = |pages: u64| usize::try_from(pages).unwrap_or(usize::MAX);
     let spare = to_count(limits.free.saturating_sub(limits.reserve)).min(promote.len());
     let owed = to_count(limits.reserve.saturating_sub(limits.free).min(limits.most));

@@ -1,6 +1,6 @@
 //! Roots: the parts of a program's address space that are classified, and their units as small numbers.
 //!
-//! Before: somebody knows where heap and mappings lie (`/proc/PID/maps`). After: classifiers count by unit and never
+//! Before: the caller knows where heap and mappings lie (`/proc/PID/maps`). After: classifiers count by unit and never
 //! see an address. Units: addresses in bytes; a *unit* is 2 MiB, the least that a range can be. Promise: an address
 //! outside of all roots has no unit; no root is empty, and none overlaps another.
 
@@ -10,13 +10,13 @@ use ballast_base::HUGE_SIZE;
 pub const UNIT: u64 = HUGE_SIZE as u64;
 /// Most units of all roots: 8 PiB. A unit's number fits 32 bits.
 const MOST_UNITS: u64 = 1 << 32;
-/// Most roots: a program has a heap and mappings; a caller may leave out what lies between large mappings.
+/// Most roots: a program has a heap and mappings; a caller may leave out the gaps between large mappings.
 pub const MOST_ROOTS: usize = 64;
 
-/// Why these are no roots.
+/// Reasons why ranges cannot be roots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RootsError {
-    /// Without a root nothing can be classified; too many cost more than they tell.
+    /// There are none, or too many.
     #[error("Making roots: {0} roots; 1 to {MOST_ROOTS} are possible")]
     Count(usize),
     /// A root of no bytes, or one that ends at the end of the address space.
@@ -24,7 +24,7 @@ pub enum RootsError {
     NotARange {
         /// First address.
         start: u64,
-        /// Address behind the last one.
+        /// Address after the last one.
         end: u64,
     },
     /// Two have a unit in common.
@@ -58,7 +58,8 @@ pub struct Roots {
 }
 
 impl Roots {
-    /// From first addresses and the addresses behind the last, in ascending order. Each is widened to whole units.
+    /// Makes roots from first addresses and the addresses after the last, in ascending order. Each is widened to whole
+    /// units.
     pub fn new(ranges: &[(u64, u64)]) -> Result<Self, RootsError> {
         if ranges.is_empty() || ranges.len() > MOST_ROOTS {
             return Err(RootsError::Count(ranges.len()));
@@ -86,24 +87,24 @@ impl Roots {
         self.units
     }
 
-    /// First addresses and the addresses behind the last, of whole units.
+    /// Returns first addresses and the addresses after the last, of whole units.
     pub fn ranges(&self) -> impl ExactSizeIterator<Item = (u64, u64)> {
         self.list.iter().map(|root| (root.start, root.end))
     }
 
-    /// Which unit has this address.
+    /// Returns the unit of this address.
     pub fn unit_of(&self, address: u64) -> Option<u32> {
         let after = self.list.partition_point(|root| root.start <= address);
         let root = self.list[..after].last().filter(|root| address < root.end)?;
         u32::try_from(root.first + (address - root.start) / UNIT).ok()
     }
 
-    /// The first unit of each root, and how many it has.
+    /// Returns the first unit of each root, and its number of units.
     pub(crate) fn spans(&self) -> impl ExactSizeIterator<Item = (u64, u64)> {
         self.list.iter().map(|root| (root.first, (root.end - root.start) / UNIT))
     }
 
-    /// The addresses of these units, which are of one root.
+    /// Returns the addresses of these units, which are of one root.
     pub(crate) fn addresses(&self, first: u64, units: u64) -> (u64, u64) {
         let after = self.list.partition_point(|root| root.first <= first);
         let root = self.list[..after].last().expect("the first root has unit 0");

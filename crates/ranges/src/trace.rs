@@ -1,12 +1,12 @@
 //! Trace: samples in a file, to be replayed through any classifier.
 //!
-//! Before: somebody sampled a program's accesses. After: the same ranges as live, on any machine.
-//! Units: addresses. Promise: input is never trusted. A file that is cut short or changed is refused, and what it takes
-//! in memory is bounded by its length.
+//! Before: a program's accesses were sampled. After: the same ranges as live, on any machine.
+//! Units: addresses. Promise: input is never trusted. A file that is cut short or changed is refused, and the memory it
+//! needs is bounded by its length.
 //!
 //! ```text
 //! file    "BLSTRNGE" | version u16 | least reader u16 | XXH3 of the body u64 | body (postcard)
-//! body    vCPUs | roots: first address, address behind the last | epochs: each address as the difference to the last
+//! body    vCPUs | roots: first address, address after the last | epochs: each address as the difference to the last
 //! ```
 //!
 //! The header's numbers are little-endian.
@@ -19,7 +19,7 @@ use crate::range::Classifier;
 use crate::roots::{Roots, RootsError};
 
 const MAGIC: &[u8; 8] = b"BLSTRNGE";
-/// What this program writes and reads.
+/// Versions that this program writes and reads.
 pub const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
 /// Bytes before the body.
 const HEADER: usize = 20;
@@ -29,7 +29,7 @@ const HEADER: usize = 20;
 pub struct Trace {
     /// CPUs of the guest it ran in.
     pub vcpus: u64,
-    /// What was classified: first addresses, and the addresses behind the last.
+    /// The classified memory: first addresses, and the addresses after the last.
     pub roots: Vec<(u64, u64)>,
     /// Sampled addresses of each epoch, in order.
     pub epochs: Vec<Vec<u64>>,
@@ -38,7 +38,7 @@ pub struct Trace {
 /// A file that is no trace, or is damaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TraceError {
-    /// Something else.
+    /// The file does not begin as a trace.
     #[error("Reading a trace of accesses: it does not begin as one")]
     Magic,
     /// The file is of a program that is too new or too old.
@@ -47,10 +47,10 @@ pub enum TraceError {
     /// Cut short or changed.
     #[error("Reading a trace of accesses: the checksum of its {0} bytes is wrong")]
     Checksum(usize),
-    /// The checksum is right, but this is not what a trace holds.
+    /// The checksum is right, but the content is no trace.
     #[error("Reading a trace of accesses: its {0} bytes are not understood")]
     Body(usize),
-    /// Its roots cannot be.
+    /// Its roots are invalid.
     #[error("Reading a trace of accesses")]
     Roots(#[source] RootsError),
 }
@@ -63,7 +63,7 @@ struct Body {
 }
 
 impl Trace {
-    /// As a file.
+    /// Returns the bytes of the file.
     pub fn encode(&self) -> Vec<u8> {
         let mut last = 0;
         let mut difference = |address: &u64| address.wrapping_sub(std::mem::replace(&mut last, *address)).cast_signed();
@@ -78,10 +78,9 @@ impl Trace {
         file
     }
 
-    /// From a file; anything may be in there.
+    /// Reads a file, which may have any content.
     ///
-    /// # Errors
-    /// It is no trace, of another version, damaged, or of impossible roots.
+    /// # Errors It is no trace, has another version, is damaged, or has invalid roots.
     pub fn decode(file: &[u8]) -> Result<Self, TraceError> {
         let (header, body) = file.split_at_checked(HEADER).ok_or(TraceError::Magic)?;
         if header[..8] != *MAGIC {
@@ -106,7 +105,7 @@ impl Trace {
         Ok(Self { vcpus: read.vcpus, roots: read.roots, epochs })
     }
 
-    /// Play it to a classifier that was made for its roots; `each` is called after every epoch.
+    /// Plays it to a classifier that was made for its roots; calls `each` after every epoch.
     pub fn replay(&self, classifier: &mut dyn Classifier, mut each: impl FnMut(&dyn Classifier)) {
         for epoch in &self.epochs {
             epoch.iter().for_each(|address| classifier.record(*address, 1));
@@ -145,7 +144,7 @@ mod tests {
             let mut file = trace.encode();
             let at = at.index(file.len());
             file[at] ^= 1 << bit;
-            // A least reader of 0, or a newer version, changes nothing of what is read.
+            // A least reader of 0, or a newer version, makes no difference.
             prop_assert!(Trace::decode(&file).map_or(true, |read| (8..12).contains(&at) && read == trace));
         }
 

@@ -14,7 +14,7 @@ use ballast_sys::{Mapping, memfd};
 const UNITS: usize = 32;
 const HOT: usize = 20;
 
-/// All of memory is in the slow tier, but for its first unit.
+/// All of memory is in the slow tier, except its first unit.
 struct FirstIsFast(u64);
 
 impl Placement for FirstIsFast {

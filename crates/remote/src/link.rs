@@ -75,7 +75,7 @@ impl Link {
         self.receive(commands.count(), until)
     }
 
-    /// Sends commands whose replies are received later, all at once. The replies must be short, because nobody reads
+    /// Sends commands whose replies are received later, all at once. The replies must be short, because no thread reads
     /// them meanwhile.
     ///
     /// # Errors

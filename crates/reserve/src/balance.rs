@@ -1,7 +1,7 @@
 //! How much memory each node gives to the pool, so that all nodes have the same amount for VMs (Vmem, 4.1.1), and the
 //! reasons for giving less.
 //!
-//! Before: somebody requests a part of the host. After: `reserve` takes it from the kernel.
+//! Before: a part of the host is requested. After: `reserve` takes it from the kernel.
 //! Units: slices. Promise: pure; the host keeps its margin.
 
 use ballast_base::Bytes;
@@ -20,7 +20,7 @@ pub enum Want {
 
 /// Memory of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct NodeMemory {
     /// Number of the node on the host.
     pub numa: u32,
     /// Slices of the node that the pool already has.
@@ -47,9 +47,9 @@ pub fn margin(total: Bytes) -> Bytes {
 
 /// Divides the wanted amount among the nodes. `available` is the kernel's estimate of the memory that programs can
 /// still allocate, on all nodes together.
-pub fn divide(want: Want, rooms: &[Room], available: Bytes) -> Shares {
-    let count = rooms.len().max(1) as u64;
-    let total = Bytes(rooms.iter().map(|room| room.memory.total.0).sum());
+pub fn divide(want: Want, nodes: &[NodeMemory], available: Bytes) -> Shares {
+    let count = nodes.len().max(1) as u64;
+    let total = Bytes(nodes.iter().map(|node| node.memory.total.0).sum());
     let wanted = match want {
         Want::Bytes(bytes) => bytes.0,
         Want::Percent(percent) => total.0 / 100 * u64::from(percent.min(100)),
@@ -57,20 +57,20 @@ pub fn divide(want: Want, rooms: &[Room], available: Bytes) -> Shares {
     let each = slices(wanted.div_ceil(count).next_multiple_of(SLICE_SIZE));
     let margin = margin(total);
     let left = |spare: Bytes, margin: u64| slices(spare.0.saturating_sub(margin));
-    let could = |room: &Room| room.has + left(room.memory.spare, margin.0 / count);
+    let could = |node: &NodeMemory| node.has + left(node.memory.spare, margin.0 / count);
     let mut notes = Vec::new();
-    for room in rooms.iter().filter(|room| could(room) < each && room.has < each) {
+    for node in nodes.iter().filter(|node| could(node) < each && node.has < each) {
         notes.push(format!(
             "node {} can give {} of the {} that are wanted of it: {} are free or can be freed, and {} stay with the \
              host",
-            room.numa,
-            size(could(room)),
+            node.numa,
+            size(could(node)),
             size(each),
-            room.memory.spare,
+            node.memory.spare,
             Bytes(margin.0 / count),
         ));
     }
-    let has: u32 = rooms.iter().map(|room| room.has).sum();
+    let has: u32 = nodes.iter().map(|node| node.has).sum();
     let all = (has + left(available, margin.0)) / count as u32;
     if all < each {
         notes.push(format!(
@@ -78,11 +78,11 @@ pub fn divide(want: Want, rooms: &[Room], available: Bytes) -> Shares {
             size(all * count as u32)
         ));
     }
-    let reach = rooms.iter().map(could).min().unwrap_or(0).min(each).min(all);
-    if rooms.iter().any(|room| could(room).min(each) > reach) {
+    let reach = nodes.iter().map(could).min().unwrap_or(0).min(each).min(all);
+    if nodes.iter().any(|node| could(node).min(each) > reach) {
         notes.push(format!("every node gives {}, so that they stay balanced", size(reach)));
     }
-    let more = rooms.iter().map(|room| (room.numa, reach.saturating_sub(room.has))).filter(|(_, more)| *more > 0);
+    let more = nodes.iter().map(|node| (node.numa, reach.saturating_sub(node.has))).filter(|(_, more)| *more > 0);
     Shares { more: more.collect(), notes }
 }
 
@@ -100,14 +100,14 @@ mod tests {
     use ballast_base::GIB;
     use proptest::prelude::*;
 
-    fn room(numa: u32, has: u32, spare_gib: u64) -> Room {
-        Room { numa, has, memory: Memory { total: Bytes(64 * GIB), spare: Bytes(spare_gib * GIB) } }
+    fn node(numa: u32, has: u32, spare_gib: u64) -> NodeMemory {
+        NodeMemory { numa, has, memory: Memory { total: Bytes(64 * GIB), spare: Bytes(spare_gib * GIB) } }
     }
 
     #[test]
     fn nodes_give_as_much_as_the_one_that_has_least() {
-        let rooms = [room(0, 0, 11), room(1, 0, 41)];
-        let shares = divide(Want::Percent(80), &rooms, Bytes(52 * GIB));
+        let nodes = [node(0, 0, 11), node(1, 0, 41)];
+        let shares = divide(Want::Percent(80), &nodes, Bytes(52 * GIB));
         // 1 GiB of each node, 1/64 of all, stays with the host.
         assert_eq!(shares.more, [(0, 5120), (1, 5120)]);
         assert!(shares.notes[0].contains("node 0 can give 10 GiB of the 51.2 GiB"), "{:?}", shares.notes);
@@ -116,11 +116,11 @@ mod tests {
 
     #[test]
     fn what_is_there_counts_and_asking_twice_changes_nothing() {
-        let rooms = [room(0, 512, 20), room(1, 1024, 20)];
-        let shares = divide(Want::Bytes(Bytes(4 * GIB)), &rooms, Bytes(40 * GIB));
+        let nodes = [node(0, 512, 20), node(1, 1024, 20)];
+        let shares = divide(Want::Bytes(Bytes(4 * GIB)), &nodes, Bytes(40 * GIB));
         assert_eq!(shares, Shares { more: vec![(0, 512)], notes: vec![] });
-        let rooms = [room(0, 1024, 20), room(1, 1024, 20)];
-        assert_eq!(divide(Want::Bytes(Bytes(4 * GIB)), &rooms, Bytes(40 * GIB)), Shares::default());
+        let nodes = [node(0, 1024, 20), node(1, 1024, 20)];
+        assert_eq!(divide(Want::Bytes(Bytes(4 * GIB)), &nodes, Bytes(40 * GIB)), Shares::default());
     }
 
     proptest! {
@@ -128,9 +128,9 @@ mod tests {
         fn the_host_keeps_its_margin_and_nodes_are_balanced(
             nodes in proptest::collection::vec(0u64..200, 1..8), available in 0u64..800, percent in 0u8..120,
         ) {
-            let rooms: Vec<Room> = (0..).zip(&nodes).map(|(numa, spare)| room(numa, 0, *spare)).collect();
-            let total = Bytes(rooms.len() as u64 * 64 * GIB);
-            let shares = divide(Want::Percent(percent), &rooms, Bytes(available * GIB));
+            let nodes: Vec<NodeMemory> = (0..).zip(&nodes).map(|(numa, spare)| node(numa, 0, *spare)).collect();
+            let total = Bytes(nodes.len() as u64 * 64 * GIB);
+            let shares = divide(Want::Percent(percent), &nodes, Bytes(available * GIB));
             let taken: u64 = shares.more.iter().map(|(_, more)| u64::from(*more) * SLICE_SIZE).sum();
             prop_assert!(taken == 0 || taken + margin(total).0 <= available * GIB);
             prop_assert!(taken <= total.0);

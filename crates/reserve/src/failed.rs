@@ -3,14 +3,14 @@
 //! The kernel counts pages whose memory failed (`HardwareCorrupted` in `/proc/meminfo`). When that number changes,
 //! every page of the pool is checked. The kernel keeps a failed page in its file, and `UFFDIO_CONTINUE` reports it
 //! without touching it (`ballast_sys::hugetlb`). The slice is then marked, and the mark outlives the owner. The page
-//! still counts as the pool's. The kernel gives a failed page to nobody, wherever it is. So the number of huge pages
-//! and the number of slices stay the same, and nobody else has one page less.
+//! still counts as the pool's. The kernel gives a failed page to no process, wherever it is. So the number of huge
+//! pages and the number of slices stay the same, and other users of huge pages do not lose a page.
 //!
 //! A VM keeps a failed slice that belongs to it. It learns of the failure as of any other failed page. When it touches
 //! the page, the kernel sends the VMM the SIGBUS of a machine check, or the engine sends it if the page is not mapped.
 //!
-//! A VM may punch its failed page out of its file before anybody checks it. The kernel keeps such a page and counts it
-//! as used, and the pool has a slice without a page; see [`Reserve::replenish`].
+//! A VM may punch its failed page out of its file before it is checked. The kernel keeps such a page and counts it as
+//! used, and the pool has a slice without a page; see [`Reserve::replenish`].
 //!
 //! Before: `reserve` is about to hand out memory, or looks for VMs that are gone. After: events, and the overview.
 //! Threads: the owner's. Units: slices; pages of 4 KiB as the kernel counts them.
@@ -27,7 +27,7 @@ use crate::live::Live;
 use crate::reserve::Reserve;
 
 impl Reserve {
-    /// Look at every page of the pool, if the kernel has counted other failures than when it was last done.
+    /// Checks every page of the pool, if the kernel's count of failures has changed since the last check.
     ///
     /// # Errors
     /// If the kernel does not say.
@@ -39,7 +39,7 @@ impl Reserve {
         let Some(live) = &mut self.live else { return Ok(()) };
         let mut found = Vec::new();
         for number in live.files.numbers().during("Listing the pool's files")? {
-            // A file that cannot be looked at is one of a VM that made it short, say: the others are not its fault.
+            // A file that cannot be checked (a VM made it shorter, say) does not prevent the check of the others.
             match live.failed_in(live.brick(number)) {
                 Ok(failed) => found.extend(failed),
                 Err(error) => tracing::warn!("Looking for failed memory in file {number} of the pool: {error}"),
@@ -49,14 +49,14 @@ impl Reserve {
         self.mark(&found)
     }
 
-    /// Never hand these out again, and remember to say so.
+    /// Marks these, so that they are never handed out again, and records them for a report.
     fn mark(&mut self, slices: &[SliceIdx]) -> Result<(), Error> {
         let Some(live) = &mut self.live else { return Ok(()) };
         for at in slices {
             let owner = match live.pool.poison(*at)? {
                 Hit::Known | Hit::NotOurs => continue,
                 Hit::Free => {
-                    // So that no file has a page of a slice that is nobody's and failed (see `owed.rs`).
+                    // So that no file has a page of a failed slice without an owner (see `owed.rs`).
                     live.empty(Extent { start: *at, slices: 1 }, |_| true)?;
                     None
                 }
@@ -69,21 +69,21 @@ impl Reserve {
         Ok(())
     }
 
-    /// What failed since this was last asked.
+    /// Returns failures since the last call.
     pub fn take_failures(&mut self) -> Vec<Failure> {
         std::mem::take(&mut self.failures)
     }
 }
 
 impl Live {
-    /// What the host calls the node of this slice.
+    /// Returns the node of this slice on the host.
     pub(crate) fn numa_of(&self, at: SliceIdx) -> u32 {
         let node = self.first_slices().filter(|(first, _)| *first <= at.0).last();
         node.map_or(0, |(_, spec)| spec.numa)
     }
 
-    /// Slices of this brick whose memory failed and that are not known to. Those to be zeroed have no page, or one that
-    /// goes.
+    /// Returns slices of this brick whose memory failed and that are not marked yet. Slices to be zeroed have no page,
+    /// or one that will be replaced.
     fn failed_in(&mut self, brick: Extent) -> Result<Vec<SliceIdx>, Error> {
         const WHAT: &str = "Looking for memory that failed";
         let has_page =

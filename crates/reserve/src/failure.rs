@@ -7,11 +7,11 @@ use ballast_base::Bytes;
 /// A slice whose memory failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// On which node.
+    /// Its node.
     pub numa: u32,
-    /// Which slice of the pool.
+    /// The slice of the pool.
     pub slice: u32,
-    /// Whose it is, and where the VM has it; none: nobody's.
+    /// Its VM, and where the VM has it; `None`: it has no owner.
     pub owner: Option<(String, Bytes)>,
 }
 

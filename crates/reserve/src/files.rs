@@ -58,7 +58,7 @@ impl Files {
         Ok(std::fs::File::options().read(true).write(true).open(file)?.into())
     }
 
-    /// Removes the door of this VM if nobody has a file open through it. Returns whether nobody has.
+    /// Removes the door of this VM if no process has a file open through it. Returns whether it was removed.
     pub fn close_door(&self, vm: u64) -> io::Result<bool> {
         huge_files::close_door(&self.door(vm))
     }
@@ -72,7 +72,7 @@ impl Files {
         self.dir.join(format!("vm-{vm:016x}"))
     }
 
-    /// Removes a brick that nobody has, so that the next use creates an empty file.
+    /// Removes a brick that no process has, so that the next use creates an empty file.
     pub fn replace(&mut self, number: u32) -> io::Result<()> {
         // This frees its pages now, even those beyond its size, although a process may still have the file open.
         rustix::fs::ftruncate(&*self.get(number)?, 0)?;

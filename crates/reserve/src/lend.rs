@@ -99,7 +99,7 @@ impl Reserve {
                 live.empty(brick, |state| state == SliceState::Borrow)?;
             }
             let went: u32 = extents.iter().map(|extent| extent.slices).sum();
-            // The kernel releases a page that somebody holds when it is freed.
+            // The kernel releases a held page when its holder frees it.
             self.host.change_pages(spec.numa, -i64::from(went)).during("Lending huge pages")?;
             if went < each - lent {
                 let (now, want) = (slices_to_bytes(lent + went), slices_to_bytes(each));

@@ -19,7 +19,7 @@
 //!
 //! **Zeroing.** A page that a VM had is not overwritten. It is punched out of its file, and the kernel allocates
 //! another page, which it zeroes. So it does not matter who still holds the old page (a device, or a pipe that the VMM
-//! filled by `vmsplice`). As long as somebody does, the kernel has one page less, and the slice waits.
+//! filled by `vmsplice`). As long as a process does, the kernel has one page less, and the slice waits.
 //!
 //! Before: a host with memory to spare. After: zeroed memory in files, with its pages allocated. Threads: the owner's
 //! thread, and a worker's that has a [`Job`]. Units: slices of 2 MiB. Promise: no mapping of guest memory and no unsafe

@@ -37,7 +37,7 @@ pub(crate) struct Live {
     pub(crate) pool: Pool<Shared>,
     pub(crate) files: Files,
     pub(crate) names: BTreeMap<u64, String>,
-    /// Slices for which the kernel had no page, because somebody still holds their old page.
+    /// Slices for which the kernel had no page, because another process still holds their old page.
     pub(crate) waiting: Vec<Dirty>,
 }
 
@@ -47,7 +47,7 @@ impl Live {
         let files = Files::open(&dir.join(FILES), brick).during("Opening the pool's file system (hugetlbfs)")?;
         let mut names: BTreeMap<u64, String> =
             journal::load(&dir.join("names.json")).during("Reading who has what")?.unwrap_or_default();
-        // The owner died before this VM got memory, so the name belongs to nobody.
+        // The owner died before this VM got memory, so no VM has the name.
         names.retain(|id, _| pool.tenants().any(|tenant| tenant.vm.0.get() == *id));
         for vm in files.doors().during("Listing the pool's files")? {
             if !names.contains_key(&vm) {

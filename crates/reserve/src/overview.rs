@@ -1,6 +1,6 @@
 //! The pool as an operator sees it: by node, by file, by VM.
 //!
-//! Before: somebody requests the overview. After: the API's reply, and metrics. Units: bytes. Promise: only reads.
+//! Before: the overview is requested. After: the API's reply, and metrics. Units: bytes. Promise: only reads.
 
 use ballast_base::Bytes;
 use ballast_pool::unit::slices_to_bytes;
@@ -20,7 +20,7 @@ pub struct Overview {
     pub tenants: Vec<Tenant>,
     /// Result of the last change, and the reasons why it did less than requested.
     pub notes: Vec<String>,
-    /// Slices that wait for a page, because somebody still holds their old page.
+    /// Slices that wait for a page, because another process still holds their old page.
     pub waiting: Bytes,
     /// Memory that the state and its lookup tables occupy.
     pub metadata: Bytes,

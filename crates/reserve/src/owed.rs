@@ -8,7 +8,7 @@
 //!
 //! The reverse happens, too. While others have surplus pages, the kernel releases the first pages that the pool's VMs
 //! free to the host, and counts pages of others as reserved. And a page that something holds (a pipe, a device, or the
-//! kernel itself if its memory failed) counts as reserved although nobody can use it. Then slices wait, and the pool
+//! kernel itself if its memory failed) counts as reserved although it cannot be used. Then slices wait, and the pool
 //! reserves other pages (`replenish`), which it owes as well.
 //!
 //! Before: `reserve` grows. After: the kernel's number is the sum of what others had and what the pool has. Threads:

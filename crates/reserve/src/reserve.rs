@@ -4,7 +4,7 @@
 //! Threads: the owner's. Units: slices, or bytes where the name says so.
 //! Promise: the pool has one owner at a time. A lock ensures it, and a dead process loses the lock when the last of its
 //! threads has left the kernel. A VM gets a slice only after the kernel has allocated its page. The slice comes back
-//! when nobody has its file any more.
+//! when no process has its file any more.
 
 use std::fs::File;
 use std::io;
@@ -22,7 +22,7 @@ use ballast_pool::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::balance::{self, Room, Want};
+use crate::balance::{self, NodeMemory, Want};
 use crate::error::{During, Error};
 use crate::failure::Failure;
 use crate::files::Files;
@@ -157,7 +157,7 @@ impl Reserve {
         let asked: Vec<u32> = nodes.into_iter().filter(|numa| node.is_none_or(|node| node == *numa)).collect();
         let rooms = asked.iter().map(|numa| {
             let memory = self.host.memory(*numa).during("Asking for a node's memory")?;
-            Ok(Room { numa: *numa, has: self.has(*numa), memory })
+            Ok(NodeMemory { numa: *numa, has: self.has(*numa), memory })
         });
         let rooms = rooms.collect::<Result<Vec<_>, Error>>()?;
         let shares = balance::divide(want, &rooms, self.host.available().during("Asking for the host's memory")?);
@@ -279,7 +279,7 @@ impl Reserve {
         let given = live.pool.allocate(&request).map_err(Error::from).and_then(|grant| {
             let cut = live.cut(id.get(), &grant.segments);
             cut.map(|(extents, files)| Grant { vm: id.get(), extents, files }).inspect_err(|_| {
-                // Nobody has seen the memory.
+                // No process has seen the memory.
                 let _ = live.pool.release(VmId(id));
                 let _ = live.files.close_door(id.get());
             })
@@ -291,7 +291,7 @@ impl Reserve {
         given
     }
 
-    /// Takes back the memory of VMs that are gone, because nobody has their files. Returns the number of these VMs.
+    /// Takes back the memory of VMs that are gone, because no process has their files. Returns the number of these VMs.
     ///
     /// # Errors
     /// The kernel does not report who has a file.

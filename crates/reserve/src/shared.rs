@@ -1,7 +1,7 @@
 //! The pool's state in a file that is mapped.
 //!
 //! Before: `reserve` opens or makes the file. After: `ballast-pool` reads and writes its words.
-//! Threads: the owner's. Promise: what was stored is in the file at once, whenever this process dies.
+//! Threads: the owner's. Promise: a store is in the file at once, even if this process dies.
 
 use std::fs::File;
 use std::io;
@@ -37,7 +37,7 @@ impl Words for Shared {
     }
 }
 
-/// Why there is no state to work with.
+/// Why there is no usable state.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     /// The file cannot be opened, made or mapped.
@@ -48,7 +48,7 @@ pub enum StateError {
     Damage(#[from] Damage),
 }
 
-/// Make a state of holes. It has its name when it is whole.
+/// Makes a state of holes. It gets its name when it is complete.
 pub fn create(path: &Path, layout: &Layout) -> Result<Pool<Shared>, StateError> {
     let new = path.with_extension("new");
     let file = File::options().read(true).write(true).create(true).truncate(true).open(&new)?;
@@ -59,7 +59,7 @@ pub fn create(path: &Path, layout: &Layout) -> Result<Pool<Shared>, StateError> 
     Ok(pool)
 }
 
-/// Open one; `None`: there is none.
+/// Opens one; `None`: there is none.
 pub fn open(path: &Path) -> Result<Option<Pool<Shared>>, StateError> {
     let file = match File::options().read(true).write(true).open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

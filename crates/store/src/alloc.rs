@@ -311,8 +311,8 @@ impl Allocator {
         lock(&self.free).push(number);
     }
 
-    /// Mark and sweep: keep the slots that `live` names, free the others, make every count agree. Nobody else may use
-    /// the arena meanwhile.
+    /// Mark and sweep: keep the slots that `live` names, free the others, make every count agree. No other thread or
+    /// process may use the arena meanwhile.
     pub(crate) fn recover(&self, live: impl Iterator<Item = Place>) -> Recovered {
         let mut report = Recovered::default();
         let fresh = self.arena.fresh_rebuild().unwrap_or_else(|_| self.arena.fresh());
@@ -349,7 +349,7 @@ impl Allocator {
         report
     }
 
-    /// Check the slab table while nobody uses it. Returns the number of slots taken.
+    /// Check the slab table while it is not used. Returns the number of slots taken.
     pub(crate) fn validate(&self) -> Result<u64, Inconsistent> {
         let (mut held, mut taken) = (0, 0);
         for number in 0..self.arena.fresh() {

@@ -113,7 +113,7 @@ impl Arena {
         self.map.lost() + u64::from(self.header_was_lost.load(Ordering::Acquire))
     }
 
-    /// Losses that nobody was told of, in words; and whether `recover` is needed for them.
+    /// Losses that were not reported yet, in words; and whether `recover` is needed for them.
     pub(crate) fn losses(&self) -> (Vec<String>, bool) {
         let Losses { offsets, pages } = self.map.losses();
         let header = self.header_was_lost.swap(false, Ordering::AcqRel).then_some(0);
@@ -239,7 +239,7 @@ impl Arena {
     }
 
     /// Set the number of slabs ever used to what the table's memory shows: a page with a written entry is present. For
-    /// `recover`, which thus finds every slab even if the header word was damaged.
+    /// `recover`, so that it finds every slab even if the header word was damaged.
     pub(crate) fn fresh_rebuild(&self) -> io::Result<u32> {
         let table_end = TABLE_START + self.slabs as usize * ENTRY_BYTES;
         let (mut at, mut touched_end) = (TABLE_START, TABLE_START);
@@ -267,7 +267,7 @@ impl Arena {
 
     /// Slabs that are not FREE, over all processes.
     pub(crate) fn held(&self) -> u32 {
-        // After the loss of the header it may be too small, and wrap, until `recover` counts anew.
+        // After the loss of the header it may be too small, and wrap, until `recover` counts again.
         let held = self.header(WORD_HELD).load(Ordering::Acquire);
         if held > u64::from(self.slabs) { 0 } else { held as u32 }
     }

@@ -5,7 +5,7 @@
 //! Threads: any; charges take a lock once more than 3/4 of the budget is used, which they do once for a slab.
 //! Units: bytes.
 //! Promise: a charge above the limit is refused. 1/4 of the limit is divided among the stores: what a store has not
-//! used of its part is refused to others, so that one whose pages do not compress stops nobody else. What existed
+//! used of its part is refused to others, so that one whose pages do not compress stops no other store. What existed
 //! before this process (an arena opened, a limit lowered) may lie above the limit; then everything is refused until
 //! enough was freed.
 

@@ -197,7 +197,7 @@ impl FileStore {
     /// counts agree. A live handle that names nothing is counted and otherwise ignored; `get` will return `Absent`. Bad
     /// blocks stay out of use.
     ///
-    /// Nobody may use the store meanwhile, in this process or another.
+    /// No other thread or process may use the store meanwhile.
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         let inner = &self.inner;
         let bad: Vec<Place> = inner.taken().filter(|place| inner.header(*place).encoding == BAD).collect();
@@ -219,7 +219,7 @@ impl FileStore {
         report
     }
 
-    /// Check that area table, bitmaps, counters and charge agree. Only meaningful while nobody uses the store. A late
+    /// Check that area table, bitmaps, counters and charge agree. Only meaningful while the store is not used. A late
     /// write may still be under way: its blocks are taken, and neither live nor bad.
     ///
     /// # Errors
@@ -325,7 +325,7 @@ impl Store for FileStore {
         self.inner.allocator.is_short()
     }
 
-    /// A write that nobody waited for: its block is not reused until it is over, and then this process frees it.
+    /// A write that no thread waited for: its block is not reused until it is over, and then this process frees it.
     fn must_recover(&self) -> bool {
         self.inner.has_late()
     }

@@ -10,19 +10,19 @@
 //! The blobs are in an arena like the RAM store's, with checksums of the bytes alone, seeded by the group. A put looks
 //! blobs up by that checksum, which decides nothing: the bytes are compared then. Only this process's memory knows
 //! which words name a blob: the blobs that the pages of each member name, and the number of references of each blob.
-//! Each engine makes both anew from the words of each member (`recover`), one member after the other. Until all members
-//! have come, a missing member may name a blob that nobody here names.
+//! Each engine builds both from the words of each member (`recover`), one member after the other. Until all members
+//! have come, a missing member may name a blob that no member here names.
 //!
 //! So the arena lists its members, and the kernel says which of them are alive ([`ballast_sys::presence`]): every
 //! process that has a member's words (its engine, the keeper, the member's processes, in escrow) has an opening of the
-//! arena that says so. Nobody has to report a member's end.
+//! arena that says so. So a member's end need not be reported.
 //!
 //! | Blob | References here | Words that name it | A put of equal bytes | Becomes free |
 //! |---|---|---|---|---|
 //! | known | n > 0 | n; fewer while a page is evicted or restored, or its engine dies | one more reference | not now |
-//! | known | 0, a member is missing | only those of the missing | one reference | when nobody is missing: swept |
-//! | known | 0, nobody is missing | none | | at once, by the thread that took the last one |
-//! | not known | | those of the missing; or none: a dead engine's | is stored again | when nobody is missing: swept |
+//! | known | 0, a member is missing | only those of the missing | one reference | when none is missing: swept |
+//! | known | 0, none is missing | none | | at once, by the thread that took the last one |
+//! | not known | | those of the missing; or none: a dead engine's | is stored again | when none is missing: swept |
 //! | damaged | n > 0 | n: each is poisoned when it is touched | is stored again | its slot, by the next engine |
 //!
 //! | Member | Its references | Its word in the arena |

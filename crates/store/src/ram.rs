@@ -143,7 +143,7 @@ impl RamStore {
     /// After an unclean death: free blobs that no live handle names, finish what was begun, make the counts agree. A
     /// live handle that names nothing is counted and otherwise ignored; `get` will return `Absent`.
     ///
-    /// Nobody may use the arena meanwhile, in this process or another.
+    /// No other thread or process may use the arena meanwhile.
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         let mut same_filled = 0;
         let places = live.filter_map(|handle| match Named::by(handle) {
@@ -161,7 +161,7 @@ impl RamStore {
         report
     }
 
-    /// Check that slab table, bitmaps, counters and charge agree. Only meaningful while nobody uses the store.
+    /// Check that slab table, bitmaps, counters and charge agree. Only meaningful while the store is not used.
     ///
     /// # Errors
     /// The first contradiction found.

@@ -55,7 +55,7 @@ pub(crate) enum Phase {
 /// | Phase | used | moved by | to | what others may do meanwhile |
 /// |---|---|---|---|---|
 /// | `Free` | 0 | an allocator that was granted the budget | `Active`, used 1 | nothing: they look for another slab |
-/// | `Active` | 1..cap | anybody: `reserve` (+1), `release` (-1) | `Active` | reserve, release, read blobs |
+/// | `Active` | 1..cap | any thread: `reserve` (+1), `release` (-1) | `Active` | reserve, release, read blobs |
 /// | `Active` | 1 | the `release` of the last slot | `Retiring`, used 0 | nothing can be reserved any more |
 /// | `Retiring` | 0 | that same thread, after the punch | `Free`, generation +1 | nothing; readers see no bit set |
 /// | `Retiring` | 0 | `recover`, if that thread's process died | `Free`, generation +1 | (no other user exists then) |
@@ -112,7 +112,7 @@ pub(crate) enum Released {
     NoLongerFull { class: usize },
     /// That was the last slot: the slab is `Retiring` and the caller must punch it and then call `retired`.
     Empty,
-    /// The word makes no sense; nothing was changed.
+    /// The word is invalid; nothing was changed.
     Damaged,
 }
 
@@ -241,8 +241,8 @@ impl<'a> Slab<'a> {
         self.bitmap.iter().map(|word| word.load(Ordering::Relaxed).count_ones() as usize).sum()
     }
 
-    /// Keep only the slots also set in `live` and make the state word agree; for `recover`, while nobody else uses the
-    /// slab. Returns how many slots are left; with none left the slab is `Retiring`.
+    /// Keep only the slots also set in `live` and make the state word agree; for `recover`, while no other thread uses
+    /// the slab. Returns how many slots are left; with none left the slab is `Retiring`.
     pub(crate) fn sweep(self, live: &LiveSlots) -> usize {
         let word = self.state.load(Ordering::Relaxed);
         let class = match State::decode(word, self.capacities) {

@@ -402,7 +402,7 @@ fn a_corrupted_byte_costs_those_whose_words_name_it_and_nobody_else() {
     }
     let (outcome, found) = get(&other, key(vm(1), 8), own);
     assert!(outcome == GetOutcome::Found && *found == bytes(4));
-    // The same bytes are stored anew, and are not lost with the damaged ones.
+    // The same bytes are stored again, and are not lost with the damaged ones.
     let again = stored(one.put(key(vm(0), 1), &bytes(2)));
     let (outcome, found) = get(&one, key(vm(0), 1), again);
     assert!(outcome == GetOutcome::Found && *found == bytes(2));

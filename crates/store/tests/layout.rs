@@ -27,7 +27,7 @@ fn raw(fd: &OwnedFd) -> std::fs::File {
     dup(fd).into()
 }
 
-/// The words of a file that are not zero, but for the counters, which each thread has a line of: `at=word`.
+/// The words of a file that are not zero, except the counters, of which each thread has a line: `at=word`.
 fn words(fd: &OwnedFd) -> Vec<String> {
     let file = raw(fd);
     let mut bytes = vec![0; file.metadata().expect("stat").len() as usize];

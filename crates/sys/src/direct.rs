@@ -37,7 +37,7 @@ pub fn create_unnamed(dir: &Path, size: Bytes) -> io::Result<OwnedFd> {
 }
 
 /// A second, independent open of such a file, for reading and writing or for reading only. The kernel checks
-/// permissions anew, as with `memfd::reopen`.
+/// permissions again, as with `memfd::reopen`.
 pub fn reopen(fd: BorrowedFd<'_>, writable: bool) -> io::Result<OwnedFd> {
     let access = if writable { OFlags::RDWR } else { OFlags::RDONLY };
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());

@@ -66,7 +66,7 @@ impl FileRanges {
         })
     }
 
-    /// The same ranges, but for a file with more than `most` of them one range from its first byte to its last.
+    /// The same ranges; if a file has more than `most`, one range from its first byte to its last.
     #[must_use]
     pub fn at_most(mut self, most: usize) -> Self {
         for ranges in self.0.values_mut().filter(|ranges| ranges.len() > most) {

@@ -28,7 +28,7 @@ pub fn mount(dir: &Path) -> io::Result<()> {
 }
 
 /// Make a *door* to this file system: the directory `door` shows it as well, as a mount of its own. The kernel knows
-/// whether a file is open that somebody opened through it.
+/// whether a file is open that was opened through it.
 ///
 /// # Errors
 /// If this process may not mount.
@@ -37,7 +37,7 @@ pub fn open_door(dir: &Path, door: &Path) -> io::Result<()> {
     mount_call(&path(dir)?, door, libc::MS_BIND, None)
 }
 
-/// Take a door away if nobody has a file that was opened through it: no descriptor, not even one that only names it
+/// Remove a door if no process has a file that was opened through it: no descriptor, not even one that only names it
 /// (`O_PATH`), no mapping, none that travels in a socket. Returns whether it is gone, now or before.
 ///
 /// # Errors

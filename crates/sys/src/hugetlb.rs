@@ -19,7 +19,7 @@ pub enum Place {
     Hole,
     /// A page.
     Page,
-    /// A page whose memory failed: the kernel keeps it in the file, so that nobody reads zeros there.
+    /// A page whose memory failed: the kernel keeps it in the file, so that no process reads zeros there.
     Failed,
 }
 

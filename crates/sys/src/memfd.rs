@@ -212,7 +212,7 @@ pub fn check_ram_pages(fd: impl AsFd, addr: u64, offset: u64, len: u64) -> Resul
     Ok(page)
 }
 
-/// A second, independent open of the same file, read-only or read-write. The kernel checks permissions anew, so a
+/// A second, independent open of the same file, read-only or read-write. The kernel checks permissions again, so a
 /// read-only descriptor of a file with mode 0600 can be given to a process that must not write it.
 pub fn reopen(fd: BorrowedFd<'_>, writable: bool) -> io::Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());

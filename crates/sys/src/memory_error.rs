@@ -144,8 +144,8 @@ fn is_file_readable(fd: i32, offset: u64) -> bool {
     unsafe { libc::pread(fd, (&raw mut byte).cast(), 1, offset as i64) == 1 }
 }
 
-/// Make the page at this address one that can be touched. Returns false if it is not ours to mend, or cannot be mended.
-/// The caller is [`BUSY`]. `is_known`: the kernel said that the memory failed.
+/// Make the page at this address one that can be touched. Returns false if it is not ours, or cannot be replaced. The
+/// caller is [`BUSY`]. `is_known`: the kernel said that the memory failed.
 fn mend(addr: usize, is_known: bool) -> bool {
     let page = addr & !(PAGE_SIZE - 1);
     if is_readable(page) {

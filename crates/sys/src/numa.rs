@@ -24,7 +24,7 @@ pub enum Place {
     Full,
     /// The kernel cannot move pages of this kind.
     Never,
-    /// The kernel gave up before it came to this page.
+    /// The kernel stopped before this page.
     Untried,
 }
 

@@ -14,7 +14,7 @@
 //! that the program reached is not freed before it ends.
 //!
 //! Why a held page is never called free: such a page cannot be moved, swapped out or taken from the file's tree by
-//! anything but a punch, because all of these first make sure that nobody holds it. So the program finds this very
+//! anything but a punch, because all of these first make sure that it has no holder. So the program finds this very
 //! page, and its count includes the holder's reference each time it is read. For a page of 4 KiB that is the whole
 //! argument: its count must be 1, and with the references of page cache and holder it is at least 2. A large folio has
 //! one count for all its pages, and one for all mappings of any of them. If no page of it is mapped, the first count
@@ -22,8 +22,8 @@
 //! in one instant; they are read in turn, six readings of some 20 ns, and all must agree. A holder could escape only if
 //! the folio were mapped and unmapped again as many times, and each time within one of those gaps.
 //!
-//! A page that looks held though nobody holds it (a CPU's list, a migration that is just tried) only stays, and is
-//! checked again later.
+//! A page that looks held and is not (a CPU's list, a migration that is just tried) only stays, and is checked again
+//! later.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -120,7 +120,7 @@ impl PinCheck {
 fn why_refused(error: &io::Error) -> String {
     let lockdown = std::fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default();
     if lockdown.contains("[confidentiality]") {
-        return "the kernel is locked down for confidentiality: nobody may read its memory".into();
+        return "the kernel is locked down for confidentiality: its memory may not be read".into();
     }
     match error.kind() {
         io::ErrorKind::PermissionDenied => format!("CAP_BPF and CAP_PERFMON (or CAP_SYS_ADMIN) are needed: {error}"),

@@ -35,7 +35,7 @@ pub fn announce(file: impl AsFd, name: u64) -> io::Result<()> {
     control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_RDLCK))
 }
 
-/// The same, when nobody has the name alone any more: waits for that.
+/// The same, after waiting until no process holds the name exclusively.
 ///
 /// # Errors
 /// As of [`announce`].
@@ -66,7 +66,7 @@ pub fn alone(file: impl AsFd, name: u64) -> io::Result<bool> {
 /// # Errors
 /// The file has no locks.
 pub fn is_present(file: impl AsFd, name: u64) -> io::Result<bool> {
-    // If a lock on all of the byte would be granted, nobody else has one.
+    // If a lock on all of the byte would be granted, no other process has one.
     let mut lock = lock_of(name, libc::F_WRLCK);
     control(file, libc::F_OFD_GETLK, &mut lock)?;
     Ok(libc::c_int::from(lock.l_type) != libc::F_UNLCK)

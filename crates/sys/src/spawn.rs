@@ -154,9 +154,8 @@ impl Starter {
 
 /// The child: leaves the shared descriptor table, takes its standard input, becomes the program.
 ///
-/// # Safety
-/// Only in a process of one thread whose memory nobody else uses. `argv` and `envp` are lists of C strings that end
-/// with a null pointer, and `argv` is not empty.
+/// # Safety Only in a process of one thread whose memory no other process uses. `argv` and `envp` are lists of C
+/// strings that end with a null pointer, and `argv` is not empty.
 unsafe fn become_program(
     slot: libc::c_int,
     nice: libc::c_int,

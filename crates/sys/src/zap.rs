@@ -41,7 +41,7 @@ pub unsafe fn zap(ranges: &[(usize, usize)]) -> Vec<(usize, io::Error)> {
 /// # Safety
 /// As [`zap`].
 unsafe fn together(ranges: &[(usize, usize)]) -> bool {
-    // Opened anew each time: in a fork, a kept one would be another process's.
+    // Opened each time: in a fork, a kept one would be another process's.
     let Ok(this) = pidfd_open(getpid(), PidfdFlags::empty()) else { return false };
     let vectors: Vec<libc::iovec> =
         ranges.iter().map(|&(start, len)| libc::iovec { iov_base: start as *mut _, iov_len: len }).collect();

@@ -1,7 +1,8 @@
 //! Other programs that move pages between nodes, so that none fight: the kernel's NUMA balancing, its demotion, and
 //! DAMON.
 //!
-//! Before: a kernel that may tier by itself. After: [`crate::engine`] moves pages, or stands aside and says for whom.
+//! Before: a kernel that may tier by itself. After: [`crate::engine`] moves pages, or does not and names the other
+//! program.
 //! Threads: none. Promise: nothing is switched off unless the owner of the guest said so ([`Balancing`]), and that is
 //! undone at the end.
 
@@ -15,16 +16,16 @@ const DEMOTION: &str = "/sys/kernel/mm/numa/demotion_enabled";
 /// The mode in which the kernel promotes hot pages: a bit of the setting.
 const TIERING: u64 = 2;
 
-/// What moves pages here.
+/// Other programs that move pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Beside {
-    /// It promotes by heat. Two that do so undo each other's moves.
+    /// One that promotes by heat. Two such programs undo each other's moves.
     pub promoter: Option<String>,
-    /// It does not disturb ours, but may use the memory that ours keeps free.
+    /// Those that do not disturb ours, but may use the memory that ours keeps free.
     pub notes: Vec<String>,
 }
 
-/// Returns what else moves pages; `own_damon` says that DAMON is ours.
+/// Returns the other programs that move pages; `own_damon` says that DAMON is ours.
 ///
 /// # Errors
 /// A setting cannot be read.

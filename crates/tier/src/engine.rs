@@ -10,7 +10,7 @@
 //! Before: tiers, a source, a choice of programs. After: what is hot is in the fast tier, as far as it fits.
 //! Threads: one, the caller's, which calls [`Tierer::step`] twice a second. Units: pages of 4 KiB, bytes, epochs.
 //! Promise: at most the set bandwidth is moved, and planning takes at most 1/50 of the time; nothing is moved while
-//! somebody else promotes; dropped, everything but where pages are is as before.
+//! another program promotes. When it is dropped, everything except the place of pages is as before.
 //!
 //! Programs share one order of heat: their addresses are told apart by their index in the bits that no address has.
 
@@ -36,34 +36,34 @@ use crate::status::{Status, TierStatus};
 
 /// How long an epoch is (§3.2.1).
 pub const EPOCH: Duration = Duration::from_millis(500);
-/// Programs are chosen anew after this number of epochs.
+/// Epochs between two choices of programs.
 const CHOOSE_EVERY: u64 = 10;
-/// Page-table entries that are read in an epoch: 2 GiB of memory. Reading takes some 10 ns each.
-const LOOK: u64 = 1 << 19;
+/// Page-table entries read in an epoch: of 2 GiB of memory. Reading one takes some 10 ns.
+const PAGES_READ: u64 = 1 << 19;
 /// Planning takes at most 1/N of the time: after a plan that took long the next one waits.
 const PLAN_PART: u32 = 50;
 /// The fast tier keeps 1/N of itself free above the kernel's watermarks, and at most this.
 const RESERVE_PART: u64 = 64;
 const MOST_RESERVE: u64 = 64 << 20;
-/// Samples of which it is asked whether the fast tier served them, in an epoch.
+/// Samples of an epoch that are looked up in the page table: did the fast tier serve them?
 const MOST_ASKED: u64 = 4096;
-/// Where the index of a program is in an address: user space ends below, also with five levels of tables.
+/// Lowest bit of a program's index in an address. User space ends below it, also with five levels of tables.
 const INDEX: u32 = 57;
-/// Most programs: what fits above [`INDEX`].
+/// Most programs: their indexes fit above [`INDEX`].
 const MOST_PROGRAMS: usize = 1 << (64 - INDEX);
 const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Makes the classifier of one program.
 pub type MakeClassifier = fn(Roots) -> Box<dyn Classifier + Send>;
 
-/// What the owner decides.
+/// Settings of the guest's owner.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Which programs.
+    /// Programs to manage.
     pub choice: Choice,
-    /// Most that is promoted in a second; as much is demoted.
+    /// Most bytes promoted in a second; as many are demoted.
     pub most_bytes_per_s: u64,
-    /// Switch NUMA balancing off while this runs. Without it, this stands aside where balancing promotes.
+    /// Switch NUMA balancing off while this runs. Otherwise this moves nothing where balancing promotes.
     pub take_over: bool,
 }
 
@@ -73,7 +73,7 @@ impl Default for Settings {
     }
 }
 
-/// Why there is no tiering here.
+/// Reasons why there is no tiering here.
 #[derive(Debug, thiserror::Error)]
 pub enum Unavailable {
     /// All memory is of one speed, as far as this kernel knows.
@@ -129,7 +129,7 @@ fn ours(roots: Roots) -> Box<dyn Classifier + Send> {
 }
 
 impl Tierer {
-    /// With the best source that this machine has: the PMU, else DAMON.
+    /// Starts with the best source that this machine has: the PMU, else DAMON.
     ///
     /// # Errors
     /// Why this machine cannot.
@@ -166,7 +166,7 @@ impl Tierer {
         Ok(tiers)
     }
 
-    /// With a source of the caller's.
+    /// Starts with a source of the caller's.
     ///
     /// # Errors
     /// Why this machine cannot.
@@ -210,20 +210,19 @@ impl Tierer {
         })
     }
 
-    /// Classify and plan by other rules, such as the published ones: to compare them.
+    /// Classifies and plans by other rules, such as the published ones, to compare them.
     pub fn by_rule(&mut self, make: MakeClassifier, rule: Rule) {
         (self.make, self.rule) = (make, rule);
     }
 
-    /// How it goes.
+    /// Returns the statistics.
     pub fn status(&self) -> &Status {
         &self.status
     }
 
-    /// One epoch. The caller waits for [`EPOCH`] between two of them; DAMON's source waits for up to 200 ms in it.
+    /// Runs one epoch. The caller waits for [`EPOCH`] between two of them; DAMON's source waits for up to 200 ms in it.
     ///
-    /// # Errors
-    /// The kernel refuses what it did not refuse before. The next step may go well.
+    /// # Errors The kernel refuses a call that it accepted before. The next step may succeed.
     pub fn step(&mut self) -> io::Result<()> {
         let before = clock::cpu_time();
         let result = self.epoch();
@@ -249,7 +248,7 @@ impl Tierer {
         self.show()
     }
 
-    /// Choose programs anew; those that stay keep what is known of them.
+    /// Choose programs again. The state of those that stay is kept.
     fn choose(&mut self) -> io::Result<()> {
         let mut choice = self.settings.choice.clone();
         choice.most = choice.most.min(MOST_PROGRAMS);
@@ -270,7 +269,7 @@ impl Tierer {
             watched.pages.set_areas(memory.areas);
             self.watched.push(watched);
         }
-        // In one order, so that a source is not started anew for nothing.
+        // Sorted, so that a source is not restarted without need.
         self.watched.sort_by_key(|watched| watched.program.pid);
         let pids: Vec<u32> = self.watched.iter().map(|watched| watched.program.pid).collect();
         self.source.watch(&pids)
@@ -310,16 +309,16 @@ impl Tierer {
         Ok(())
     }
 
-    /// Look at a part of the page tables.
+    /// Read a part of the page tables.
     fn look(&mut self) -> io::Result<()> {
-        let each = LOOK / (self.watched.len() as u64).max(1);
+        let each = PAGES_READ / (self.watched.len() as u64).max(1);
         let tiers = &self.tiers;
-        // One that is gone is left out when programs are chosen anew; so long its pages are absent.
+        // One that is gone is dropped when programs are chosen again; until then its pages are absent.
         self.watched.retain_mut(|watched| watched.pages.look(&watched.process, tiers, each).is_ok());
         Ok(())
     }
 
-    /// Was all of the programs' memory looked at once? Before, a plan would take what is not known for absent.
+    /// Has all of the programs' memory been read once? Before that, a plan would take unknown pages for absent.
     fn is_known(&self) -> bool {
         !self.watched.is_empty() && self.watched.iter().all(|watched| watched.pages.rounds() > 0)
     }
@@ -358,7 +357,7 @@ impl Tierer {
         let mover = Mover { files: &self.files, tiers: &self.tiers, pids: &pids };
         let order =
             |address: &u64| Order { process: (address >> INDEX) as usize, address: address & ((1 << INDEX) - 1) };
-        // Half of the reserve: what others take of it meanwhile is not ours.
+        // Half of the reserve, because other programs may take memory of it meanwhile.
         let turn = usize::try_from(reserve / 2).unwrap_or(usize::MAX).max(1);
         for (demote, promote) in plan.turns(turn) {
             for (tier, list) in [(Tier::Slow, demote), (Tier::Fast, promote)] {
@@ -373,7 +372,7 @@ impl Tierer {
                     }
                 })?;
                 if !has_room {
-                    // What cannot be made room for need not be promoted.
+                    // A page for which no room can be made need not be promoted.
                     return Ok(());
                 }
             }

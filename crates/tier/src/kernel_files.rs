@@ -1,7 +1,7 @@
 //! Files of `/proc` and `/sys`: read and written whole, with the path in every error.
 //!
-//! Before: a root directory, which is `/` but in tests. After: trimmed text and numbers. Threads: any.
-//! Promise: an error says what was done to which file; what holds no number is an error and not a zero.
+//! Before: a root directory, which is `/` except in tests. After: trimmed text and numbers. Threads: any.
+//! Promise: an error names the file and the operation; a file without a number is an error and not a zero.
 
 use std::fs;
 use std::io;
@@ -87,7 +87,8 @@ impl Files {
     }
 }
 
-/// A list as the kernel writes it: `0-3,5`. What is no number, and what is more than a kernel can have, is left out.
+/// A list as the kernel writes it: `0-3,5`. Words that are no number, and numbers larger than a kernel can have, are
+/// left out.
 pub fn list(text: &str) -> Vec<u32> {
     const MOST: u32 = 1 << 16;
     let part = |part: &str| {

@@ -10,9 +10,9 @@
 //! Read the files in this order: [`nodes`], [`programs`], [`source`], [`pages`], [`mover`], [`beside`], [`engine`],
 //! [`status`]. [`kernel_files`] reads `/proc` and `/sys` for all of them.
 //!
-//! Before: a guest with two tiers and root in it. After: what its programs touch most is in fast memory. Threads: the
-//! caller's one. Units: bytes, pages of 4 KiB, epochs of 500 ms. Promise: no page's content changes, nobody else's
-//! tiering is fought, and what this machine lacks is said by name.
+//! Before: a guest with two tiers, and root in it. After: the pages that its programs touch most are in fast memory.
+//! Threads: the caller's one. Units: bytes, pages of 4 KiB, epochs of 500 ms. Promise: no page's content changes, no
+//! other program that tiers is disturbed, and an error names what this machine lacks.
 #![forbid(unsafe_code)]
 
 pub mod beside;

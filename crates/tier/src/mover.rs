@@ -66,7 +66,7 @@ pub struct Mover<'a> {
 }
 
 impl Mover<'_> {
-    /// Move pages of any processes to this tier, and report the result for each. Returns false if it is full.
+    /// Moves pages of any processes to this tier, and reports the result for each. Returns false if it is full.
     ///
     /// # Errors
     /// Not permitted.
@@ -90,7 +90,8 @@ impl Mover<'_> {
                 part.iter().for_each(|order| each(*order, Became::Gone));
                 continue;
             };
-            // Where a list fails in part the kernel stops and gives no reasons: they are asked for one by one.
+            // If a list fails in part, the kernel stops and gives no reasons; so each page is moved alone to learn its
+            // reason.
             let mut asked = 0;
             for at in 0..places.len() {
                 if places[at] == Place::Untried && asked < MOST_ALONE && has_room {
@@ -114,7 +115,7 @@ impl Mover<'_> {
                         (moves.full, has_room) = (moves.full + 1, false);
                         continue;
                     }
-                    // Not tried at all: planned again.
+                    // It was not tried, so the next plan has it again.
                     Place::Untried => continue,
                     Place::Shared => {
                         moves.shared += 1;
@@ -135,8 +136,8 @@ impl Mover<'_> {
         Ok(has_room)
     }
 
-    /// The node of the tier with the most free memory above the kernel's reserve; of the slow tiers the
-    /// fastest that has any. `None` if none has.
+    /// Returns the node of the tier with the most free memory above the kernel's reserve; of the slow tiers, a node of
+    /// the fastest one with free memory. `None` if no node has any.
     fn roomiest(&self, tier: Tier) -> io::Result<Option<u32>> {
         let tiers = match tier {
             Tier::Fast => &self.tiers.list[..1],
@@ -159,7 +160,7 @@ impl Mover<'_> {
     }
 }
 
-/// Pages that are moved alone to learn why they stay, of each list.
+/// Most pages of a list that are moved alone to learn why they stay.
 const MOST_ALONE: usize = 64;
 
 #[cfg(test)]

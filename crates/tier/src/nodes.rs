@@ -1,11 +1,11 @@
 //! Which memory is fast: the NUMA nodes of this machine in tiers, and what each has free.
 //!
-//! Before: a kernel that was told by firmware what its memory is like. After:
-//! [`crate::engine`] fills the fast tier with what is hot. Threads: any. Units: bytes; nanoseconds; numbers of nodes.
+//! Before: a kernel that knows its memory from firmware. After: [`crate::engine`] fills the fast tier with hot pages.
+//! Threads: any. Units: bytes; nanoseconds; numbers of nodes.
 //!
-//! What tells nodes apart, in this order: the kernel's own memory tiers (6.1; by HMAT since 6.7), the read latency that
-//! HMAT states, the distance from the nodes with CPUs. All of it is sysfs.
-//! Promise: nothing is guessed. Nodes that nothing tells apart are one tier, and then there is nothing to do.
+//! Nodes are told apart by the first of these that sysfs has: the kernel's own memory tiers (6.1; by HMAT since 6.7),
+//! the read latency in HMAT, the distance from the nodes with CPUs.
+//! Promise: nothing is guessed. Nodes that cannot be told apart are one tier, and then nothing is moved.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,11 +22,11 @@ const TIERS: &str = "/sys/devices/virtual/memory_tiering";
 pub struct Tier {
     /// Its nodes.
     pub nodes: Vec<u32>,
-    /// What HMAT says a read takes, if it says it of all its nodes: the longest.
+    /// Longest read latency of its nodes in HMAT, if HMAT has it for all of them.
     pub read_latency_ns: Option<u64>,
 }
 
-/// What told the tiers apart.
+/// How the tiers were told apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Told {
@@ -36,7 +36,7 @@ pub enum Told {
     Latency,
     /// Distances.
     Distance,
-    /// Nothing: they are one.
+    /// Not at all: there is one tier.
     Nothing,
 }
 
@@ -45,9 +45,9 @@ pub enum Told {
 pub struct Tiers {
     /// The fastest first; nodes without memory are in none.
     pub list: Vec<Tier>,
-    /// By what.
+    /// How they were told apart.
     pub told: Told,
-    /// First frame, frame behind the last one, node; ascending.
+    /// First frame, frame after the last one, node; ascending.
     frames: Vec<(u64, u64, u32)>,
 }
 
@@ -58,12 +58,12 @@ pub struct Use {
     pub size: u64,
     /// Free.
     pub free: u64,
-    /// What must stay free for the kernel not to reclaim (its high watermarks).
+    /// Memory that must stay free so that the kernel does not reclaim (its high watermarks).
     pub high: u64,
 }
 
 impl Tiers {
-    /// As sysfs shows them.
+    /// Reads the tiers from sysfs.
     ///
     /// # Errors
     /// No sysfs, or a kernel without NUMA.
@@ -73,7 +73,7 @@ impl Tiers {
         let mut latency = BTreeMap::new();
         for node in &nodes {
             let path = format!("{NODES}/node{node}/access0/initiators/read_latency");
-            // 0 is written where the firmware said nothing.
+            // 0 if firmware has no value.
             let said = files.optional(&path)?.and_then(|text| text.parse::<u64>().ok()).filter(|ns| *ns > 0);
             latency.extend(said.map(|ns| (*node, ns)));
         }
@@ -111,7 +111,7 @@ impl Tiers {
         Ok(Self { list: tiers.into_values().map(tier).collect(), told, frames: frames(files, &nodes)? })
     }
 
-    /// Which node has this frame (physical address in pages); `None` if the kernel does not say.
+    /// Returns the node of this frame (physical address in pages); `None` if the kernel does not say.
     pub fn node_of(&self, frame: u64) -> Option<u32> {
         let after = self.frames.partition_point(|(first, ..)| *first <= frame);
         self.frames[..after].last().filter(|(_, end, _)| frame < *end).map(|(.., node)| *node)
@@ -181,7 +181,7 @@ fn high(zones: &str, node: u32) -> u64 {
             pages += words.next().and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
         }
     }
-    // Per-CPU lists have lines with `high:`, which is another word.
+    // Lines of per-CPU lists have `high:`, which is another value.
     pages.saturating_mul(ballast_base::PAGE_SIZE as u64)
 }
 

@@ -1,9 +1,10 @@
 //! Where a program's pages are: a bit for each page that is there, and one for each that is in the fast tier.
 //!
-//! Before: [`crate::programs`] knows what a program maps. After: `ballast_ranges::relocate` plans with it, and what is
-//! moved is noted. The page table is read a part at a time, round and round, so that looking costs the same at any
-//! size. Units: addresses; units of 2 MiB, 512 bits each (64 KiB of bits for a GiB). Threads: none of its own.
-//! Promise: bounded by the program's memory; what was read may be old, and a failed move is reported.
+//! Before: [`crate::programs`] knows what a program maps. After: `ballast_ranges::relocate` plans with it, and moves
+//! are recorded in it. The page table is read a part at a time, round and round, so that the cost of an epoch does not
+//! depend on the size. Units: addresses; units of 2 MiB, 512 bits each (64 KiB of bits for a GiB). Threads: none of its
+//! own.
+//! Promise: bounded by the program's memory. The bits may be old; then a move fails and is reported.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -19,16 +20,16 @@ use crate::nodes::Tiers;
 const PAGE: u64 = PAGE_SIZE as u64;
 const UNIT: u64 = HUGE_SIZE as u64;
 const WORDS: usize = PAGES_PER_UNIT as usize / 64;
-/// Units whose page-table entries are read in one go: 512 KiB of entries.
+/// Units whose page-table entries are read by one call: 512 KiB of entries.
 const READ_UNITS: u64 = 128;
-/// After this number of rounds through its memory, pages that could not be moved are tried again.
+/// Rounds through its memory after which pages that could not be moved are tried again.
 const FORGIVEN_AFTER: u32 = 16;
 
 #[derive(Clone, Debug, Default)]
 struct Unit {
     present: [u64; WORDS],
     fast: [u64; WORDS],
-    /// It could not be moved, and is left alone for a while.
+    /// Pages that could not be moved, and are left alone for a while.
     kept: [u64; WORDS],
 }
 
@@ -37,7 +38,7 @@ struct Unit {
 pub struct Pages {
     units: BTreeMap<u64, Unit>,
     areas: Vec<(u64, u64)>,
-    /// Where the next look begins.
+    /// Address at which the next read begins.
     cursor: u64,
     rounds: u32,
 }
@@ -48,7 +49,7 @@ fn place(address: u64) -> (u64, usize, u64) {
 }
 
 impl Pages {
-    /// Takes what the program maps now, and forgets all else.
+    /// Sets the memory that the program maps now, and forgets all other pages.
     pub fn set_areas(&mut self, areas: Vec<(u64, u64)>) {
         let covered = |unit: u64| {
             let after = areas.partition_point(|(start, _)| *start < (unit + 1) * UNIT);
@@ -58,7 +59,7 @@ impl Pages {
         self.areas = areas;
     }
 
-    /// Read page-table entries, at most about as many as asked for, from where the last look ended. Returns how many.
+    /// Reads about `most` page-table entries, from the end of the last read. Returns how many.
     ///
     /// # Errors
     /// The process is gone, or its page table may not be read.
@@ -111,7 +112,7 @@ impl Pages {
         self.units.extend(unit.filter(|(_, unit)| unit.present != [0; WORDS]));
     }
 
-    /// How often all of its memory was looked at.
+    /// Returns how often all of its memory was read.
     pub fn rounds(&self) -> u32 {
         self.rounds
     }

@@ -1,6 +1,6 @@
 //! Which programs are managed, and which of their memory: from `/proc`.
 //!
-//! Before: what the owner of the guest has chosen. After: [`crate::engine`] samples these and moves their pages.
+//! Before: the choice of the guest's owner. After: [`crate::engine`] samples these programs and moves their pages.
 //! Threads: any. Units: bytes and addresses.
 //! Promise: a program that opts out is left alone, and so is one whose files cannot be read. A program that ends
 //! meanwhile is left out without an error.
@@ -15,16 +15,16 @@ use crate::kernel_files::Files;
 /// A program with this in its environment is left alone: `BALLAST_TIERING=off`.
 pub const OPT_OUT: &str = "BALLAST_TIERING=off";
 
-/// Which programs.
+/// Programs to manage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// Least resident memory of a program. Smaller ones gain too little.
     pub least: u64,
     /// Most at a time, the largest first.
     pub most: usize,
-    /// Those in one of these control groups or below (`/system.slice`); all if there are none.
+    /// Control groups (`/system.slice`) whose programs are managed, with those below; empty: all.
     pub cgroups: Vec<String>,
-    /// Except those in one of these, or below.
+    /// Control groups whose programs are not managed, nor those below.
     pub not_cgroups: Vec<String>,
 }
 
@@ -39,7 +39,7 @@ impl Default for Choice {
 pub struct Program {
     /// Its process.
     pub pid: u32,
-    /// When it started: tells it from a later one with that number.
+    /// Its start time, which tells it from a later process with the same pid.
     pub start: u64,
     /// Its name.
     pub name: String,
@@ -47,7 +47,7 @@ pub struct Program {
     pub resident: u64,
 }
 
-/// Those that are to be managed now, the largest first.
+/// Returns the programs to manage now, the largest first.
 ///
 /// # Errors
 /// No `/proc`.
@@ -64,7 +64,7 @@ pub fn choose(files: &Files, choice: &Choice) -> io::Result<Vec<Program>> {
 
 fn program(files: &Files, choice: &Choice, pid: u32) -> io::Result<Option<Program>> {
     let read = |file: &str| match files.optional(&format!("/proc/{pid}/{file}")) {
-        // Hidden from this user.
+        // It is hidden from this user.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),
         other => other,
     };
@@ -95,13 +95,13 @@ fn is_below(path: &str, group: &str) -> bool {
     path.strip_prefix(group).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
-/// What a program maps that can be classified, and where its pages are looked for.
+/// The memory of a program that can be classified, and where its pages are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Memory {
     /// Heap and mappings (Demeter §3.2.1): code, data and stack of the program itself are outside.
     pub roots: Roots,
-    /// Parts of these with memory that the program alone decides about: anonymous, shared anonymous, tmpfs. Files are
-    /// the page cache's (§3.4.2). First addresses, and the addresses behind the last.
+    /// Parts of these with memory that the program alone decides about: anonymous, shared anonymous, tmpfs. Files
+    /// belong to the page cache (§3.4.2). First addresses, and the addresses after the last.
     pub areas: Vec<(u64, u64)>,
 }
 
@@ -114,7 +114,7 @@ pub enum MemoryError {
     /// It has no heap and no mappings, or too many addresses.
     #[error("Looking at the memory of process {pid}")]
     Roots {
-        /// Which.
+        /// Its pid.
         pid: u32,
         /// Why.
         #[source]
@@ -122,7 +122,7 @@ pub enum MemoryError {
     },
 }
 
-/// Read a program's map of memory.
+/// Reads a program's memory map.
 ///
 /// # Errors
 /// It is gone, may not be read, or maps nothing that can be classified.
@@ -161,7 +161,7 @@ impl<'a> Area<'a> {
 
 fn parse(maps: &str) -> Result<Memory, RootsError> {
     let all: Vec<Area<'_>> = maps.lines().filter_map(Area::parse).collect();
-    // Above it there is no memory of the program's.
+    // The program has no memory above it.
     let stack = all.iter().find(|area| area.path == "[stack]").map(|area| area.start);
     let top = stack.unwrap_or_else(|| all.iter().filter(|area| area.is_its_own()).map(|a| a.end).max().unwrap_or(0));
     let heap: Vec<&Area<'_>> = all.iter().filter(|area| area.path == "[heap]").collect();
@@ -173,7 +173,7 @@ fn parse(maps: &str) -> Result<Memory, RootsError> {
     let above = heap.map_or(code, |(_, end)| end);
     let first = all.iter().filter(|area| area.is_its_own() && area.start >= above && area.end <= top);
     let mapped = first.map(|area| area.start).min();
-    // Both grow: the heap up, the mappings down; what lies between them is divided in the middle.
+    // The heap grows up and the mappings grow down; the gap between them is divided in the middle.
     let units = |(start, end): (u64, u64)| (start / UNIT * UNIT, end.div_ceil(UNIT) * UNIT);
     let middle = |low: u64, high: u64| low + (high - low) / 2 / UNIT * UNIT;
     let top = top / UNIT * UNIT;

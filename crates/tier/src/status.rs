@@ -1,7 +1,7 @@
 //! The QoS statistics of Demeter §3.3, for the owner of the guest and, through the agent, for the host.
 //!
 //! Before: [`crate::engine`] counts. After: the agent sends it, a log shows it. Units: in each name.
-//! Promise: counters only grow; what is not known is `None`.
+//! Promise: counters only grow; an unknown value is `None`.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +17,7 @@ pub struct TierStatus {
     pub size_bytes: u64,
     /// Free.
     pub free_bytes: u64,
-    /// What firmware says a read takes.
+    /// Read latency that firmware states.
     pub read_latency_ns: Option<u64>,
 }
 
@@ -35,19 +35,19 @@ impl TierStatus {
 pub struct Status {
     /// The fastest first.
     pub tiers: Vec<TierStatus>,
-    /// What told them apart.
+    /// How they were told apart.
     pub told_by: Told,
     /// Where samples come from.
     pub source: String,
-    /// Reason why nothing is moved, if so.
+    /// Why nothing is moved, if so.
     pub aside: Option<String>,
-    /// What else moves pages here, without being in the way.
+    /// Other programs that move pages and do not disturb ours.
     pub notes: Vec<String>,
     /// Programs that are managed.
     pub programs: u64,
-    /// Their memory that can be moved, as far as it was looked at.
+    /// Memory of theirs that can be moved, as far as page tables have been read.
     pub managed_bytes: u64,
-    /// The part of it that is in the fast tier.
+    /// Part of it in the fast tier.
     pub managed_fast_bytes: u64,
     /// Epochs so far.
     pub epochs: u64,

@@ -29,7 +29,7 @@ const KSM: &str = "/sys/kernel/mm/ksm";
 const KSM_SETTINGS: [(&str, &str); 3] = [("pages_to_scan", "5000"), ("sleep_millisecs", "1"), ("run", "1")];
 /// A merge that takes longer has failed.
 const TIMEOUT: Duration = Duration::from_secs(60);
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+const POLL_EVERY: Duration = Duration::from_millis(10);
 
 /// The figures of one way.
 #[derive(Default)]
@@ -149,7 +149,7 @@ fn merged(count: u64, series: &mut Series) -> Result<()> {
     let set = set.into_iter().rev().collect::<Result<Vec<_>>>()?;
     let (mut last, mut scans) = (0, ksm("full_scans")?);
     loop {
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(POLL_EVERY);
         let now = ksm("full_scans")?;
         if now < scans + 2 {
             ensure!(begun.elapsed() < TIMEOUT, "it has not come to an end in {TIMEOUT:?}");

@@ -32,7 +32,7 @@ pub struct Worker {
     orders: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
     /// It ends by itself when its input ends, and must not be killed.
-    patient: bool,
+    is_guard: bool,
     /// Files that it leaves behind.
     dir: Option<PathBuf>,
 }
@@ -40,17 +40,17 @@ pub struct Worker {
 impl Worker {
     /// Start one.
     pub fn start(role: &Role) -> Result<Self> {
-        let patient = matches!(role, Role::Guard);
+        let is_guard = matches!(role, Role::Guard);
         let mut command = command(role)?;
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        if patient {
+        if is_guard {
             // Out of reach of the terminal's interrupt key.
             command.process_group(0);
         }
         let mut child = command.spawn().context("Starting a helper of the bench")?;
         let (orders, answers) = (child.stdin.take(), child.stdout.take().context("a helper has no output")?);
         let dir = if let Role::Guest(config) = role { Some(config.dir.clone()) } else { None };
-        Ok(Self { child, orders, answers: BufReader::new(answers), patient, dir })
+        Ok(Self { child, orders, answers: BufReader::new(answers), is_guard, dir })
     }
 
     /// Its process id.
@@ -89,7 +89,7 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         self.orders = None;
-        if !self.patient {
+        if !self.is_guard {
             let _ = self.child.kill();
         }
         let _ = self.child.wait();

@@ -3,7 +3,7 @@
 //! Before: `workload` plans. After: `vm` compares what the workers report with this.
 //! Threads: one per worker, so that a long run is modelled as fast as it ran.
 //! Promise: nothing here reads guest RAM or a worker's version words; contents and choices come from the formulas, and
-//! the order of reads is written down a second time on purpose (but for programs).
+//! the order of reads is written down a second time on purpose (except for programs).
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -59,7 +59,7 @@ fn until(tierer: &mut Tierer, what: &str, mut so: impl FnMut(&Tierer) -> Result<
             return Ok(());
         }
         if began.elapsed() > LIMIT {
-            bail!("waited in vain until {what}: {:?}", tierer.status());
+            bail!("waited too long until {what}: {:?}", tierer.status());
         }
         std::thread::sleep(EPOCH / 2);
     }

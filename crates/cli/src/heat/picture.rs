@@ -282,7 +282,7 @@ mod tests {
         let mut pixels = vec![0; reader.output_buffer_size().expect("size")];
         let info = reader.next_frame(&mut pixels).expect("pixels");
         assert_eq!((info.width, info.height), SIZE);
-        // Up the middle of the picture, each colour once. Above are the frame's and the curves' colours.
+        // Upwards in the middle of the picture, each colour once. Above are the frame's and the curves' colours.
         let column = (0..info.height as usize).rev().map(|row| &pixels[row * info.line_size + 1500..][..3]);
         let mut colours: Vec<&[u8]> = column.skip_while(|colour| *colour != [252, 255, 164]).collect();
         colours.dedup();

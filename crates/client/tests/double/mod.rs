@@ -32,7 +32,7 @@ pub fn wait_readable(fd: impl AsFd, what: &str) {
     loop {
         match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&TIMEOUT)) {
             Err(rustix::io::Errno::INTR) => {}
-            Ok(0) => panic!("waited in vain for {what}"),
+            Ok(0) => panic!("waited too long for {what}"),
             Ok(_) => return,
             Err(error) => panic!("poll: {error}"),
         }

@@ -3,7 +3,7 @@
 //! Before: this engine is to follow another one; the keeper sends each VM's descriptors. After: nothing has changed,
 //! and the keeper knows that this engine can open the VM; or the obstacle, and where it is.
 //! Threads: the VM's worker. Promise: it only reads. It checks everything that opening would refuse: layouts, words,
-//! store numbers, RAM files. Unfinished work of the other engine is no reason to refuse: recovery mends it if it must.
+//! store numbers, RAM files. Unfinished work of the other engine is no reason to refuse: recovery repairs it if needed.
 
 use std::os::fd::OwnedFd;
 

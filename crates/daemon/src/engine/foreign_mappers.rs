@@ -3,15 +3,15 @@
 //! Before: a view came, a limit was set, or [`EVERY`] is over. After: VMs with foreign mappers are held, and their
 //! pages are restored; a VM whose foreign mappers are gone is released.
 //! Threads: one, which other processes may delay; restoring pages has a thread of the VM's own.
-//! Promise: a VM is not reclaimed from before a look that began after its view or its first limit was known. All
-//! requests made meanwhile share one look, so its cost does not depend on their number. Processes that cannot be
+//! Promise: a VM is not reclaimed from before a scan that began after its view or its first limit was known. All
+//! requests made meanwhile share one scan, so its cost does not depend on their number. Processes that cannot be
 //! examined are reported once.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use ballast_handover::watch::{self, Look, Processes};
+use ballast_handover::watch::{self, Processes, Scan};
 use ballast_pager::vm::Hold;
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::kcmp;
@@ -23,19 +23,19 @@ use super::host::Host;
 use super::huge_pages::HugePages;
 use super::served::Served;
 
-/// Time between looks.
+/// Time between scans.
 const EVERY: Duration = Duration::from_secs(5);
-/// The watch rests this many times as long as its last look took, at most [`LONGEST_REST`], so that VMs that come one
-/// after the other share looks as well.
+/// The watch rests this many times as long as its last scan took, at most [`LONGEST_REST`], so that VMs that come one
+/// after the other share scans as well.
 const REST: u32 = 4;
 const LONGEST_REST: Duration = Duration::from_millis(250);
 
-/// Start the watch; when a VM is sent to it, it looks at once.
+/// Start the watch; when a VM is sent to it, it scans at once.
 pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
     let (sender, asked) = mpsc::channel::<Arc<Served>>();
     let mut watch = Watcher { host, processes: Processes::default(), unreadable: HashSet::new() };
     std::thread::Builder::new().name("watch".into()).spawn(move || {
-        // A VM without a look grows beyond its limit.
+        // A VM without a scan grows beyond its limit.
         run_first();
         loop {
             match asked.recv_timeout(EVERY) {
@@ -44,7 +44,7 @@ pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,
             }
             let begun = Instant::now();
-            watch.look();
+            watch.scan();
             std::thread::sleep((begun.elapsed() * REST).min(LONGEST_REST));
         }
     })?;
@@ -59,23 +59,23 @@ struct Watcher {
 }
 
 impl Watcher {
-    /// Look for all VMs that need it: those that asked are among them.
-    fn look(&mut self) {
-        let wanted: Vec<(Arc<Served>, u64)> = self.host.all().into_iter().filter_map(wants_look).collect();
+    /// Scan for all VMs that need it: those that requested it are among them.
+    fn scan(&mut self) {
+        let wanted: Vec<(Arc<Served>, u64)> = self.host.all().into_iter().filter_map(wants_scan).collect();
         if wanted.is_empty() {
             return;
         }
         let vms: Vec<&Arc<Served>> = wanted.iter().map(|(served, _)| served).collect();
-        let look = look_for_foreign_mappers(&mut self.processes, &vms);
+        let scan = scan_for_foreign_mappers(&mut self.processes, &vms);
         let huge_pages = HugePages::now();
         for (served, asked) in &wanted {
             let nobody = "no other process maps this VM's RAM any more";
-            judge(served, Hold::Shared, "ram-shared", foreign_mapper(served, &look), nobody);
+            judge(served, Hold::Shared, "ram-shared", foreign_mapper(served, &scan), nobody);
             let spared = "khugepaged spares this VM's RAM now";
             judge(served, Hold::HugePages, "huge-pages", huge_pages.danger(served), spared);
             served.checked(*asked);
         }
-        let unreadable: HashSet<Process> = look.unreadable.into_iter().collect();
+        let unreadable: HashSet<Process> = scan.unreadable.into_iter().collect();
         for process in unreadable.difference(&self.unreadable) {
             self.host.events.add(None, "not-looked-at", unreadable_text(&[*process]));
         }
@@ -92,9 +92,9 @@ fn unreadable_text(processes: &[Process]) -> String {
     )
 }
 
-/// Three kinds of VMs need a look: those from which pages may go, those that wait for one, and those with a foreign
-/// mapper that may have gone. Returns the VM with the number of the look it waits for.
-fn wants_look(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
+/// Three kinds of VMs need a scan: those from which pages may go, those that wait for one, and those with a foreign
+/// mapper that may have gone. Returns the VM with the number of the scan it waits for.
+fn wants_scan(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
     let vm = &served.vm;
     let asked = served.asked();
     let may_lose_pages = vm.effective_limit().is_some() && !vm.is_pinned() && !vm.views().is_empty();
@@ -108,8 +108,8 @@ fn ram_of(served: &Served) -> FileRanges {
     regions.iter().flat_map(|region| region.places()).collect()
 }
 
-/// Look twice for processes that map RAM of one of these VMs and are not among its views.
-fn look_for_foreign_mappers(processes: &mut Processes, vms: &[&Arc<Served>]) -> Look {
+/// Scan twice for processes that map RAM of one of these VMs and are not among its views.
+fn scan_for_foreign_mappers(processes: &mut Processes, vms: &[&Arc<Served>]) -> Scan {
     let owners: Vec<(FileRanges, HashSet<u32>)> = vms.iter().map(|served| (ram_of(served), pids_of(served))).collect();
     let mut of_file: HashMap<FileId, Vec<&(FileRanges, HashSet<u32>)>> = HashMap::new();
     for owner in &owners {
@@ -125,20 +125,20 @@ fn look_for_foreign_mappers(processes: &mut Processes, vms: &[&Arc<Served>]) -> 
     })
 }
 
-/// Processes that may map a VM's RAM: its own, and this engine, which asks hugetlbfs for the pages of a file through a
-/// mapping that nobody ever touches.
+/// Processes that may map a VM's RAM: its own, and this engine, which queries the pages of a file of hugetlbfs through
+/// a mapping that is never touched.
 fn pids_of(served: &Served) -> HashSet<u32> {
     served.pids().into_iter().chain([std::process::id()]).collect()
 }
 
-/// Why no page may leave this VM, by the result of the look.
-fn foreign_mapper(served: &Served, look: &Look) -> Option<String> {
+/// Why no page of this VM may be evicted, by the result of the scan.
+fn foreign_mapper(served: &Served, scan: &Scan) -> Option<String> {
     if let Some(reason) = served.unserved() {
         return Some(reason);
     }
     let (ram, pids) = (ram_of(served), pids_of(served));
     let foreign_mappers =
-        look.mapping.iter().filter(|(process, found)| !pids.contains(&process.pid) && ram.overlap(found).is_some());
+        scan.mapping.iter().filter(|(process, found)| !pids.contains(&process.pid) && ram.overlap(found).is_some());
     let process = foreign_mappers.map(|(process, _)| *process).min_by_key(|process| process.pid)?;
     let who = watch::name(process);
     let unknown = if kcmp::is_available() {

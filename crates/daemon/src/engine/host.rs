@@ -11,7 +11,7 @@ use ballast_pager::reclaim::pinned::Pins;
 use ballast_store::Budget;
 
 use super::groups::Groups;
-use super::pool::Room;
+use super::pool::PoolService;
 use super::remote::Remote;
 use super::served::Served;
 use super::upgrades::Upgrades;
@@ -23,7 +23,7 @@ use crate::settings::Settings;
 pub struct Host {
     /// The keeper's first order.
     pub begin: Begin,
-    /// The settings it began with; the control loop's may have changed since.
+    /// The settings it began with; the governor's may have changed since.
     pub settings: Settings,
     /// The VMs, in the order of their attach.
     pub vms: RwLock<Vec<Arc<Served>>>,
@@ -42,7 +42,7 @@ pub struct Host {
     /// The last upgrade.
     pub upgrades: Upgrades,
     /// Memory for VMs.
-    pub pool: Arc<Room>,
+    pub pool: Arc<PoolService>,
 }
 
 impl Host {

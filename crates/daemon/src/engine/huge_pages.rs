@@ -1,8 +1,8 @@
 //! Holds a VM while khugepaged may put zeros in the place of its far pages.
 //!
-//! Before: the watch looks at a VM. After: the reason to hold it, if there is one.
-//! Threads: the watch's, the API's. Promise: the kernel is tried once and the settings are read at each look, so a
-//! change takes effect within seconds; pages that the kernel filled in between are mended when they are touched
+//! Before: the watch checks a VM. After: the reason to hold it, if there is one.
+//! Threads: the watch's, the API's. Promise: the kernel is tried once and the settings are read at each check, so a
+//! change takes effect within seconds; pages that the kernel filled in between are repaired when they are touched
 //! (`fault`).
 
 use std::sync::LazyLock;
@@ -16,7 +16,7 @@ use super::served::Served;
 /// Does a collapse fill the holes of a registered range?
 static FILLS: LazyLock<Option<bool>> = LazyLock::new(khugepaged::fills_holes);
 
-/// What khugepaged may do now; `None` inside: it cannot harm far pages.
+/// The danger from khugepaged now; `None` inside: it cannot harm far pages.
 #[derive(Debug)]
 pub struct HugePages(Option<Khugepaged>);
 

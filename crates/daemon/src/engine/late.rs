@@ -4,7 +4,7 @@
 //! file wait until the disk responds.
 //! Threads: one for each VM with a file store, until that is open. The VM's worker waits for it, [`OPEN_TIMEOUT`] at
 //! most.
-//! Promise: nobody uses the store before it has waited for writes that a dead engine left under way, and was swept. It
+//! Promise: the store is not used before it has waited for writes that a dead engine left under way, and was swept. It
 //! is not swept any more once the VM is closed, because another engine may then open it.
 
 use std::io;

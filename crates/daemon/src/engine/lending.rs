@@ -1,15 +1,16 @@
-//! What the pool lends by the host's state: more while the host is short, nothing more while it has memory to spare.
+//! How much the pool lends by the host's state: more while the host is short, nothing more while it has memory to
+//! spare.
 //!
 //! Before: an operator said how much may be lent. After: `pool` has the reserve lend, or take back.
-//! Threads: the pool's. Units: bytes, milliseconds. Promise: nothing that a VM has is lent; no memory goes back and
-//! forth: what was lent returns only when the host is well without it.
+//! Threads: the pool's. Units: bytes, milliseconds. Promise: nothing that a VM has is lent; memory does not go back and
+//! forth: lent memory returns only when the host does not need it.
 
 use ballast_base::{Bytes, GIB, HUGE_SIZE};
 use ballast_policy::{HostSample, HostState, Ladder};
 use ballast_reserve::{Error, Reserve};
 
-/// How often the host is looked at.
-pub const LOOK_EVERY_MS: u64 = 1_000;
+/// Time between checks of the host.
+pub const POLL_EVERY_MS: u64 = 1_000;
 /// When nothing could be lent, because VMs have all, or taken back, because the kernel found no pages, it is tried
 /// again this much later.
 const AGAIN_MS: u64 = 10_000;
@@ -29,12 +30,12 @@ pub struct Lender {
 }
 
 impl Lender {
-    /// Look at the host if it is time, and have the pool lend or take back. Returns what to tell operators.
+    /// Check the host if it is time, and have the pool lend or take back. Returns a message for operators.
     ///
     /// # Errors
     /// If the kernel does not say, or refuses.
     pub fn look(&mut self, reserve: &mut Reserve, at_ms: u64) -> Result<Option<String>, Error> {
-        if self.looked_ms.is_some_and(|looked| at_ms < looked + LOOK_EVERY_MS) {
+        if self.looked_ms.is_some_and(|looked| at_ms < looked + POLL_EVERY_MS) {
             return Ok(None);
         }
         self.looked_ms = Some(at_ms);
@@ -62,7 +63,7 @@ impl Lender {
     }
 }
 
-/// What should be lent.
+/// The amount that should be lent.
 fn decide(state: HostState, free: u64, min_free: u64, lent: u64) -> u64 {
     const SLICE: u64 = HUGE_SIZE as u64;
     let aim = min_free * AIM;
@@ -70,7 +71,7 @@ fn decide(state: HostState, free: u64, min_free: u64, lent: u64) -> u64 {
         HostState::Soft | HostState::Hard | HostState::Low => {
             lent.saturating_add(aim.saturating_sub(free).next_multiple_of(SLICE))
         }
-        // What is in use by then was not free: only that much returns which is free beyond the aim.
+        // Lent memory that is in use is not free: only memory that is free beyond the aim returns.
         HostState::High => lent.saturating_sub(free.saturating_sub(aim) / SLICE * SLICE),
         HostState::Clear => lent,
     }
@@ -132,7 +133,7 @@ mod tests {
                 let pages = || host.pages(0).expect("pages").total;
                 assert_eq!(pages(), 5 + 512);
                 let mut lender = Lender::default();
-                // Nobody has allowed it.
+                // No operator has allowed it.
                 has(100);
                 assert_eq!(lender.look(&mut reserve, 0).expect("look"), None);
                 has(8 << 10);

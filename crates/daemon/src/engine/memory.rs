@@ -1,15 +1,14 @@
 //! Memory errors: handles pages of a VM's own files (its state file, its stores) whose memory failed.
 //!
 //! Before: a thread touched such a page, and the handler of `ballast_sys::memory_error` put safe bytes in its place.
-//! After: operators know the loss; if words or tables were lost, the VM was opened anew, which mends what can be
-//! mended.
+//! After: operators know the loss; if words or tables were lost, the VM was opened again, with recovery.
 //! Threads: one waits for losses; the VM's worker handles them, in turn with its orders.
 //! Promise: one VM's loss affects only that VM, and the engine stays.
 //!
-//! *Anew* is the same as a successor does after an engine's death, for one VM: all its workers end, so that nobody
-//! holds a page's lock; `recover` reads every word, and bytes in their file count; the stores sweep objects that no
-//! word names; workers begin again, and every waiting thread is woken. With workers running nothing could be mended: a
-//! lost word may have been locked, and the holder of the lock writes it once more.
+//! *Opened again* means the same as after an engine's death, for one VM: all its workers end, so that no page is
+//! locked; `recover` reads every word, and bytes in their file count; the stores sweep objects that no word names;
+//! workers begin again, and every waiting thread is woken. While workers run, nothing can be repaired: a lost word may
+//! have been locked, and the holder of the lock writes it again.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -43,13 +42,13 @@ pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, errors_
                 let (id, engine) = (served.vm.state.id(), engine.clone());
                 let given = workers.lock().unwrap_or_else(PoisonError::into_inner).give(id, move || {
                     if let Some(served) = engine.host.by_id(id) {
-                        engine.open_anew(&served);
+                        engine.reopen(&served);
                     }
                 });
                 if let Err(error) = given {
                     served
                         .vm
-                        .fail_stop(&format!("memory of the host failed, and the VM cannot be opened anew: {error}"));
+                        .fail_stop(&format!("memory of the host failed, and the VM cannot be opened again: {error}"));
                 }
             }
         }
@@ -57,45 +56,44 @@ pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, errors_
     Ok(())
 }
 
-/// Report the losses of this VM's files. Returns whether it must be opened anew.
+/// Report the losses of this VM's files. Returns whether it must be opened again.
 fn say(served: &Served) -> bool {
     let state = served.vm.losses();
     let (ram, ram_damaged) = served.store.losses();
     let (file, file_damaged) = served.file.opened().map(|file| file.losses()).unwrap_or_default();
-    let anew = !state.is_empty() || ram_damaged || file_damaged;
+    let reopens = !state.is_empty() || ram_damaged || file_damaged;
     // Nothing is to be done about a group's losses: each member finds its own when it touches the pages.
     let group = served.group.iter().flat_map(|member| member.group().losses());
     for what in state.into_iter().chain(ram).chain(group).chain(file) {
         served.vm.report("memory-error", format!("memory of the host failed, and with it was lost: {what}"));
     }
-    anew
+    reopens
 }
 
 impl Engine {
-    /// Open a VM anew whose words or tables were damaged.
-    fn open_anew(&self, served: &Arc<Served>) {
+    /// Reopen a VM whose words or tables were damaged.
+    fn reopen(&self, served: &Arc<Served>) {
         if served.vm.is_stopping() || served.vm.state.leaving().is_some() {
-            // Nothing can be mended while another engine serves the VM's faults: the next engine that opens it mends
-            // it.
+            // Nothing can be repaired while another engine serves the VM's faults: the next engine that opens it does.
             let text = "the VM is looked through by the next engine: two have it at this moment";
             return served.vm.report("memory-error", text.into());
         }
         let begun = Instant::now();
-        match self.try_open_anew(served) {
+        match self.try_reopen(served) {
             Ok(()) => {
                 let took = begun.elapsed().as_secs_f64() * 1e3;
-                let text = format!("after the loss it was looked through and goes on; its faults waited {took:.1} ms");
+                let text = format!("after the loss it was recovered; its faults waited {took:.1} ms");
                 served.vm.report("memory-mended", text);
             }
             Err(error) => {
-                let reason = format!("memory of the host failed, and the VM cannot be opened anew: {error:#}");
+                let reason = format!("memory of the host failed, and the VM cannot be opened again: {error:#}");
                 served.vm.report("memory-error", reason.clone());
                 served.vm.fail_stop(&reason);
             }
         }
     }
 
-    fn try_open_anew(&self, last: &Arc<Served>) -> anyhow::Result<()> {
+    fn try_reopen(&self, last: &Arc<Served>) -> anyhow::Result<()> {
         let listed = last.vm.state.list_thread();
         last.vm.stop();
         last.jobs.close();

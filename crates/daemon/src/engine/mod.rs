@@ -2,10 +2,10 @@
 //!
 //! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and the
 //! last VM too.
-//! Threads: this one takes orders and never waits for their execution; the API, the watch, the control loop and the
-//! look for stuck threads have one each, and change only words in memory of any VM; orders are carried out on the
-//! threads of the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state file while it
-//! works for that VM (`ballast_handover::threads`).
+//! Threads: this one takes orders and never waits for their execution; the API, the watch, the governor and the check
+//! for stuck threads have one each, and change only words in memory of any VM; orders are carried out on the threads of
+//! the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state file while it works for that
+//! VM (`ballast_handover::threads`).
 //! Promise: it may be killed at any instruction. State that must outlive it is in the state files and arenas already.
 //! It opens only VMs whose state file names it.
 
@@ -62,7 +62,7 @@ mod write_back;
 /// How long the API waits for VMs to be opened: a VM of hundreds of GiB takes a second or two.
 const OPENING: Duration = Duration::from_secs(3);
 /// How often an engine without keeper checks whether any VM is left.
-const ORPHAN_LOOKS_EVERY: Duration = Duration::from_millis(200);
+const ORPHAN_POLLS_EVERY: Duration = Duration::from_millis(200);
 
 /// Take orders until the keeper is gone and no VM is left.
 pub fn run() -> anyhow::Result<()> {
@@ -96,7 +96,7 @@ pub fn run() -> anyhow::Result<()> {
         }
     };
     let governor = Arc::new(Governor::new(settings.policy, keep));
-    let pool = pool::Room::start(settings.pool.clone(), events.clone()).context("Starting the pool")?;
+    let pool = pool::PoolService::start(settings.pool.clone(), events.clone()).context("Starting the pool")?;
     let host = Arc::new(Host {
         budget: Budget::new(settings.store_budget),
         file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
@@ -117,7 +117,7 @@ pub fn run() -> anyhow::Result<()> {
     let api = api.try_clone().context("Duplicating a descriptor")?;
     let watch = foreign_mappers::start(host.clone())?;
     pin_check::start(host.pins.clone())?;
-    governor.start(host.clone(), watch.clone()).context("Starting the control loop")?;
+    governor.start(host.clone(), watch.clone()).context("Starting the governor")?;
     stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
     let me = Process::this().context("Finding this process's start time")?;
     let engine = Arc::new(Engine {
@@ -162,7 +162,7 @@ fn serve_api(listener: OwnedFd, shown: Arc<Shown>, reader_gid: Option<u32>, gate
     Ok(())
 }
 
-/// Is this process gone? Where only faults are served, nobody listens to its client any more.
+/// Is this process gone? If only faults are served, no thread listens to its client any more.
 fn is_gone(vm: &Vm, view: &View) -> bool {
     view.peer().is_disconnected() || vm.is_stopping() && matches!(Process::find(view.pid), Ok(None))
 }
@@ -396,7 +396,7 @@ impl Orders {
                     done = self.workers().all_so_far();
                 }
             }
-            std::thread::sleep(ORPHAN_LOOKS_EVERY);
+            std::thread::sleep(ORPHAN_POLLS_EVERY);
         }
     }
 }

@@ -15,7 +15,7 @@ use ballast_pager::reclaim::pinned::Pins;
 /// A missing condition may appear (memory for a huge page), and a check may be lost. A try costs 30 ms of CPU time.
 const EVERY: Duration = Duration::from_secs(60);
 
-/// Load it, and look again now and then.
+/// Load it, and check it now and then.
 pub fn start(pins: Arc<Pins>) -> anyhow::Result<()> {
     let look = move || {
         let mut said = None;

@@ -28,9 +28,9 @@ use crate::engine::lending::Lender;
 use crate::events::Events;
 use crate::settings::Pooling;
 
-/// How often it is looked whether VMs are gone.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// How often slices are tried again whose pages somebody holds.
+/// Time between checks for VMs that are gone.
+const POLL_EVERY: Duration = Duration::from_millis(200);
+/// Time between tries to zero slices whose pages another process holds.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
 /// How long an operator waits for a pool that the engine which this one follows is about to leave.
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
@@ -43,26 +43,26 @@ const MOST_ASKING: usize = 64;
 
 /// The engine's part of the pool.
 #[derive(Debug)]
-pub struct Room {
+pub struct PoolService {
     place: Option<Pooling>,
     state: Mutex<State>,
     /// Notified when slices become dirty or zeroed.
     changed: Condvar,
-    /// Somebody else has it, who does not leave it.
+    /// Another engine has it and does not leave it.
     is_elsewhere: AtomicBool,
     asking: AtomicUsize,
 }
 
 #[derive(Debug)]
 enum State {
-    /// Somebody had it when this engine looked last, or it has not looked.
+    /// Another engine had it at the last try, or there was no try yet.
     Coming(String),
     /// Why this engine has not got it.
     Without(String),
     Ours(Box<Reserve>),
 }
 
-impl Room {
+impl PoolService {
     /// Begin to take the pool.
     pub fn start(place: Option<Pooling>, events: Arc<Events>) -> io::Result<Arc<Self>> {
         let state = match &place {
@@ -70,17 +70,17 @@ impl Room {
             None => State::Without("the keeper is older than the pool".into()),
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        let room =
+        let service =
             Arc::new(Self { place, state, changed, is_elsewhere: AtomicBool::new(false), asking: AtomicUsize::new(0) });
-        if room.place.is_some() {
-            let room = room.clone();
-            std::thread::Builder::new().name("pool".into()).spawn(move || room.work(&events))?;
+        if service.place.is_some() {
+            let service = service.clone();
+            std::thread::Builder::new().name("pool".into()).spawn(move || service.work(&events))?;
         }
-        Ok(room)
+        Ok(service)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // What panicked in the middle of a change left the state as a death would.
+        // A panic in the middle of a change leaves the state as a death would.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -99,7 +99,7 @@ impl Room {
                     *self.lock() = if is_taken { State::Coming(why.clone()) } else { State::Without(why.clone()) };
                     said = why;
                     // An engine that this one follows has it until it ends.
-                    std::thread::sleep(LOOK_EVERY);
+                    std::thread::sleep(POLL_EVERY);
                 }
             }
         };
@@ -114,12 +114,12 @@ impl Room {
                 && said != error.to_string()
             {
                 said = error.to_string();
-                events.add(None, "pool-unavailable", format!("tending the pool: {said}"));
+                events.add(None, "pool-unavailable", format!("the pool: {said}"));
             }
         }
     }
 
-    /// Look for VMs that are gone, if it is time, and zero one slice, or wait.
+    /// Check for VMs that are gone, if it is time, and zero one slice, or wait.
     fn round(
         &self,
         looked: &mut Option<Instant>,
@@ -129,7 +129,7 @@ impl Room {
     ) -> Result<(), Error> {
         let mut state = self.lock();
         let State::Ours(reserve) = &mut *state else { return Ok(()) };
-        if looked.is_none_or(|at| at.elapsed() >= LOOK_EVERY) {
+        if looked.is_none_or(|at| at.elapsed() >= POLL_EVERY) {
             *looked = Some(Instant::now());
             reserve.tend()?;
             if let Some(lent) = lender.look(reserve, clock::monotonic_ns() / 1_000_000)? {
@@ -147,7 +147,7 @@ impl Room {
         let mut left = jobs.len();
         match reserve.next_job() {
             Ok(job) => jobs.extend(job),
-            // What there is to do is done all the same: a job that is dropped is never done.
+            // Work that is due is done in any case, because a job that is dropped is never done.
             Err(error) if jobs.is_empty() => return Err(error),
             Err(_) => {}
         }
@@ -155,7 +155,7 @@ impl Room {
             match reserve.is_at_rest() {
                 // No VM has memory of it, and there is nothing to do: a thread that changes that notifies.
                 true if reserve.lending()?.is_none() => drop(self.changed.wait(state)),
-                _ => drop(self.changed.wait_timeout(state, LOOK_EVERY)),
+                _ => drop(self.changed.wait_timeout(state, POLL_EVERY)),
             }
             return Ok(());
         }
@@ -181,14 +181,14 @@ impl Room {
     fn listen(self: &Arc<Self>, place: &Pooling) -> anyhow::Result<()> {
         let socket = ballast_keeper::listen(&place.socket, rustix::net::SocketType::SEQPACKET, place.gid)?;
         rustix::io::ioctl_fionbio(&socket, false).context("Preparing the pool's socket")?;
-        let room = self.clone();
+        let service = self.clone();
         std::thread::Builder::new().name("pool-socket".into()).spawn(move || {
             loop {
                 match rustix::net::accept_with(&socket, rustix::net::SocketFlags::CLOEXEC) {
-                    Ok(client) => room.serve(client),
+                    Ok(client) => service.serve(client),
                     Err(error) => {
                         tracing::warn!("Accepting a VMM at the pool's socket: {error}");
-                        std::thread::sleep(LOOK_EVERY);
+                        std::thread::sleep(POLL_EVERY);
                     }
                 }
             }
@@ -202,12 +202,12 @@ impl Room {
             self.asking.fetch_sub(1, Ordering::Relaxed);
             return;
         }
-        let room = self.clone();
+        let service = self.clone();
         let started = std::thread::Builder::new().name("pool-vmm".into()).spawn(move || {
-            if let Err(error) = room.answer(&client) {
+            if let Err(error) = service.answer(&client) {
                 tracing::warn!("Answering a VMM at the pool's socket: {error:#}");
             }
-            room.asking.fetch_sub(1, Ordering::Relaxed);
+            service.asking.fetch_sub(1, Ordering::Relaxed);
         });
         if started.is_err() {
             self.asking.fetch_sub(1, Ordering::Relaxed);
@@ -227,7 +227,7 @@ impl Room {
                 Err(error) => (Given::Refused(format!("{error:#}")), Vec::new()),
             };
         let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        // If nobody takes it, the files are nobody's, and the memory comes back.
+        // If the VMM does not receive it, no process has the files, and the memory comes back.
         scm::send(client, &wire::encode(&given), &fds).context("Sending a VM its memory")
     }
 
@@ -242,10 +242,10 @@ impl Room {
         let mut state = self.lock();
         loop {
             let State::Ours(reserve) = &mut *state else { bail!("this engine has not got the pool yet") };
-            // Somebody may have gone since the last look.
+            // A VM may have ended since the last check.
             let error = match reserve.grant(&take.name, take.size, mode, &take.nodes) {
                 Ok(grant) => {
-                    // Its end is to be looked for.
+                    // From now on its end must be noticed.
                     self.changed.notify_all();
                     return Ok(grant);
                 }
@@ -257,11 +257,11 @@ impl Room {
             if !is_coming || begun.elapsed() > ZEROED_WITHIN {
                 return Err(error.into());
             }
-            state = self.changed.wait_timeout(state, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_timeout(state, POLL_EVERY).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// The same, once an engine that this one follows has left it. Waits in vain once.
+    /// The same, once the engine before this one has left it. Waits for that once at most.
     fn lock_when_left(&self) -> MutexGuard<'_, State> {
         let is_coming =
             |state: &mut State| matches!(state, State::Coming(_)) && !self.is_elsewhere.load(Ordering::Relaxed);
@@ -277,7 +277,7 @@ impl Room {
     pub fn stat(&self) -> PoolStat {
         match &mut *self.lock_when_left() {
             State::Ours(reserve) => {
-                // While nobody has memory of it, nobody else looks.
+                // While no VM has memory of it, no other thread checks.
                 if let Err(error) = reserve.look_for_failures() {
                     tracing::warn!("Looking for failed memory of the pool: {error}");
                 }
@@ -288,7 +288,7 @@ impl Room {
         }
     }
 
-    /// Have more of the host.
+    /// Reserve more of the host.
     pub fn reserve(&self, request: &PoolRequest) -> Result<PoolStat, String> {
         let want = match (request.bytes, request.percent) {
             (Some(bytes), None) => Want::Bytes(Bytes(bytes)),

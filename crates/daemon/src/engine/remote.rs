@@ -1,9 +1,9 @@
 //! Remote: the cluster that far pages of all VMs may go to, and what is done for it beside the VMs' work.
 //!
 //! Before: the settings name a cluster. After: each VM has a store in it; pages of VMs that are gone, here or on hosts
-//! that died, are taken away; operators know of settings that would lose pages.
+//! that died, are removed; operators know of settings that would lose pages.
 //! Threads: one for all of that, which may wait for the network; its callers do not.
-//! Promise: a cluster that does not answer costs this thread time, and nobody else.
+//! Promise: a cluster that does not respond delays this thread only.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -21,10 +21,10 @@ use ballast_store::Codec;
 use crate::events::Events;
 use crate::settings::{Privacy, Remoting, TlsFiles};
 
-/// How often the cluster's settings are looked at.
+/// Time between checks of the cluster's settings.
 const CHECK_EVERY: Duration = Duration::from_secs(60);
-/// How often all of its keys are, for VMs without a lease.
-const LOOK_EVERY: Duration = Duration::from_secs(3600);
+/// Time between scans of all its keys for VMs without a lease.
+const POLL_EVERY: Duration = Duration::from_secs(3600);
 /// Pause before a VM's end is tried again.
 const RETRY: Duration = Duration::from_secs(5);
 
@@ -33,7 +33,7 @@ const RETRY: Duration = Duration::from_secs(5);
 pub struct Remote {
     /// The cluster.
     pub cluster: Arc<Cluster>,
-    /// What may be in it.
+    /// Budget of the VMs' pages in it.
     pub budget: Arc<RemoteBudget>,
     ended: mpsc::Sender<VmId>,
     findings: Arc<Mutex<Vec<Finding>>>,
@@ -111,13 +111,13 @@ impl Remote {
         Ok(Arc::new(store))
     }
 
-    /// This VM is gone and does not return: what it has in the cluster goes.
+    /// This VM is gone and does not return: remove its pages from the cluster.
     pub fn ended(&self, vm: VmId) {
         // Without the thread its lease runs out.
         let _ = self.ended.send(vm);
     }
 
-    /// What is wrong with the cluster, as far as was seen.
+    /// Known problems of the cluster.
     pub fn findings(&self) -> Vec<Finding> {
         self.findings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -142,7 +142,7 @@ struct Caretaker {
 impl Caretaker {
     fn run(mut self, ended: &Receiver<VmId>) {
         let mut leaseless = lease::Leaseless::default();
-        let (mut next_check, mut next_look) = (Instant::now(), Instant::now() + LOOK_EVERY);
+        let (mut next_check, mut next_look) = (Instant::now(), Instant::now() + POLL_EVERY);
         loop {
             let now = Instant::now();
             if now >= next_check {
@@ -151,7 +151,7 @@ impl Caretaker {
             }
             if now >= next_look {
                 self.look(&mut leaseless);
-                next_look = now + LOOK_EVERY;
+                next_look = now + POLL_EVERY;
             }
             let pause = if self.ended.is_empty() { CHECK_EVERY } else { RETRY };
             match ended.recv_timeout(pause) {
@@ -174,7 +174,7 @@ impl Caretaker {
         }
     }
 
-    /// Say what is new of what is wrong.
+    /// Report new problems.
     fn check(&self) {
         let found = check(&self.cluster);
         let before =
@@ -187,7 +187,7 @@ impl Caretaker {
     fn look(&self, leaseless: &mut lease::Leaseless) {
         match leaseless.look(&self.cluster, lease::LEASE) {
             Ok(gone) => gone.into_iter().for_each(|(vm, pages)| {
-                let text = format!("nobody has renewed the lease of VM {vm} for a day: its {pages} pages were removed");
+                let text = format!("the lease of VM {vm} was not renewed for a day: its {pages} pages were removed");
                 self.events.add(None, "remote-swept", text);
             }),
             Err(error) => tracing::warn!("Looking for VMs without a lease in the remote store: {error}"),

@@ -1,8 +1,8 @@
 //! Served: a VM that the engine serves, with its processes and the work beside its workers.
 //!
-//! Before: the keeper handed it over. After: orders, the watch, the control loop and the API find all of it here.
+//! Before: the keeper handed it over. After: orders, the watch, the governor and the API find all of it here.
 //! Threads: any; locks are held for a moment.
-//! Promise: reclaim is held until a look for foreign mappers that began after the last change is over.
+//! Promise: reclaim is held until a scan for foreign mappers that began after the last change is over.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -16,7 +16,7 @@ use ballast_store::{GroupMember, RamStore, Store};
 use super::late;
 use super::workers::Jobs;
 
-/// The smallest limit that makes sense: below it a guest cannot even keep its kernel resident.
+/// The smallest limit: below it a guest cannot even keep its kernel resident.
 pub const SMALLEST_LIMIT: Bytes = Bytes(ballast_base::MIB);
 
 /// Why a VM is held that an operator had restored.
@@ -41,8 +41,8 @@ pub struct Served {
     pids: Mutex<HashSet<u32>>,
     /// Its processes that are not served everywhere they map its RAM, and why.
     unserved: Mutex<HashMap<u32, String>>,
-    /// How often a look for foreign mappers was requested: the hold ends with a look that began after the last request.
-    looks_asked: Mutex<u64>,
+    /// How often a scan for foreign mappers was requested: the hold ends with a scan that began after the last request.
+    scans_requested: Mutex<u64>,
 }
 
 impl Served {
@@ -54,8 +54,8 @@ impl Served {
         file: late::File,
         vmm: String,
     ) -> Self {
-        let (pids, unserved, looks_asked) = Default::default();
-        Self { vm, store, group, file, vmm, jobs: Jobs::default(), pids, unserved, looks_asked }
+        let (pids, unserved, scans_requested) = Default::default();
+        Self { vm, store, group, file, vmm, jobs: Jobs::default(), pids, unserved, scans_requested }
     }
 
     /// RAM that its far pages occupy; for pages that its group stores once, its share.
@@ -63,25 +63,25 @@ impl Served {
         self.store.usage().bytes + self.group.as_ref().map_or(0, |group| group.usage().bytes)
     }
 
-    fn looks_asked(&self) -> std::sync::MutexGuard<'_, u64> {
-        self.looks_asked.lock().unwrap_or_else(PoisonError::into_inner)
+    fn scans_requested(&self) -> std::sync::MutexGuard<'_, u64> {
+        self.scans_requested.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hold reclaim until a look for other processes that map its RAM. The caller then requests a look of the watch.
+    /// Hold reclaim until a scan for other processes that map its RAM. The caller then requests a scan of the watch.
     pub fn hold_unchecked(&self) {
-        let mut asked = self.looks_asked();
+        let mut asked = self.scans_requested();
         *asked += 1;
-        self.vm.hold(Hold::Unchecked, Some(VmStat::NOT_LOOKED_AT.into()));
+        self.vm.hold(Hold::Unchecked, Some(VmStat::UNCHECKED.into()));
     }
 
-    /// How often a look has been requested.
+    /// How often a scan has been requested.
     pub fn asked(&self) -> u64 {
-        *self.looks_asked()
+        *self.scans_requested()
     }
 
-    /// A look is over; `asked` looks had been requested when it began.
+    /// A scan is over; `asked` scans had been requested when it began.
     pub fn checked(&self, asked: u64) {
-        let now = self.looks_asked();
+        let now = self.scans_requested();
         if *now == asked {
             self.vm.hold(Hold::Unchecked, None);
         }

@@ -56,7 +56,7 @@ impl Drop for Unlists<'_> {
     }
 }
 
-/// Mend what the workers of a VM left behind. None of them runs.
+/// Recover the words of a VM after its workers have ended.
 pub(super) fn mend(vm: &Vm) -> anyhow::Result<()> {
     let recovered = vm.recover()?;
     let far: Vec<_> = recovered.live.iter().map(|(number, live)| (*number, live.count())).collect();

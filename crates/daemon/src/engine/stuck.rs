@@ -6,7 +6,7 @@
 //! threads of its own.
 //! Threads: one, which reads the states of threads and nothing that could delay it.
 //! Promise: one event for a sleep and one for its end, however long it takes. A thread that works for many VMs is
-//! looked at once for all of them.
+//! checked once for all of them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,11 +18,11 @@ use ballast_handover::sleep::{STUCK, Sleeper, reason};
 use super::host::Host;
 use super::served::Served;
 
-/// Time between looks, and how long a thread must have slept without a break to be reported.
+/// Time between checks, and how long a thread must have slept without a break to be reported.
 const EVERY: Duration = Duration::from_secs(2);
 const LONG: Duration = Duration::from_secs(4);
 
-/// Start looking.
+/// Start the checks.
 pub fn start(host: Arc<Host>) -> std::io::Result<()> {
     let mut seen = HashMap::new();
     let body = move || {
@@ -34,10 +34,10 @@ pub fn start(host: Arc<Host>) -> std::io::Result<()> {
     std::thread::Builder::new().name("stuck".into()).spawn(body).map(drop)
 }
 
-/// The state of a VM at the last look.
+/// The state of a VM at the last check.
 #[derive(Default)]
 struct Seen {
-    /// Threads that slept at the last look, how long they had run by then, and since when that has not changed.
+    /// Threads that slept at the last check, their CPU time then, and since when that has not changed.
     sleeping: HashMap<u32, (u64, Instant)>,
     told: Option<Instant>,
 }
@@ -85,7 +85,7 @@ impl Seen {
             }
             (None, Some(since)) => {
                 self.told = None;
-                Some(format!("VM {name} goes on after {} s", now.duration_since(since).as_secs()))
+                Some(format!("VM {name} is served again after {} s", now.duration_since(since).as_secs()))
             }
             _ => None,
         }

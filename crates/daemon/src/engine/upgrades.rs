@@ -12,7 +12,7 @@ use std::time::Duration;
 use ballast_api::{UpgradeStage, UpgradeStat};
 use ballast_handover::orders::{Report, Stage, Upgrading};
 
-/// How long the keeper may take to say whether it begins. It waits for nobody.
+/// How long the keeper may take to reply whether it begins. It waits for no other process.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
 /// The state of the last upgrade, and open requests.
@@ -91,7 +91,7 @@ impl Upgrades {
         let answer = match sent {
             Ok(()) => answer.recv_timeout(ANSWER_WITHIN).unwrap_or_else(|error| match error {
                 RecvTimeoutError::Timeout => Err("the keeper does not answer".into()),
-                RecvTimeoutError::Disconnected => Err("nobody hears the keeper any more".into()),
+                RecvTimeoutError::Disconnected => Err("the keeper is not listened to any more".into()),
             }),
             Err(error) => Err(format!("{error:#}")),
         };

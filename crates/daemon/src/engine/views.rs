@@ -34,7 +34,7 @@ pub fn add(
     let (good, bad) = split(vm, &view, spans);
     if !bad.is_empty() {
         let what: Vec<String> = bad.iter().map(|(number, error)| format!("region {number}: {error}")).collect();
-        let reason = format!("RAM that process {pid} said it maps cannot be watched there ({})", what.join("; "));
+        let reason = format!("RAM that process {pid} announced cannot be registered there ({})", what.join("; "));
         vm.report("view-incomplete", reason.clone());
         served.set_unserved(pid, reason.clone());
         // It may read zeros where pages are far, so no page may be far: those that another mapping can restore are

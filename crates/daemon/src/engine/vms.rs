@@ -77,7 +77,7 @@ pub(super) fn store_files(stores: &[StoreFiles], fds: &mut impl Iterator<Item = 
 }
 
 /// Only serve this VM's faults from now on, from whatever store. `all`: the other engine can do so as well; an engine
-/// that is too old for that can do so only from stores that return at once and that nobody shares.
+/// that is too old for that can do so only from stores that return at once and that no other VM shares.
 ///
 /// Nothing is put into any store from then on. If an operation is under way that only recovery could finish (a write
 /// that the disk has not taken for long, a file that is being opened and swept), the VM moves without that.
@@ -146,7 +146,7 @@ impl Engine {
             (Order::Pin { seq, reason, .. }, Some(served)) => self.restore(served, Hold::Pinned, reason, seq),
             (Order::Reach { seq, pid, regions, .. }, Some(served)) => self.reach(served, seq, pid, &regions),
             (Order::Reach { seq, .. }, None) => {
-                self.done(seq, Err(io::Error::other("the VM could not be opened, so nobody is served")))
+                self.done(seq, Err(io::Error::other("the VM could not be opened, so its processes are not served")))
             }
             (Order::MayPin { seq, .. }, Some(served)) => {
                 served.vm.set_may_pin();
@@ -231,7 +231,7 @@ impl Engine {
         std::mem::forget(state.list_thread());
         // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
         anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
-        anyhow::ensure!(!state.is_given_up(), "all of its RAM was given up: nobody held it");
+        anyhow::ensure!(!state.is_given_up(), "all of its RAM was given up: no process had it");
         let epoch = match beside {
             true => state.open_beside(pid, start),
             false => state.take_over(pid, start, LOST).context("Taking the state file over")?,
@@ -288,7 +288,7 @@ impl Engine {
             vm.open_region(&ram)?;
         }
         if epoch > 1 {
-            // Nothing is mended beside another engine: its workers hold the locked words.
+            // Nothing is repaired beside another engine: its workers hold the locked words.
             match beside {
                 true => vm.follow_stores().context("Reading what its words name")?,
                 false => mend(&vm)?,
@@ -352,7 +352,7 @@ impl Engine {
             self.events.add(Some(name), "taken-over", text);
         }
         if served.vm.is_pinned() {
-            // Nobody waits for this one: the hold has been there since the VM was opened.
+            // No thread waits for this one: the hold has been there since the VM was opened.
             served.restore(Hold::Pinned, served.vm.held().unwrap_or_default(), |_| ())?;
         } else if served.vm.is_held_for(Hold::Kept) {
             served.restore(Hold::Kept, KEPT.into(), |_| ())?;

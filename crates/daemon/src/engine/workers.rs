@@ -174,7 +174,7 @@ impl Done {
     }
 }
 
-/// Threads that work on one VM for as long as it takes. They must be over before the VM may be opened anew.
+/// Threads that work on one VM for as long as it takes. They must end before the VM may be opened again.
 #[derive(Debug, Default)]
 pub struct Jobs(Mutex<State>);
 

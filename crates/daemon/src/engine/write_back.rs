@@ -3,9 +3,9 @@
 //! Before: the keeper ordered the VM closed, and its workers have ended. After: no process can ever reach its RAM
 //! files, or its far pages are in them again.
 //! Threads: the VM's worker, which other processes and a lack of memory may delay.
-//! Promise: a file that nobody can reach is dropped at once; one that somebody can reach gets its pages back, whatever
-//! the limit was, as far as the host has memory. A process that reads earlier reads zeros: a VMM that means to hand its
-//! memory on has it brought back first (see `preload`).
+//! Promise: a file that no process can reach is dropped at once; one that a process can reach gets its pages back,
+//! whatever the limit was, as far as the host has memory. A process that reads earlier reads zeros: a VMM that means to
+//! hand its memory on has it brought back first (see `preload`).
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
@@ -23,8 +23,8 @@ use super::shared::{Closing, Engine};
 
 /// Memory of the host that is left to others, as 1/N of all.
 const LEFT_TO_OTHERS: u64 = 32;
-/// Time between checks whether anybody can reach the files: a file is deleted, a process ends.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Time between checks whether a process can reach the files: a file is deleted, a process ends.
+const POLL_EVERY: Duration = Duration::from_secs(1);
 /// Pause before memory is asked for again.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -111,7 +111,7 @@ impl Engine {
         let (mut looked, mut told) = (Instant::now(), false);
         let done = vm.write_back(&reachable, &mut || {
             loop {
-                if looked.elapsed() > LOOK_EVERY {
+                if looked.elapsed() > POLL_EVERY {
                     looked = Instant::now();
                     if self.reachable(&reachable).1.is_none() {
                         return false;

@@ -1,4 +1,4 @@
-//! The API's view of the engine: a backend that shows its VMs, the host and the control loop, and changes them.
+//! The API's view of the engine: a backend that shows its VMs, the host and the governor, and changes them.
 //!
 //! Before: the engine implements [`Backend`]. After: the routes and the metrics page call it.
 //! Threads: any; every call runs on a blocking thread.
@@ -15,7 +15,7 @@ pub trait Backend: Governing + Upgrades + Pooling + Send + Sync + 'static {
     fn vms(&self) -> Vec<VmStat>;
     /// The VM of that name.
     fn vm(&self, name: &str) -> Option<VmStat>;
-    /// How hot its memory is, with a strip of `cells` cells.
+    /// The heat of its memory, with a strip of `cells` cells.
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat>;
     /// Set when it is tracked. Returns its heat.
     fn set_track(&self, name: &str, track: Track) -> Option<VmHeat>;
@@ -23,9 +23,9 @@ pub trait Backend: Governing + Upgrades + Pooling + Send + Sync + 'static {
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
     /// Change the operator's settings of a VM, all of them or none. Returns its state after the change.
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError>;
-    /// Bring all of a VM back and keep it in memory, or let its limit count again. Returns its state now.
+    /// Restore all of a VM and keep it in memory, or end that. Returns its state now.
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
-    /// The host and Ballast itself.
+    /// The host and Ballast.
     fn host(&self) -> HostStat;
     /// Recent events, oldest first.
     fn events(&self) -> Vec<Event>;
@@ -58,7 +58,7 @@ pub struct Histogram {
     pub sum_s: f64,
 }
 
-/// The control loop. A backend without one returns errors.
+/// The governor. A backend without one returns errors.
 pub trait Governing {
     /// The input of policies.
     fn snapshot(&self) -> Snapshot {
@@ -66,19 +66,19 @@ pub trait Governing {
     }
     /// The plan that the policy in force, or this one, would make now.
     fn plan(&self, _policy: Option<Kind>) -> Result<Plan, String> {
-        Err("nobody decides here".into())
+        Err("there is no governor here".into())
     }
     /// Decide in place of the policy for a while. Returns the plan as it was understood.
     fn put_plan(&self, _request: PlanRequest) -> Result<Plan, String> {
-        Err("nobody decides here".into())
+        Err("there is no governor here".into())
     }
-    /// The loop.
+    /// The state of the governor.
     fn policy(&self) -> PolicyStat {
         PolicyStat::default()
     }
     /// Change it. Returns its state after the change.
     fn patch_policy(&self, _patch: &PolicyPatch) -> Result<PolicyStat, String> {
-        Err("nobody decides here".into())
+        Err("there is no governor here".into())
     }
     /// The last decisions about a VM, oldest first; none if there is no such VM.
     fn decisions(&self, _name: &str) -> Option<Vec<DecisionRecord>> {
@@ -94,7 +94,7 @@ pub trait Upgrades {
     }
     /// Begin one to this program, or to the one that engines are started from. Returns the state.
     fn begin_upgrade(&self, _program: Option<String>) -> Result<UpgradeStat, String> {
-        Err("nobody starts engines here".into())
+        Err("there is no keeper here".into())
     }
 }
 

@@ -1,7 +1,7 @@
 //! The gate of the API: closed while VMs move between engines, so that no client sees only some of them.
 //!
-//! Before: another engine is to serve, or has given up. After: requests inside are answered; later ones wait in the
-//! listening socket, which every engine has, until one opens its gate.
+//! Before: another engine is to serve, or has failed. After: responses are sent to requests inside; later ones wait in
+//! the listening socket, which every engine has, until one opens its gate.
 //! Threads: any may close and open it; connections are tasks that watch it.
 
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use tokio::sync::watch;
 #[derive(Clone, Debug)]
 pub struct Gate {
     open: Arc<watch::Sender<bool>>,
-    /// How many are inside.
+    /// Number of connections inside.
     inside: Arc<AtomicUsize>,
 }
 
@@ -45,10 +45,10 @@ impl Gate {
 
     /// Wait until the connections inside have been answered, for at most this long.
     pub fn wait_until_empty(&self, at_most: Duration) {
-        const LOOK_EVERY: Duration = Duration::from_millis(1);
+        const POLL_EVERY: Duration = Duration::from_millis(1);
         let begun = Instant::now();
         while self.inside.load(Ordering::Acquire) > 0 && begun.elapsed() < at_most {
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(POLL_EVERY);
         }
     }
 
@@ -57,12 +57,12 @@ impl Gate {
         self.open.send_replace(true);
     }
 
-    /// Until it is open.
+    /// Wait until it is open.
     pub(super) async fn opened(&self) {
         let _ = self.open.subscribe().wait_for(|open| *open).await;
     }
 
-    /// Until it is closed.
+    /// Wait until it is closed.
     pub(super) async fn closed(&self) {
         let _ = self.open.subscribe().wait_for(|open| !*open).await;
     }
@@ -75,10 +75,10 @@ impl Gate {
 }
 
 impl Inside {
-    /// Until the gate is closed.
+    /// Wait until the gate is closed.
     pub(super) async fn closed(&mut self) {
         if self.open.wait_for(|open| !*open).await.is_err() {
-            // Nobody is left who would close it.
+            // No one can close it any more.
             std::future::pending::<()>().await;
         }
     }

@@ -6,8 +6,8 @@
 //! Promise: no peer, slow or silent, keeps the server from the next one.
 
 mod backend;
-mod control;
 mod gate;
+mod governor;
 mod metrics;
 mod peer;
 mod pool;

@@ -8,9 +8,9 @@ use tokio::net::UnixStream;
 /// The rights of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Look and change.
+    /// Read and change.
     Write = 0,
-    /// Look.
+    /// Read.
     Read = 1,
     /// No rights; every request gets a 403.
     Denied = 2,
@@ -19,9 +19,9 @@ pub enum Access {
 /// The rights of users and groups. Root always has all.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerPolicy {
-    /// This user may look and change: the daemon's own.
+    /// This user, the daemon's own, may read and change.
     pub owner_uid: u32,
-    /// Members of this group may look.
+    /// Members of this group may read.
     pub reader_gid: Option<u32>,
 }
 

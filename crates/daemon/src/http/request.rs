@@ -49,7 +49,7 @@ impl IntoResponse for Refusal {
 
 pub(super) type Answer = Result<Response, Refusal>;
 
-/// Call the backend where it may block. A panic there is our fault and becomes a 500.
+/// Call the backend on a thread that may block. A panic there becomes a 500.
 pub(super) async fn ask<T: Send + 'static>(
     connection: &Connection,
     call: impl FnOnce(&dyn Backend) -> T + Send + 'static,

@@ -1,4 +1,4 @@
-//! Requests to answers: the routes of API version 1.
+//! The routes of API version 1.
 //!
 //! Before: `mod` accepted a connection and decided what its peer may do. After: JSON, metrics text or a problem.
 //! Threads: any of the runtime; the backend is called on blocking threads.
@@ -18,7 +18,7 @@ use ballast_api::{DEFAULT_CELLS, HeatPatch, LimitsPatch, MAX_CELLS, Problem, VmC
 use super::backend::{Backend, ChangeError};
 use super::peer::Access;
 use super::request::{Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, read_body};
-use super::{control, metrics, pool, upgrade};
+use super::{governor, metrics, pool, upgrade};
 
 pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Duration) -> Router {
     let state = Connection { backend, access, body_time };
@@ -28,7 +28,7 @@ pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Durat
         .route("/v1/vms/{name}/restore", put(restore).delete(end_restore))
         .route("/v1/vms/{name}/heat", get(heat).patch(patch_heat))
         .route("/v1/vms/{name}/heat/cycles", get(heat_cycles))
-        .merge(control::routes())
+        .merge(governor::routes())
         .merge(upgrade::routes())
         .merge(pool::routes())
         .route("/v1/host", get(host))
@@ -66,7 +66,7 @@ async fn vm(State(connection): State<Connection>, name: Result<Path<String>, Pat
     json(&vm.ok_or_else(|| no_such_vm(&name))?)
 }
 
-/// The one number that a query may have, if it has it.
+/// The number that a query may have, if there is one.
 fn query_number(uri: &Uri, key: &str, default: u64) -> Result<u64, Refusal> {
     let mut number = default;
     for pair in uri.query().unwrap_or("").split('&').filter(|pair| !pair.is_empty()) {

@@ -187,14 +187,14 @@ fn a_refusal_is_a_problem_that_says_what_was_wrong() {
         (400, patch("/v1/vms/web", r#"{"shares":-1}"#), "expected u32"),
         (400, patch("/v1/policy", r#"{"policy":"best"}"#), "unknown variant"),
         (400, patch("/v1/policy", "[1]"), "object"),
-        (422, patch("/v1/policy", r#"{"policy":"maestro"}"#), "nobody decides here"),
+        (422, patch("/v1/policy", r#"{"policy":"maestro"}"#), "there is no governor here"),
         (400, put("/v1/plan", r#"{"policy":"x","lease_ms":1}"#), "missing field"),
         (
             400,
             put("/v1/plan", r#"{"policy":"x","lease_ms":1,"limits":[{"name":"web","limit_bytes":-1}]}"#),
             "expected u64",
         ),
-        (422, put("/v1/plan", r#"{"policy":"x","lease_ms":1,"limits":[]}"#), "nobody decides here"),
+        (422, put("/v1/plan", r#"{"policy":"x","lease_ms":1,"limits":[]}"#), "there is no governor here"),
         (400, b"GET /v1/plan?policy=best HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "is no policy"),
         (400, b"GET /v1/plan?when=now HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "policy=NAME is"),
         (404, b"GET /v1/vms/nobody/decisions HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "nobody"),
@@ -289,7 +289,7 @@ fn slow_and_silent_peers_are_cut_and_free_their_places() {
             stream
         })
         .collect();
-    // All places are taken, so one more is turned away, or its place was freed in between: both are correct.
+    // All places are taken, so one more is refused, or its place was freed in between: both are correct.
     let (status, _) = status_and_problem(&raw(&server.socket, b"GET /v1/host HTTP/1.1\r\nhost: x\r\n\r\n"));
     assert!(matches!(status, 503 | 200), "{status}");
     for (peer, beginning) in peers.iter_mut().zip(beginnings) {

@@ -1,4 +1,4 @@
-//! A state file through the hands of several engines, and damaged.
+//! A state file that several engines use in turn, and damaged ones.
 
 use super::*;
 use ballast_base::PageCount;

@@ -1,4 +1,4 @@
-//! What a tracker knows: generations, cold pages, the hot set.
+//! Queries of a tracker: generations, cold pages, the hot set.
 //!
 //! Before: `tracker` absorbed the reports. After: `pick` and `ages` read them here.
 //! Threads: under the tracker's lock. Units: pages, units, lengths of a fine cycle. Promise: nothing changes.

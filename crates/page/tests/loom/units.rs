@@ -173,7 +173,7 @@ impl World {
                     None => FaultKind::Missing,
                 }
             };
-            // What the fault worker does first (`touch::touched`), but for putting the fault aside while the unit is
+            // What the fault worker does first (`touch::touched`), except that the fault is put aside while the unit is
             // being mapped: that is for speed only.
             if kind == FaultKind::Minor
                 && let Some(_mapping) = self.unit().enter()

@@ -1,22 +1,22 @@
-//! How much a guest may say: a token bucket of bytes.
+//! Rate limit of a guest's messages: a token bucket of bytes.
 //!
-//! Before: bytes of a guest wait in a socket. After: they are read and dealt with, or wait until the guest may say
-//! more; a full socket makes the guest wait, not us.
+//! Before: bytes of a guest wait in a socket. After: they are read and handled, or wait until there are tokens; a full
+//! socket makes the guest wait, not us.
 //! Units: bytes. Promise: in the long run a guest costs the work of [`RATE`] bytes a second at most.
 
 use std::time::{Duration, Instant};
 
-/// Bytes that a guest may say in a second: a report of the largest guest is 512 KiB, and comes every two seconds.
+/// Bytes that a guest may send in a second: a report of the largest guest is 512 KiB, and comes every two seconds.
 const RATE: u64 = 1 << 20;
-/// What it may have saved up.
+/// Most tokens.
 const BURST: i64 = 1 << 20;
-/// What a message costs beside its bytes: 128 messages of no length a second.
+/// Cost of a message beside its bytes: 128 empty messages a second.
 pub(crate) const MESSAGE: u64 = 8 << 10;
 
 /// A token bucket.
 #[derive(Debug)]
 pub(crate) struct Bucket {
-    /// Below zero it owes.
+    /// Below zero after a message that cost more than was left.
     tokens: i64,
     at: Instant,
 }
@@ -27,7 +27,7 @@ impl Bucket {
         Self { tokens: BURST, at: now }
     }
 
-    /// May the guest say something now?
+    /// May a message be read now?
     pub fn is_open(&mut self, now: Instant) -> bool {
         let passed = now.saturating_duration_since(self.at);
         let gained = passed.as_nanos().saturating_mul(u128::from(RATE)) / 1_000_000_000;
@@ -38,12 +38,12 @@ impl Bucket {
         self.tokens > 0
     }
 
-    /// This was said.
+    /// A message of this length was read.
     pub fn charge(&mut self, bytes: u64) {
         self.tokens = self.tokens.saturating_sub(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
-    /// When it may say something again.
+    /// When the next message may be read.
     pub fn opens(&self) -> Instant {
         let owed = u64::try_from(1 - self.tokens).unwrap_or(0);
         self.at + Duration::from_nanos(owed.saturating_mul(1_000_000_000) / RATE + 1)

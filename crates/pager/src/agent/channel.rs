@@ -2,8 +2,8 @@
 //!
 //! Before: a VMM listens on the socket of its process id. After: bytes from and to the guest, as far as either side
 //! takes them.
-//! Threads: the listener notes that there is input; all else is the task of the VM's. Promise: nothing here waits; what
-//! the guest does not take is dropped beyond a bound; nobody but the VMM's own process is talked to.
+//! Threads: the listener notes that there is input; all else is the task of the VM's. Promise: nothing here waits;
+//! output that the guest does not take is dropped beyond a bound; only the VMM's own process is talked to.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,14 +17,14 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 use super::told::Told;
 use crate::run::listener::{Listener, Rearm, Source, Watched};
 
-/// What may wait until the guest takes it: some messages of the longest.
+/// Most bytes that wait until the guest takes them: some of the longest messages.
 const BEHIND: usize = 256 << 10;
 
-/// What the listener has.
+/// The listener's part.
 struct Socket {
     fd: OwnedFd,
     told: Arc<Told>,
-    /// There is input, and it is not listened to until this is dropped.
+    /// There is input; the listener ignores more of it until this is dropped.
     input: Mutex<Option<Rearm>>,
 }
 
@@ -39,12 +39,12 @@ impl Source for Socket {
     }
 }
 
-/// What reading came to.
+/// Result of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Read {
     /// This number of bytes.
     Bytes(usize),
-    /// Nothing is there; who has input later is notified.
+    /// There is no input; the task is notified when there is.
     Nothing,
     /// The VMM has closed it.
     Gone,
@@ -64,21 +64,20 @@ impl std::fmt::Debug for Channel {
 }
 
 impl Channel {
-    /// To the port of this VMM; `None` if it shows none, or has no time.
+    /// Connects to the port of this VMM; `None` if it has none, or its queue is full.
     ///
-    /// # Errors
-    /// Somebody else listens there, or the kernel gives no descriptor.
+    /// # Errors Another process listens there, or the kernel gives no descriptor.
     pub fn connect(pid: u32, told: &Arc<Told>) -> io::Result<Option<Self>> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         let address = SocketAddrUnix::new_abstract_name(socket_name(pid).as_bytes())?;
         match rustix::net::connect(&fd, &address) {
             Ok(()) => {}
-            // Nobody listens, or the line of those who wait is full.
+            // No process listens, or the queue is full.
             Err(Errno::CONNREFUSED | Errno::AGAIN | Errno::NOENT) => return Ok(None),
             Err(error) => return Err(error.into()),
         }
-        // A name in the abstract name space is anybody's: what counts is who listens.
+        // Any process may take a name in the abstract name space, so the listener's identity is checked.
         let peer = rustix::net::sockopt::socket_peercred(&fd)?;
         let owner = std::fs::metadata(format!("/proc/{pid}"))?.uid();
         let (its, peers) = (peer.pid.as_raw_pid() as u32, peer.uid.as_raw());
@@ -91,7 +90,7 @@ impl Channel {
         Ok(Some(Self { socket, _watched: watched, out: Vec::new() }))
     }
 
-    /// What the guest says.
+    /// Reads bytes of the guest.
     ///
     /// # Errors
     /// The socket is broken.
@@ -102,7 +101,7 @@ impl Channel {
                 Ok((count, _)) => Ok(Read::Bytes(count.min(buffer.len()))),
                 Err(Errno::INTR) => continue,
                 Err(Errno::AGAIN) => {
-                    // Listened to again. What has come meanwhile is told at once.
+                    // The listener watches it again, and reports input that came meanwhile at once.
                     drop(self.socket.input.lock().expect("no panic while held").take());
                     Ok(Read::Nothing)
                 }
@@ -111,7 +110,7 @@ impl Channel {
         }
     }
 
-    /// Say this, unless the guest is far behind. Returns whether it is said, as soon as the guest takes it.
+    /// Sends this as soon as the guest takes it. Returns false and drops it if too much is unread.
     pub fn send(&mut self, bytes: &[u8]) -> bool {
         let fits = self.out.len() + bytes.len() <= BEHIND;
         if fits {
@@ -120,7 +119,7 @@ impl Channel {
         fits
     }
 
-    /// Give the guest what it takes now.
+    /// Writes as much as the guest takes now.
     ///
     /// # Errors
     /// The VMM has closed the socket.

@@ -1,13 +1,13 @@
 //! A report as runs to take, the cheapest first.
 //!
-//! Before: a guest has told how hot its memory is and what it holds. After: the reclaim worker takes candidates from
-//! here, each run once a report.
-//! Units: pages of regions. Promise: a bounded number of runs; no page twice in a report; what is proposed is in the
+//! Before: a guest has reported the heat and the contents of its memory. After: the reclaim worker takes candidates
+//! from here, each run once a report.
+//! Units: pages of regions. Promise: a bounded number of runs; no page twice in a report; proposed pages are in the
 //! file, Resident and unlocked, as with any other source.
 //!
 //! Within a level of heat come free pages first, then clean ones of files, which the guest could read again, then dirty
-//! ones, then programs' (Blowfish, section 4.4: *free memory first*). A free page is copied out like any other: that
-//! nobody needs its bytes is the guest's word alone, and the word of a moment.
+//! ones, then programs' (Blowfish, section 4.4: *free memory first*). A free page is copied out like any other: only
+//! the guest says that its bytes are not needed, and that may change at any moment.
 
 use ballast_base::{PageIdx, PageRange};
 use ballast_guest::run::COLD;
@@ -16,10 +16,10 @@ use ballast_heat::{ColdRun, Pages, Pick, is_candidate, push_run};
 
 use super::places::Places;
 
-/// Most runs of a report: twice what an agent says.
+/// Most runs of a report: twice as many as an agent sends.
 pub(crate) const MOST_RUNS: usize = 32 << 10;
-/// Runs that one pick looks at: each costs a look into the file at least.
-const MOST_LOOKS: usize = 4096;
+/// Runs that one pick tries: each costs at least one query of the file.
+const MOST_TRIED: usize = 4096;
 
 /// A run of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,7 +30,7 @@ struct Hint {
     pages: PageRange,
 }
 
-/// What a report came to.
+/// Result of a report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
     /// Pages that are cold, free ones included.
@@ -41,10 +41,10 @@ pub(crate) struct Tally {
     pub rejected: u64,
 }
 
-/// The runs that are left of a report.
+/// Runs of a report that were not taken yet.
 #[derive(Debug, Default)]
 pub(crate) struct Hints {
-    /// The next at the end.
+    /// The next one is the last element.
     runs: Vec<Hint>,
 }
 
@@ -55,7 +55,7 @@ impl Hints {
         report.sort_unstable();
         let (mut runs, mut end) = (Vec::with_capacity(report.len()), 0u64);
         for run in report {
-            // What was named before does not count again.
+            // Pages that were named before do not count again.
             let twice = end.saturating_sub(run.page).min(run.count.into());
             end = end.max(run.end());
             let fresh = Run { page: run.page + twice, count: run.count - twice as u32, ..run };
@@ -75,10 +75,10 @@ impl Hints {
     }
 
     /// Propose up to about `want` pages into `out`, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones
-    /// after them. Calling again goes on from there.
+    /// after them. The next call continues there.
     pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) {
         let mut left = want;
-        for _ in 0..MOST_LOOKS {
+        for _ in 0..MOST_TRIED {
             let Some(hint) = self.runs.last().copied().filter(|hint| pick == Pick::Any || hint.level == COLD) else {
                 return;
             };
@@ -108,14 +108,14 @@ fn take(pages: &dyn Pages, hint: Hint, pick: Pick, left: &mut u64, out: &mut Vec
             if *left == 0 {
                 return Some(Hint { pages: PageRange::new(PageIdx(page), PageIdx(stop)), ..hint });
             }
-            // The guest may say that it is cold; its credit, which quarantine gave it when it was in use, counts more.
+            // The credit that quarantine gave the page when it was in use counts more than the guest's report.
             if is_candidate(pages, hint.region, PageIdx(page), pick) {
                 *left = left.saturating_sub(granule);
                 push_run(out, hint.region, PageRange::of(PageIdx(page), granule));
             }
             page += granule;
         }
-        // Present pages may come in pieces smaller than what was asked for.
+        // Present pages may come in smaller pieces than requested.
         at = run.end().0.max(at + 1);
     }
     None

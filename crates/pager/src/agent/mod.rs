@@ -1,17 +1,17 @@
-//! The agent in a guest, seen from the host: what it tells becomes hints to reclaim, and nothing more.
+//! The agent in a guest, seen from the host: its reports become hints to reclaim, and nothing more.
 //!
-//! Before: a VMM shows the virtio-serial port of an agent as a socket. After: reclaim takes what the guest calls cold
-//! before anything else, and the VM is not tracked by the host meanwhile.
+//! Before: a VMM shows the virtio-serial port of an agent as a socket. After: reclaim takes pages that the guest
+//! reports as cold before all others, and the host does not track the VM meanwhile.
 //! Promise: all that comes from a guest is a hint. It is bounded, clipped to memory of that guest and charged to its
-//! VM; what it names passes quarantine and pin check like any other page. Nothing that a guest says makes us panic.
+//! VM; the pages it names pass quarantine and pin check like any others. No message of a guest makes us panic.
 //!
 //! | File | What |
 //! |---|---|
-//! | `bucket` | how much a guest may say |
+//! | `bucket` | rate limit of a guest's messages |
 //! | `places` | guest-physical pages to pages of regions, proved |
 //! | `hints` | a report as runs to take, the cheapest first |
-//! | `trust` | whether what is called cold stays away |
-//! | `told` | what the worker of the agent, reclaim and the API share |
+//! | `trust` | whether pages that are called cold stay far |
+//! | `told` | state shared by the agent's worker, reclaim and the API |
 //! | `channel` | the socket |
 //! | `worker` | the conversation: a task of the VM |
 

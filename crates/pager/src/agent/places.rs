@@ -1,8 +1,8 @@
 //! Guest-physical pages to pages of regions, and back, piece by piece.
 //!
-//! Before: the VMM said where the guest sees each region. After: a page that the guest names is a page of a region,
-//! where the guest has proved that the piece lies there: the host found a page with its nonce in it where it should be.
-//! Units: pages of 4 KiB. Promise: a page in no proved piece is nobody's; pieces do not overlap.
+//! Before: the VMM stated the guest-physical addresses of each region. After: a page that the guest names is a page of
+//! a region, if the piece is proved: the host found its nonce in the page where the guest said it is.
+//! Units: pages of 4 KiB. Promise: a page in no proved piece is ignored; pieces do not overlap.
 
 use ballast_base::guest::GuestRange;
 use ballast_base::{PAGE_SIZE, PageIdx, PageRange};
@@ -16,7 +16,7 @@ struct Piece {
     page: u64,
     count: u64,
     region: u32,
-    /// Where it begins in the region.
+    /// Its offset in the region.
     first: PageIdx,
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// The pieces of these regions: number, and where the guest sees it.
+    /// The pieces of these regions: number, and guest-physical ranges.
     pub fn new(regions: impl Iterator<Item = (u32, Vec<GuestRange>)>) -> Self {
         let pages = |bytes: u64| bytes / PAGE_SIZE as u64;
         let of_region = |(region, ranges): (u32, Vec<GuestRange>)| {
@@ -49,7 +49,7 @@ impl Places {
         all.sort_unstable();
         let mut pieces: Vec<(Piece, bool)> = Vec::new();
         for piece in all.into_iter().take(MAX_PIECES) {
-            // Where two are said to be, neither can be told from the other.
+            // If two overlap, neither counts.
             if pieces.last().is_none_or(|(last, _)| last.end() <= piece.page) {
                 pieces.push((piece, false));
             }
@@ -57,7 +57,7 @@ impl Places {
         Self { pieces }
     }
 
-    /// Take over what is proved of pieces that are the same.
+    /// Keep the proofs of pieces that are unchanged.
     pub fn take_after(&mut self, last: &Self) {
         for (piece, proved) in &mut self.pieces {
             *proved = last.pieces.contains(&(*piece, true));
@@ -75,14 +75,14 @@ impl Places {
         (self.pieces.len() as u32, self.pieces.iter().filter(|(_, proved)| *proved).count() as u32)
     }
 
-    /// Where a page of the guest's should be, proved or not: the number of its piece, region and page.
+    /// The place of a page of the guest's, proved or not: the number of its piece, region and page.
     pub fn expected(&self, page: u64) -> Option<(usize, u32, PageIdx)> {
         let at = self.pieces.partition_point(|(piece, _)| piece.page <= page).checked_sub(1)?;
         let (piece, _) = &self.pieces[at];
         (page < piece.end()).then(|| (at, piece.region, PageIdx(piece.first.0 + (page - piece.page))))
     }
 
-    /// This piece is where it should be.
+    /// This piece is proved.
     pub fn prove(&mut self, piece: usize) {
         if let Some((_, proved)) = self.pieces.get_mut(piece) {
             *proved = true;
@@ -100,7 +100,7 @@ impl Places {
         })
     }
 
-    /// As what page the guest sees this one; `None` if that is not proved.
+    /// The guest-physical page of this page; `None` if its piece is not proved.
     pub fn guest_page(&self, region: u32, page: PageIdx) -> Option<u64> {
         let has =
             |piece: &Piece| piece.region == region && (piece.first.0..piece.first.0 + piece.count).contains(&page.0);

@@ -1,6 +1,6 @@
-//! What the worker of an agent, reclaim and the API share.
+//! State shared by the worker of an agent, reclaim and the API.
 //!
-//! Before: an agent reports. After: reclaim finds its hints, and the API what to show; the agent hears what was
+//! Before: an agent reports. After: reclaim finds its hints, and the API its state; the agent is told which pages were
 //! restored.
 //! Threads: any; locks are held for a moment, that of the hints for one pick. Promise: no fault waits for any of it.
 
@@ -19,40 +19,40 @@ use crate::run::pool::Notifier;
 /// Restored pages that wait to be told.
 const RESTORED: usize = 4096;
 
-/// What is known of an agent.
+/// State of an agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum State {
-    /// The VMM shows no port of one.
+    /// The VMM has no port for one.
     #[default]
     NoPort,
-    /// There is a port, and nobody has answered on it, or not for a while.
+    /// There is a port, but no agent has replied on it for a while, or ever.
     Silent,
     /// It is there and reports nothing.
     Idle,
     /// Its reports are hints.
     Reporting,
-    /// What it calls cold was touched at once.
+    /// Pages that it reported as cold were touched at once.
     Ignored,
 }
 
-/// What is shown of an agent. Counters are of this engine.
+/// The agent's state for the API. Counters are of this engine.
 #[derive(Clone, Debug, Default)]
 pub struct Shown {
-    /// See there.
+    /// See [`State`].
     pub state: State,
     /// Version of the agent, and release of the guest's kernel.
     pub version: String,
     /// The release of the guest's kernel.
     pub kernel: String,
-    /// The last thing that it said of the guest.
+    /// The last state of the guest.
     pub tick: Tick,
-    /// When.
+    /// The time of it.
     pub heard: Option<Instant>,
     /// Whole reports taken, and messages of any kind.
     pub reports: u64,
     /// Messages of any kind.
     pub messages: u64,
-    /// Messages that made no sense or came too often.
+    /// Messages that were invalid, or exceeded the rate limit.
     pub rejected_messages: u64,
     /// Bytes that belonged to no message.
     pub garbage_bytes: u64,
@@ -68,11 +68,11 @@ pub struct Shown {
     pub pieces: (u32, u32),
     /// Times that it was ignored because it lied.
     pub times_ignored: u64,
-    /// Until when it is.
+    /// End of the time in which it is ignored.
     pub ignored_until: Option<Instant>,
-    /// A sample of the pages that went on its word.
+    /// A sample of the pages that were evicted because it reported them as cold.
     pub by_agent: Picked,
-    /// And on the host's.
+    /// A sample of the pages that the host picked.
     pub by_host: Picked,
 }
 
@@ -94,7 +94,7 @@ impl Told {
         self.has_port.load(Ordering::Relaxed)
     }
 
-    /// It does, or not.
+    /// Sets whether it does.
     pub(crate) fn set_port(&self, has_port: bool) {
         self.has_port.store(has_port, Ordering::Relaxed);
         if !has_port {
@@ -115,12 +115,12 @@ impl Told {
         self.is_reporting.swap(is_reporting, Ordering::AcqRel) != is_reporting
     }
 
-    /// What to take next.
+    /// The hints.
     pub(crate) fn hints(&self) -> MutexGuard<'_, Hints> {
         self.hints.lock().expect("no panic while held")
     }
 
-    /// What to show.
+    /// The state for the API.
     pub fn shown(&self) -> Shown {
         self.show().clone()
     }
@@ -129,7 +129,7 @@ impl Told {
         self.shown.lock().expect("no panic while held")
     }
 
-    /// Takes the samples of pages that went, and until when the agent is ignored, if that is new.
+    /// Sets the samples of evicted pages, and the time until which the agent is ignored, if that is new.
     pub(crate) fn judged(&self, (by_agent, by_host): (Picked, Picked), ignored_until: Option<Instant>) {
         let mut shown = self.show();
         (shown.by_agent, shown.by_host) = (by_agent, by_host);
@@ -149,7 +149,7 @@ impl Told {
         }
     }
 
-    /// What was restored since the last time.
+    /// Pages restored since the last call.
     pub(crate) fn take_restored(&self) -> Vec<(u32, PageIdx)> {
         std::mem::take(&mut *self.restored.lock().expect("no panic while held")).into()
     }

@@ -1,10 +1,10 @@
-//! Whether what goes as cold stays away: samples of picked pages, and the verdict on a guest that lies.
+//! Whether pages that are evicted as cold stay far: samples of picked pages, and the verdict on a guest that lies.
 //!
-//! Before: reclaim has picked pages, by what a guest's agent says or by what the host knows. After: it is known how
-//! many of them were touched again soon; a guest most of whose cold pages are touched at once is ignored for a while
-//! (as Demeter, section 7.2, has it), because then its reports are worse than no report.
-//! Threads: the VM's reclaim worker. Units: pages. Promise: a bounded number of samples; a page of which nothing is
-//! known in the end (reclaim gave it up, say) counts for nobody.
+//! Before: reclaim has picked pages, by the agent's report or by the host's own knowledge. After: it is known how many
+//! of them were touched again soon; a guest most of whose cold pages are touched at once is ignored for a while (as
+//! Demeter, section 7.2, has it), because then its reports are worse than none.
+//! Threads: the VM's reclaim worker. Units: pages. Promise: a bounded number of samples; a page whose outcome is
+//! unknown (because reclaim abandoned it, say) does not count.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -25,12 +25,12 @@ const JUDGED: u32 = 128;
 const IGNORED: Duration = Duration::from_secs(60);
 const IGNORED_MOST: Duration = Duration::from_secs(3600);
 
-/// On whose word a page went.
+/// How a page was picked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
-    /// What the agent calls cold.
+    /// The agent reported it as cold.
     Agent,
-    /// What the host knows, or guesses.
+    /// The host picked it.
     Host,
 }
 
@@ -48,7 +48,7 @@ struct Sample {
     place: (u32, PageIdx),
     by: By,
     at: Instant,
-    /// What quarantine had learned of it.
+    /// Its age when it was picked.
     age: Age,
 }
 
@@ -105,15 +105,15 @@ impl Trust {
         while let Some(sample) = self.waiting.pop_front_if(|sample| now.saturating_duration_since(sample.at) >= SOON) {
             let Sample { place, by, at, age: before } = sample;
             let back = self.back.remove(&place).flatten();
-            let away = back.map(|back| back.saturating_duration_since(at));
+            let interval = back.map(|back| back.saturating_duration_since(at));
             let age = if place.0 < pages.regions() && place.1.0 < pages.len(place.0) {
                 pages.age(place.0, place.1).map(Age::from_byte)
             } else {
                 None
             };
-            let (is_wrong, is_lie) = match (away, age) {
-                (Some(away), _) => (away < SOON, away < AT_ONCE),
-                // A quarantine hit. Or it is in memory, and nobody knows of a touch.
+            let (is_wrong, is_lie) = match (interval, age) {
+                (Some(interval), _) => (interval < SOON, interval < AT_ONCE),
+                // A quarantine hit. Otherwise it is in memory, and no touch is known.
                 (None, Some(age)) if age.level > before.level || age.credit > before.credit => (true, true),
                 (None, Some(_)) => continue,
                 (None, None) => (false, false),
@@ -134,7 +134,7 @@ impl Trust {
         if !lies {
             return None;
         }
-        // Whatever waits was picked on the same word.
+        // Waiting samples were picked in the same way.
         (self.judged, self.lies) = (0, 0);
         self.waiting.retain(|sample| sample.by == By::Host);
         let waiting = &self.waiting;
@@ -144,7 +144,7 @@ impl Trust {
         Some(doubled.min(IGNORED_MOST))
     }
 
-    /// The samples of pages that went on the agent's word, and on the host's.
+    /// The samples of pages that the agent reported, and of those that the host picked.
     pub fn figures(&self) -> (Picked, Picked) {
         (self.by_agent, self.by_host)
     }
@@ -157,7 +157,7 @@ mod tests {
     use ballast_heat::touched;
     use std::cell::RefCell;
 
-    /// One region of pages in memory (with an age byte) or away.
+    /// One region of pages in memory (with an age byte) or far.
     struct Table(RefCell<Vec<Option<u8>>>);
 
     impl Pages for Table {
@@ -192,8 +192,8 @@ mod tests {
                 let is_touched = page < touched_of_16;
                 let age = (is_touched && back_after.is_none()).then(|| touched(0));
                 table.0.borrow_mut()[page as usize] = age;
-                if let Some(away) = back_after.filter(|_| is_touched) {
-                    trust.restored((0, PageIdx(page)), at + away);
+                if let Some(interval) = back_after.filter(|_| is_touched) {
+                    trust.restored((0, PageIdx(page)), at + interval);
                 }
             }
             verdict = verdict.or(trust.judge(&table, at + SOON));

@@ -1,11 +1,11 @@
 //! The conversation with a guest's agent.
 //!
-//! Before: the VM is served. After: while its VMM shows a port and somebody answers there, reports become hints
-//! (`hints`), restored pages are told back, and the VM is not tracked by the host.
+//! Before: the VM is served. After: while its VMM has a port and an agent replies there, reports become hints
+//! (`hints`), the agent is told which pages were restored, and the host does not track the VM.
 //! Threads: one task per VM, which runs when there is input and once a second; without a port, ever more rarely.
-//! Promise: a guest costs what its bucket allows, in time and in memory. An agent that is silent for [`SILENT`] is not
-//! heeded any more. When this engine ends, or the guest's agent, the other side begins anew: nothing that was said
-//! counts beyond its session.
+//! Promise: a guest costs no more time and memory than its bucket allows. Reports of an agent that is silent for
+//! [`SILENT`] are not used any more. When this engine or the agent ends, the other side starts a new session: no
+//! message counts beyond its session.
 
 use std::io;
 use std::sync::Arc;
@@ -27,26 +27,26 @@ use super::told::{State, Told};
 use crate::run::queue::Next;
 use crate::vm::Vm;
 
-/// How often the agent says how the guest is, and this worker looks after things.
+/// Interval of the agent's messages about the guest, and of this worker's checks.
 const TICK: Duration = Duration::from_secs(1);
-/// An agent that says nothing of sense for so long is not there; reports of the largest guests come this rarely.
+/// Time without a valid message after which the agent counts as absent. Reports of the largest guests come this rarely.
 const SILENT: Duration = Duration::from_secs(10);
 const REPORT_OLD: Duration = Duration::from_secs(180);
-/// After so long without a word the connection is made again, for an agent that began anew meanwhile.
+/// Time without a message after which the connection is made again, for an agent that was restarted meanwhile.
 const AGAIN: Duration = Duration::from_secs(20);
-/// Pauses between two looks for a port, at first and at most.
-const LOOK: Duration = Duration::from_secs(1);
-const LOOK_MOST: Duration = Duration::from_secs(60);
-/// How often a piece is asked for that is not proved: the guest may have no page there now.
+/// Pauses between two searches for a port, at first and at most.
+const POLL: Duration = Duration::from_secs(1);
+const POLL_MOST: Duration = Duration::from_secs(60);
+/// Time between requests to prove a piece: the guest may have no page there now.
 const PROVE: Duration = Duration::from_secs(5);
 /// Reports that follow the last sooner than this are not taken.
 const REPORT_EVERY: Duration = Duration::from_millis(500);
-/// How long a piece of work takes at most.
+/// Longest time of one piece of work.
 const SLICE: Duration = Duration::from_millis(2);
 /// Read at once.
 const BUFFER: usize = 32 << 10;
 
-/// A report that is not whole yet.
+/// A report that is not complete yet.
 #[derive(Debug, Default)]
 struct Parts {
     number: u32,
@@ -61,7 +61,7 @@ struct Link {
     nonce: [u8; NONCE],
     frames: Frames,
     since: Instant,
-    /// When it said how the guest is, and when a report was whole.
+    /// Times of the last message about the guest, and of the last complete report.
     ticked: Option<Instant>,
     reported: Option<Instant>,
     parts: Parts,
@@ -78,7 +78,7 @@ pub(crate) struct AgentWorker {
     places: Places,
     /// How many times a view was added when it last looked for a port.
     generation: u64,
-    look_at: Instant,
+    poll_at: Instant,
     pause: Duration,
     tick_at: Instant,
     failures: u64,
@@ -96,8 +96,8 @@ impl AgentWorker {
             bucket,
             places: Places::default(),
             generation: 0,
-            look_at: now,
-            pause: LOOK,
+            poll_at: now,
+            pause: POLL,
             tick_at: now,
             failures: 0,
         }
@@ -111,16 +111,16 @@ impl AgentWorker {
         }
         if self.link.is_none() {
             if std::mem::replace(&mut self.generation, self.vm.generation()) != self.vm.generation() {
-                (self.look_at, self.pause) = (now, LOOK);
+                (self.poll_at, self.pause) = (now, POLL);
             }
-            if now < self.look_at {
-                return Next::At(self.look_at);
+            if now < self.poll_at {
+                return Next::At(self.poll_at);
             }
             if !self.look(now) {
                 let pause = self.pause;
-                self.pause = (pause * 2).min(LOOK_MOST);
+                self.pause = (pause * 2).min(POLL_MOST);
                 let next = Next::about(now, pause);
-                self.look_at = if let Next::At(at) = next { at } else { now };
+                self.poll_at = if let Next::At(at) = next { at } else { now };
                 return next;
             }
         }
@@ -131,12 +131,12 @@ impl AgentWorker {
                     tracing::info!(vm = self.vm.state.name(), "The agent of its guest: {error}");
                 }
                 self.lose(State::Silent);
-                self.look_at = now + LOOK;
-                return Next::At(self.look_at);
+                self.poll_at = now + POLL;
+                return Next::At(self.poll_at);
             }
         };
         match is_open {
-            // It has more to say, now or when it may.
+            // It has sent more, which is read now or when there are tokens.
             Some(true) => Next::Again,
             Some(false) => Next::At(self.bucket.opens().min(self.tick_at)),
             None => Next::At(self.tick_at),
@@ -181,9 +181,9 @@ impl AgentWorker {
             parts: Parts::default(),
             prove_at: now,
         });
-        // Another process may show the guest its memory elsewhere.
+        // Another process may map the guest's memory at other addresses.
         self.places = self.told_places();
-        (self.pause, self.tick_at) = (LOOK, now);
+        (self.pause, self.tick_at) = (POLL, now);
         self.told.set_port(true);
         let mut shown = self.told.show();
         shown.state = State::Silent;
@@ -212,14 +212,14 @@ impl AgentWorker {
         }
     }
 
-    /// Hear what the guest says, as far as it may, and say what is to be said. Returns whether it has more to say that
-    /// it may say now, `None` if it has not.
+    /// Reads messages of the guest, as far as there are tokens, and sends ours. Returns whether more can be read now;
+    /// `None` if there is no more.
     fn converse(&mut self, now: Instant) -> io::Result<Option<bool>> {
         let mut buffer = [0; BUFFER];
         let began = Instant::now();
         let mut has_more = None;
         while let Some(link) = &mut self.link {
-            // What came with the last bytes first: a frame may be dealt with later than it came.
+            // Frames of the last bytes first: a frame may be handled later than it was read.
             if !self.bucket.is_open(now) {
                 has_more = Some(false);
                 break;
@@ -254,7 +254,7 @@ impl AgentWorker {
         }
     }
 
-    /// Something came whole.
+    /// A whole frame was read.
     fn heard(&mut self, next: NextFrame, now: Instant) {
         let Some(link) = &mut self.link else { return };
         self.bucket.charge(MESSAGE);
@@ -262,7 +262,7 @@ impl AgentWorker {
         shown.messages += 1;
         let frame = match next {
             NextFrame::Frame(frame) if frame.session == link.session => frame,
-            // What is left of an earlier session.
+            // A frame of an earlier session.
             NextFrame::Frame(_) => return,
             NextFrame::Unreadable(version, least) => {
                 shown.rejected_messages += 1;
@@ -276,10 +276,10 @@ impl AgentWorker {
         }
     }
 
-    /// Take a message; `None` if it makes no sense now.
+    /// Handles a message; `None` if it is not valid now.
     fn take(&mut self, frame: &Frame, now: Instant) -> Option<()> {
         let link = self.link.as_mut()?;
-        // A kind that is newer than this program means nothing to it.
+        // A kind that is newer than this program is ignored.
         let Some(message) = ToHost::decode(frame).ok()? else { return Some(()) };
         match message {
             ToHost::Hello { agent, kernel } => {
@@ -293,9 +293,9 @@ impl AgentWorker {
             }
             ToHost::Report { number, last, runs } => return self.report(number, last, runs, now),
             ToHost::Proof(runs) => return self.proof(&runs),
-            // A page that the agent holds is zeros that nobody touches: it reports it as cold, and it goes as such.
+            // A page that the agent holds is zeros that are not touched: it is reported as cold, and evicted as such.
             ToHost::Taken { .. } => {}
-            // Nothing was asked.
+            // There was no request.
             ToHost::Free { .. } => return None,
         }
         Some(())
@@ -306,7 +306,7 @@ impl AgentWorker {
         if link.parts.number != number {
             link.parts = Parts { number, runs: Vec::new() };
         }
-        // They are looked at again when the report is whole.
+        // They are checked again when the report is complete.
         self.bucket.charge(runs.len() as u64 * 16);
         let room = MOST_RUNS - link.parts.runs.len();
         let fits = runs.len() <= room;
@@ -334,7 +334,7 @@ impl AgentWorker {
         fits.then_some(())
     }
 
-    /// Pages with the nonce, or so it says.
+    /// Pages that have the nonce, according to the agent.
     fn proof(&mut self, runs: &[Run]) -> Option<()> {
         let nonce = self.link.as_ref()?.nonce;
         let mut all = Some(());
@@ -355,7 +355,7 @@ impl AgentWorker {
         all
     }
 
-    /// Where the VMM says that the guest sees its memory.
+    /// The pieces of the guest-physical addresses that the VMM stated.
     fn told_places(&self) -> Places {
         let state = &self.vm.state;
         let records = state.regions();
@@ -374,7 +374,7 @@ impl AgentWorker {
         if now.saturating_duration_since(last) > AGAIN {
             // The port may be open to an agent that knows nothing of this session.
             self.lose(State::Silent);
-            self.look_at = now;
+            self.poll_at = now;
             return;
         }
         self.told.show().pieces = self.places.count();
@@ -401,7 +401,7 @@ impl AgentWorker {
         }
     }
 
-    /// Are its reports to be heeded now?
+    /// Are its reports used now?
     fn judge(&mut self, now: Instant) {
         let Some(link) = &self.link else { return };
         let is_within = |at: Option<Instant>, most| at.is_some_and(|at| now.saturating_duration_since(at) <= most);

@@ -125,11 +125,11 @@ impl Cluster {
         &mut self,
         region: &Region,
         page: PageIdx,
-        away: Duration,
+        interval: Duration,
         tight: bool,
         now: Instant,
     ) -> Vec<PageRange> {
-        self.interval_s += (away.as_secs_f64() - self.interval_s) / INTERVAL_OVER;
+        self.interval_s += (interval.as_secs_f64() - self.interval_s) / INTERVAL_OVER;
         let part = Duration::from_secs_f64(self.interval_s.max(0.0) / f64::from(SOON_PART));
         let soon = if tight { part.clamp(SOONEST, HORIZON) } else { HORIZON };
         let window = page.0 / WINDOW;

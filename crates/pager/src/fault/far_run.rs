@@ -14,8 +14,8 @@ use crate::vm::view::RegionView;
 use ballast_page::fault::restore_run;
 use ballast_page::page_state::State;
 
-/// Returns whether a page is far, in a near store, and unlocked. Nobody has wanted a page on a disk for long, so it is
-/// not worth a guess.
+/// Returns whether a page is far, in a near store, and unlocked. A page on a disk was not wanted for long, so it is not
+/// worth a guess.
 pub(crate) fn is_near(region: &Region, page: PageIdx) -> bool {
     let word = region.word(page);
     word.state() == State::Far && !word.is_locked() && !region.is_slow(page)
@@ -41,7 +41,7 @@ pub(crate) fn restore_next_run(
     vm.ledger().prefetched(region, first, &moves);
     let back = moves.len() as u64;
     if back == 0 {
-        // Another thread was quicker, or the page is not available now. The thread that wants it will fault.
+        // Another thread was first, or the page is not available now. The thread that wants it will fault.
         return Ok(Some(PageRange::of(PageIdx(first.0 + 1), 0)));
     }
     Ok(Some(PageRange::of(first, back)))

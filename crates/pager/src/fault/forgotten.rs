@@ -41,7 +41,7 @@ fn whole(then: Instant) -> Instant {
 }
 
 impl Forgotten {
-    /// The first check is later: the workers have yet to raise anew what an earlier engine had read.
+    /// The first check is later: the workers have yet to raise the faults again that an earlier engine had read.
     pub fn new(now: Instant) -> Self {
         Self { next: whole(now + EVERY), interval: EVERY, reported: None }
     }
@@ -88,8 +88,7 @@ impl Forgotten {
         if self.reported.is_none_or(|reported| now.saturating_duration_since(reported) >= REPORT_EVERY) {
             self.reported = Some(now);
             let pid = view.pid;
-            let text =
-                format!("{forgotten} threads of process {pid} waited for faults that nobody had in hand; {woken}");
+            let text = format!("{forgotten} threads of process {pid} waited for faults that no worker had; {woken}");
             vm.report("fault-forgotten", text);
         }
     }

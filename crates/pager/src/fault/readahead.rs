@@ -4,7 +4,7 @@
 //! Threads: each fault worker has its own. Units: pages of a region. Promise: it reads no page and waits for nothing; a
 //! wrong guess costs time and space, never bytes.
 //!
-//! A stream is found when a fault is on the next far page after the pages that were restored last. That fault brings
+//! A stream is detected when a fault is on the next far page after the pages that were restored last. That fault brings
 //! two more pages, the next fault four, and so on. Unlike clustered prefetch ([`super::cluster`]), this needs no
 //! measurement of whether it pays: each page of a stream would be a fault of its own, which costs two thread switches,
 //! and a page that comes with another one costs only its decompression. It is also in time: where CPUs are short, a
@@ -86,7 +86,8 @@ mod tests {
 
     const PAGES: u64 = 4096;
 
-    /// Touch these pages, of which some are far. Returns how many faults that took, and how many pages came in vain.
+    /// Touch these pages, of which some are far. Returns the number of faults, and of pages that were restored without
+    /// need.
     fn touch(far: &mut [bool], touches: impl Iterator<Item = u64>) -> (u64, usize) {
         let (mut streams, mut faults) = (Readahead::default(), 0);
         let mut early = vec![false; far.len()];

@@ -73,12 +73,12 @@ pub(crate) fn settle(
     pending: &PendingFault,
     outcome: Outcome,
 ) -> Option<(Served, Duration)> {
-    let away = vm.ledger().fault(region, page, &outcome, pending.since);
+    let interval = vm.ledger().fault(region, page, &outcome, pending.since);
     match outcome.served {
         Ok(Served::Later) => None,
-        Ok(served) => Some((served, away)),
+        Ok(served) => Some((served, interval)),
         Err(error) => {
-            // No byte was lost, but without this the thread would wait for ever and nobody would know why.
+            // No byte was lost, but without this the thread would wait for ever without a report.
             let reason = format!("Resolving a fault on page {page} of region {}: {error}", region.number);
             vm.report("fault-failed", reason.clone());
             vm.fail_stop(&reason);

@@ -120,7 +120,7 @@ impl Serve for FaultServer {
     fn end(&mut self) {
         let vm = self.vm.clone();
         let _listed = vm.state.list_thread();
-        // Faults that were read and not served are raised anew, for the engine or worker that serves this memory next.
+        // Faults that were read and not served are raised again, for the engine or worker that serves this memory next.
         if !self.pending.is_empty()
             && let Err(error) = self.view.wake_all()
         {
@@ -309,7 +309,7 @@ impl FaultServer {
         }
         let came_along = is_missing && granule.pages() == 1 && self.read_ahead(&region, page);
         let times = self.sampler.start();
-        let Some((served, away)) = resolve(vm, &region, page, pending, &memory, &vm.stores.near(), &times) else {
+        let Some((served, interval)) = resolve(vm, &region, page, pending, &memory, &vm.stores.near(), &times) else {
             return false;
         };
         if let Some((tracked, around)) = touch {
@@ -317,7 +317,7 @@ impl FaultServer {
             touch::served(vm, &region, &memory, page, pending, (tracked, around));
         }
         if served == Served::Restored && granule.pages() == 1 && !came_along {
-            for pages in self.cluster.restored(&region, page, away, vm.mail.throttle.is_tight(), Instant::now()) {
+            for pages in self.cluster.restored(&region, page, interval, vm.mail.throttle.is_tight(), Instant::now()) {
                 vm.mail.prefetch.request(&view, region.number, pages);
             }
         }

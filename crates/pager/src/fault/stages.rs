@@ -134,13 +134,13 @@ mod tests {
     use ballast_base::wire::VmId;
     use ballast_handover::state_file::StateFile;
 
-    static AWAY: LateStore = LateStore::new();
+    static LATE: LateStore = LateStore::new();
 
     struct Anywhere;
 
     impl StoreOf for Anywhere {
         fn store_of(&self, _: Word) -> Option<&dyn Store> {
-            Some(&AWAY)
+            Some(&LATE)
         }
     }
 

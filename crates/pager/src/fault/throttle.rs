@@ -5,8 +5,8 @@
 //! each page that goes out gives a credit, and above it two pages that go out give one. Quarantine hits need no
 //! credits. Nor does any fault where reclaim cannot work, nor one that has waited for [`MOST_WAIT`].
 //! Threads: the reclaim worker sets credits and adds pages that went out; fault workers check credits and subtract
-//! pages that came in. Plain atomics suffice: an error of what several threads do at once is harmless, and ends when
-//! the credits are set again. Units: pages.
+//! pages that came in. Plain atomics suffice: an error by a race is harmless, and ends when the credits are set again.
+//! Units: pages.
 //! Promise: no fault waits here for longer than [`MOST_WAIT`], even if the reclaim worker dies; a userfaultfd whose
 //! faults all wait for credits is left alone until pages have gone out.
 //!
@@ -70,7 +70,7 @@ impl Throttle {
     pub fn waiter(&self, notify: impl Fn() + Send + Sync + 'static) -> Arc<Waiter> {
         let waiter = Arc::new(Waiter { notify: Box::new(notify), waits: AtomicBool::new(false) });
         let mut waiters = self.waiters.write().expect("no panic while held");
-        // Nobody else keeps those of processes that are gone.
+        // Only this list keeps those of processes that are gone.
         waiters.retain(|waiter| Arc::strong_count(waiter) > 1);
         waiters.push(waiter.clone());
         waiter
@@ -116,7 +116,7 @@ impl Throttle {
     }
 
     /// This many pages went out.
-    pub fn went(&self, pages: u64) {
+    pub fn evicted(&self, pages: u64) {
         let worth = if self.is_over.load(Ordering::Relaxed) { 1 } else { PRICE };
         self.credits.fetch_add(worth * pages as i64, Ordering::Relaxed);
         if pages > 0 {
@@ -125,7 +125,7 @@ impl Throttle {
     }
 
     /// This many pages came in.
-    pub fn came(&self, pages: u64) {
+    pub fn charge(&self, pages: u64) {
         self.credits.fetch_sub(PRICE * pages as i64, Ordering::Relaxed);
     }
 
@@ -188,12 +188,12 @@ mod tests {
         assert!(throttle.admits(10, now) && !throttle.was_short() && throttle.credits() == Some(10));
         assert_eq!(throttle.spare(), Some(6), "not above the limit");
         assert!(!throttle.admits(11, now) && throttle.was_short() && !throttle.was_short());
-        throttle.came(10);
+        throttle.charge(10);
         assert!(!throttle.admits(1, now));
-        throttle.went(1);
+        throttle.evicted(1);
         assert!(throttle.admits(1, now) && !throttle.admits(2, now));
         throttle.set(95, 96, 4);
-        assert!(throttle.admits(5, now) && !throttle.admits(6, now), "credits are set anew");
+        assert!(throttle.admits(5, now) && !throttle.admits(6, now), "credits are set again");
         throttle.open();
         assert!(throttle.admits(512, now));
     }
@@ -208,9 +208,9 @@ mod tests {
         waiter.ends();
         throttle.set(100, 90, 10);
         assert!(!is_told() && throttle.begin_wait(&waiter, 1) && !is_told());
-        throttle.went(1);
+        throttle.evicted(1);
         assert!(is_told());
-        throttle.went(1);
+        throttle.evicted(1);
         assert!(!is_told(), "once is enough");
         assert!(!throttle.begin_wait(&waiter, 1) && throttle.begin_wait(&waiter, 512));
         throttle.open();
@@ -218,7 +218,7 @@ mod tests {
         throttle.set(200, 90, 10);
         assert!(throttle.begin_wait(&waiter, 1));
         waiter.ends();
-        throttle.went(1);
+        throttle.evicted(1);
         assert!(!is_told(), "it waits no more");
         drop(throttle.waiter(|| ()));
         assert_eq!(throttle.waiters.read().expect("lock").len(), 2);
@@ -232,12 +232,12 @@ mod tests {
         throttle.set(0, 900, 100);
         throttle.set(200, 90, 10);
         assert!(!throttle.admits(1, now), "what was free before does not count");
-        throttle.went(1);
+        throttle.evicted(1);
         throttle.set(199, 90, 10);
         assert!(!throttle.admits(1, now));
-        throttle.went(1);
+        throttle.evicted(1);
         assert!(throttle.admits(1, now) && !throttle.admits(2, now), "what was earned does");
-        throttle.came(1);
+        throttle.charge(1);
         assert!(!throttle.admits(1, now));
         assert!(throttle.admits(512, || MOST_WAIT), "no fault waits for ever");
     }

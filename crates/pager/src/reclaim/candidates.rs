@@ -38,8 +38,8 @@ impl Candidates {
     }
 
     /// This page was evicted by this guess, with its neighbours.
-    pub fn went(&mut self, guess: Guess, place: Place, now: Instant) {
-        self.history.guesses.went(guess, place, now);
+    pub fn evicted(&mut self, guess: Guess, place: Place, now: Instant) {
+        self.history.guesses.evicted(guess, place, now);
     }
 
     /// Takes note of what was restored, and of what that says about the guest's agent.
@@ -84,7 +84,7 @@ impl Candidates {
         // What a guest that reports does not call cold goes only if it must.
         let want = if is_reporting && pick == Pick::Cold { 0 } else { want.saturating_sub(got) };
         let urgent = urgent.saturating_sub(got);
-        let asked = self.history.guesses.refaulted(want, now);
+        let asked = self.history.guesses.from_refaults(want, now);
         let refaulted = self.history.pick(&table, asked);
         let found = pages(&refaulted).min(asked);
         // The clock makes up for missing refaults, but only as far as pages must go now.

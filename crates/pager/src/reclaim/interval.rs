@@ -35,9 +35,9 @@ pub fn between_ms(from: u8, to: u8) -> u64 {
 }
 
 /// The reciprocal of a refault interval, in thousandths of 1/s.
-pub fn milli_hz(away_ms: u64) -> u64 {
+pub fn milli_hz(interval_ms: u64) -> u64 {
     // Within one step it was half a step, on average.
-    1_000_000 / away_ms.max(STEP_MS / 2)
+    1_000_000 / interval_ms.max(STEP_MS / 2)
 }
 
 /// Steps of the finer times.
@@ -67,7 +67,7 @@ impl Departures {
     }
 
     /// How long a page that is restored now was far, whose word has this stamp: milliseconds.
-    pub fn away_ms(&self, page: u64, stamp: u8, now_ms: u64) -> u64 {
+    pub fn refault_ms(&self, page: u64, stamp: u8, now_ms: u64) -> u64 {
         let chunk = self.chunks.get((page / PAGES_PER_CHUNK) as usize).and_then(OnceLock::get);
         match chunk.map_or(0, |chunk| chunk[(page % PAGES_PER_CHUNK) as usize].load(Ordering::Relaxed)) {
             0 => between_ms(stamp, (now_ms / STEP_MS) as u8),
@@ -98,20 +98,20 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_knows_finer_times_of_what_it_put_out_itself_and_else_goes_by_the_stamp() {
+    fn an_engine_knows_finer_times_of_pages_that_it_evicted_and_else_reads_the_stamp() {
         let departures = Departures::new(1000);
         let stamp = super::stamp().wrapping_sub(8);
-        assert!((2048..=2048 + 512).contains(&departures.away_ms(999, stamp, now_ms())));
+        assert!((2048..=2048 + 512).contains(&departures.refault_ms(999, stamp, now_ms())));
         departures.go(PageRange::of(PageIdx(990), 10));
-        assert!(departures.away_ms(999, stamp, now_ms()) < 1000, "it went just now");
-        assert!(departures.away_ms(700, stamp, now_ms()) >= 2048, "of the same chunk, and not known");
-        assert_eq!(departures.away_ms(999, stamp, now_ms() - 100), 0, "it went after the look at the clock");
+        assert!(departures.refault_ms(999, stamp, now_ms()) < 1000, "it was evicted just now");
+        assert!(departures.refault_ms(700, stamp, now_ms()) >= 2048, "of the same chunk, and not known");
+        assert_eq!(departures.refault_ms(999, stamp, now_ms() - 100), 0, "it was evicted after the clock was read");
         departures.go(PageRange::one(PageIdx(1 << 20)));
-        assert!(departures.away_ms(1 << 20, stamp, now_ms()) >= 2048, "there is no such page");
+        assert!(departures.refault_ms(1 << 20, stamp, now_ms()) >= 2048, "there is no such page");
     }
 
     #[test]
-    fn what_comes_back_sooner_weighs_more_and_at_once_is_half_a_step() {
+    fn a_page_that_refaults_sooner_weighs_more_and_at_once_is_half_a_step() {
         assert_eq!([0, 128, 256, 1000, 60_000].map(milli_hz), [7812, 7812, 3906, 1000, 16]);
     }
 }

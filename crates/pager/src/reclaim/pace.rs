@@ -2,8 +2,8 @@
 //!
 //! Before: a round ended, said how long to pause, and a client may be zapping. After: the client's answer, which
 //! notifies the worker, begins that pause and no round.
-//! Threads: the VM's reclaim worker. Units: time. Promise: what anybody else notifies for begins a round: a limit, a
-//! fault that waits for credits, pages that are due.
+//! Threads: the VM's reclaim worker. Units: time. Promise: any other notification begins a round: a limit, a fault that
+//! waits for credits, pages that are due.
 //!
 //! Why: a worker near the low watermark keeps a supply of pages in quarantine. With a round after each answer it zaps
 //! the few pages that are missing again as soon as the client is ready, and each zap interrupts the guest and wakes

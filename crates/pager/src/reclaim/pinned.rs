@@ -70,7 +70,7 @@ impl Pins {
     pub fn missing(&self) -> Option<String> {
         match self.known() {
             Known::Works(_) => None,
-            Known::NotYet => Some("nobody has tried yet".into()),
+            Known::NotYet => Some("not tried yet".into()),
             Known::Missing(why) => Some(why),
         }
     }

@@ -28,8 +28,8 @@ const CAPACITY: u64 = 1 << 14;
 /// Bits of a page number (256 TiB of a region), and of the refault interval, in steps; above them is the region's
 /// number.
 const PAGE_BITS: u32 = 36;
-const AWAY_BITS: u32 = 16;
-const AWAY_STEP_MS: u64 = 16;
+const INTERVAL_BITS: u32 = 16;
+const INTERVAL_STEP_MS: u64 = 16;
 
 /// Region number and page.
 pub type Place = (u32, PageIdx);
@@ -53,10 +53,10 @@ impl Default for Refaults {
 
 impl Refaults {
     /// This page refaulted, after this many milliseconds.
-    pub fn push(&self, (region, page): Place, away_ms: u64) {
+    pub fn push(&self, (region, page): Place, interval_ms: u64) {
         let at = self.pushed.fetch_add(1, Ordering::Relaxed) % CAPACITY;
-        let steps = (away_ms / AWAY_STEP_MS).min((1 << AWAY_BITS) - 1);
-        let entry = (u64::from(region) << PAGE_BITS | page.0) << AWAY_BITS | steps;
+        let steps = (interval_ms / INTERVAL_STEP_MS).min((1 << INTERVAL_BITS) - 1);
+        let entry = (u64::from(region) << PAGE_BITS | page.0) << INTERVAL_BITS | steps;
         self.slots[at as usize].store(entry + 1, Ordering::Relaxed);
     }
 
@@ -71,9 +71,9 @@ impl Refaults {
             self.taken.store(at + 1, Ordering::Relaxed);
             // Empty: counted, but not written yet. The clock will find it.
             if let Some(entry) = self.slots[(at % CAPACITY) as usize].swap(0, Ordering::Relaxed).checked_sub(1) {
-                let (place, steps) = (entry >> AWAY_BITS, entry & ((1 << AWAY_BITS) - 1));
+                let (place, steps) = (entry >> INTERVAL_BITS, entry & ((1 << INTERVAL_BITS) - 1));
                 let page = PageIdx(place & ((1 << PAGE_BITS) - 1));
-                return Some((((place >> PAGE_BITS) as u32, page), steps * AWAY_STEP_MS));
+                return Some((((place >> PAGE_BITS) as u32, page), steps * INTERVAL_STEP_MS));
             }
         }
     }
@@ -92,7 +92,7 @@ pub enum Guess {
 #[derive(Debug)]
 struct Sample {
     place: Place,
-    went: Instant,
+    evicted_at: Instant,
     /// Its refault interval, once it has refaulted.
     interval: Option<Duration>,
 }
@@ -109,10 +109,11 @@ struct Record {
 impl Record {
     /// Refaults of this guess per second that one of its pages is far; `None` if too few are known.
     fn refaults_per_s(&self, now: Instant) -> Option<f64> {
-        let away = |sample: &Sample| sample.interval.unwrap_or_else(|| now.saturating_duration_since(sample.went));
-        let all: Duration = self.last.iter().map(away).sum();
-        let back = self.last.iter().filter(|sample| sample.interval.is_some()).count();
-        (self.last.len() >= FEWEST && !all.is_zero()).then(|| back as f64 / all.as_secs_f64())
+        let interval =
+            |sample: &Sample| sample.interval.unwrap_or_else(|| now.saturating_duration_since(sample.evicted_at));
+        let all: Duration = self.last.iter().map(interval).sum();
+        let refaults = self.last.iter().filter(|sample| sample.interval.is_some()).count();
+        (self.last.len() >= FEWEST && !all.is_zero()).then(|| refaults as f64 / all.as_secs_f64())
     }
 }
 
@@ -120,7 +121,7 @@ impl Record {
 #[derive(Debug)]
 pub struct RefaultHistory {
     /// Pages that refaulted recently, the last at the end.
-    lately: VecDeque<Place>,
+    recent: VecDeque<Place>,
     /// The refault interval in milliseconds, averaged over about the last [`AVERAGED_OVER`].
     interval_ms: f64,
     /// Which guess is the better one.
@@ -129,14 +130,14 @@ pub struct RefaultHistory {
 
 impl Default for RefaultHistory {
     fn default() -> Self {
-        Self { lately: VecDeque::new(), interval_ms: 0.0, guesses: Guesses::new() }
+        Self { recent: VecDeque::new(), interval_ms: 0.0, guesses: Guesses::new() }
     }
 }
 
 /// Up to 1/N of the pages that a VM may hold count as recently refaulted, and this many in any case. With more, the
 /// oldest of them are the pages that a guest that cycles wants next.
-const LATELY_PART: u64 = 16;
-const LATELY_LEAST: u64 = 256;
+const RECENT_PART: u64 = 16;
+const RECENT_LEAST: u64 = 256;
 /// A page that refaults this many times sooner than the average should stay; and the pages that the average is over.
 /// With a factor of 2, a guest that touches its cold pages at random keeps too many of them, and the clock takes hot
 /// ones.
@@ -146,19 +147,19 @@ const AVERAGED_OVER: f64 = 1024.0;
 impl RefaultHistory {
     /// Takes the refaults since the last time, of a VM that may hold this many pages; it tells each to `also`.
     pub fn take_note(&mut self, refaults: &Refaults, limit_pages: u64, now: Instant, mut also: impl FnMut(Place)) {
-        while let Some((place, away_ms)) = refaults.take() {
+        while let Some((place, interval_ms)) = refaults.take() {
             also(place);
-            self.guesses.came(place, now);
-            self.interval_ms += (away_ms as f64 - self.interval_ms) / AVERAGED_OVER;
+            self.guesses.refaulted(place, now);
+            self.interval_ms += (interval_ms as f64 - self.interval_ms) / AVERAGED_OVER;
             // A page that refaults much sooner than the rest was evicted by mistake. (One step is added, because
             // intervals are kept in steps.)
-            if (away_ms + AWAY_STEP_MS) as f64 >= self.interval_ms / SOONER {
-                self.lately.push_back(place);
+            if (interval_ms + INTERVAL_STEP_MS) as f64 >= self.interval_ms / SOONER {
+                self.recent.push_back(place);
             }
         }
-        let most = (limit_pages / LATELY_PART).max(LATELY_LEAST);
-        let stayed = self.lately.len().saturating_sub(most as usize);
-        self.lately.drain(..stayed);
+        let most = (limit_pages / RECENT_PART).max(RECENT_LEAST);
+        let stayed = self.recent.len().saturating_sub(most as usize);
+        self.recent.drain(..stayed);
     }
 
     /// Up to about `want` pages that refaulted recently and were not touched in quarantine since, in runs.
@@ -166,7 +167,7 @@ impl RefaultHistory {
         let mut picked = Vec::new();
         let mut left = want;
         while left > 0 {
-            let Some((region, page)) = self.lately.pop_front() else { break };
+            let Some((region, page)) = self.recent.pop_front() else { break };
             let is_known = region < pages.regions() && page.0 < pages.len(region);
             if is_known && pages.age(region, page) == Some(0) {
                 picked.push((region, page));
@@ -203,7 +204,7 @@ const STEP_EVERY: u64 = 8;
 pub struct Guesses {
     records: [Record; 2],
     /// Where far pages are among the samples: guess and number.
-    away: HashMap<Place, (usize, u64)>,
+    far: HashMap<Place, (usize, u64)>,
     /// Parts that are taken from the refaults, and the remainder of the last division.
     refaulted: u64,
     rest: u64,
@@ -218,35 +219,35 @@ impl Guesses {
     }
 
     /// A page was evicted by this guess. Only some are sampled.
-    pub fn went(&mut self, guess: Guess, place: Place, now: Instant) {
+    pub fn evicted(&mut self, guess: Guess, place: Place, now: Instant) {
         let record = &mut self.records[guess as usize];
-        if record.last.back().is_some_and(|last| now.saturating_duration_since(last.went) < SAMPLE_EVERY) {
+        if record.last.back().is_some_and(|last| now.saturating_duration_since(last.evicted_at) < SAMPLE_EVERY) {
             return;
         }
-        self.away.insert(place, (guess as usize, record.count));
-        record.last.push_back(Sample { place, went: now, interval: None });
+        self.far.insert(place, (guess as usize, record.count));
+        record.last.push_back(Sample { place, evicted_at: now, interval: None });
         record.count += 1;
         if record.last.len() > SAMPLES
             && let Some(oldest) = record.last.pop_front()
-            && self.away.get(&oldest.place) == Some(&(guess as usize, record.count - 1 - SAMPLES as u64))
+            && self.far.get(&oldest.place) == Some(&(guess as usize, record.count - 1 - SAMPLES as u64))
         {
-            self.away.remove(&oldest.place);
+            self.far.remove(&oldest.place);
         }
     }
 
     /// A page refaulted.
-    pub fn came(&mut self, place: Place, now: Instant) {
-        let Some((guess, number)) = self.away.remove(&place) else { return };
+    pub fn refaulted(&mut self, place: Place, now: Instant) {
+        let Some((guess, number)) = self.far.remove(&place) else { return };
         let record = &mut self.records[guess];
         let first = record.count - record.last.len() as u64;
         let at = number.checked_sub(first).and_then(|at| record.last.get_mut(at as usize));
         if let Some(sample) = at {
-            sample.interval = Some(now.saturating_duration_since(sample.went));
+            sample.interval = Some(now.saturating_duration_since(sample.evicted_at));
         }
     }
 
     /// How many of these pages to take from the refaults. Both guesses are always tried, even with few pages at a time.
-    pub fn refaulted(&mut self, pages: u64, now: Instant) -> u64 {
+    pub fn from_refaults(&mut self, pages: u64, now: Instant) -> u64 {
         let count = self.records.iter().map(|record| record.count).sum::<u64>();
         if count >= self.stepped_at + STEP_EVERY {
             self.stepped_at = count;
@@ -268,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_are_taken_in_the_order_they_came_back_and_the_oldest_are_forgotten() {
+    fn pages_are_taken_in_the_order_of_their_refaults_and_the_oldest_are_forgotten() {
         let refaults = Refaults::default();
         assert_eq!(refaults.take(), None);
         refaults.push((3, PageIdx(7)), 1 << 40);
@@ -285,38 +286,38 @@ mod tests {
         let (mut guesses, start) = (Guesses::new(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         for step in 0..2000 {
-            for (guess, region, away) in [(Guess::Clock, 0, clock_ms), (Guess::Refaulted, 1, refaulted_ms)] {
-                guesses.went(guess, (region, PageIdx(step)), at(step * 5));
-                if let Some(back) = (step * 5).checked_sub(away) {
-                    guesses.came((region, PageIdx(back / 5)), at(step * 5));
+            for (guess, region, interval) in [(Guess::Clock, 0, clock_ms), (Guess::Refaulted, 1, refaulted_ms)] {
+                guesses.evicted(guess, (region, PageIdx(step)), at(step * 5));
+                if let Some(refaulted) = (step * 5).checked_sub(interval) {
+                    guesses.refaulted((region, PageIdx(refaulted / 5)), at(step * 5));
                 }
             }
-            let _ = guesses.refaulted(1, at(step * 5));
+            let _ = guesses.from_refaults(1, at(step * 5));
         }
-        assert!(guesses.away.len() <= 2 * SAMPLES);
-        guesses.refaulted(1600, at(10_000))
+        assert!(guesses.far.len() <= 2 * SAMPLES);
+        guesses.from_refaults(1600, at(10_000))
     }
 
     #[test]
-    fn the_guess_whose_pages_stay_away_longer_is_preferred_and_the_other_one_still_tried() {
-        assert_eq!(Guesses::new().refaulted(1600, Instant::now()), 800);
+    fn the_guess_whose_pages_stay_far_longer_is_preferred_and_the_other_one_still_tried() {
+        assert_eq!(Guesses::new().from_refaults(1600, Instant::now()), 800);
         assert_eq!(share_after(500, 1000), 1575);
         assert_eq!(share_after(1000, 500), 25);
-        assert_eq!(share_after(1 << 30, 1000), 25, "what never comes back was the best guess");
+        assert_eq!(share_after(1 << 30, 1000), 25, "pages that never refault were the best guess");
     }
 
     #[test]
     fn a_page_that_refaults_much_sooner_than_the_rest_is_not_proposed_again() {
         let (refaults, mut history) = (Refaults::default(), RefaultHistory::default());
-        for page in 0..8 * LATELY_LEAST {
+        for page in 0..8 * RECENT_LEAST {
             refaults.push((0, PageIdx(page)), if page % 4 == 0 { 100 } else { 1000 });
             history.take_note(&refaults, 0, Instant::now(), |_| ());
         }
-        assert_eq!(history.lately.len() as u64, LATELY_LEAST);
-        assert!(history.lately.iter().all(|(_, page)| page.0 % 4 != 0));
+        assert_eq!(history.recent.len() as u64, RECENT_LEAST);
+        assert!(history.recent.iter().all(|(_, page)| page.0 % 4 != 0));
         let mut history = RefaultHistory::default();
         (0..100).for_each(|page| refaults.push((0, PageIdx(page)), 10));
         history.take_note(&refaults, 0, Instant::now(), |_| ());
-        assert_eq!(history.lately.len(), 100, "all at once is not sooner than the rest");
+        assert_eq!(history.recent.len(), 100, "all at once is not sooner than the rest");
     }
 }

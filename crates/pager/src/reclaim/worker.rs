@@ -384,7 +384,7 @@ impl ReclaimWorker {
             let held = evicted.held.len() as u64 * region.granule_pages();
             vm.ledger().evicted(&evicted, region.granule_pages());
             if evicted.far == run.count() {
-                self.candidates.went(guess, (region.number, run.start()), Instant::now());
+                self.candidates.evicted(guess, (region.number, run.start()), Instant::now());
             }
             tried += run.count() - held;
             gone += evicted.far + evicted.zero;

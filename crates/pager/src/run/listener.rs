@@ -130,7 +130,7 @@ impl Listener {
 impl Drop for Watched {
     fn drop(&mut self) {
         let Some(known) = self.0.sources().known.remove(&self.1) else { return };
-        // Nobody is told any more, whatever the result.
+        // The source is not told any more, whatever the result.
         let _ = epoll::delete(&self.0.0.epoll, known.source.fd());
         drop(known.told.lock());
     }

@@ -1,4 +1,4 @@
-//! Servers: a worker per CPU for the descriptors of all VMs whose input somebody waits for. One VM cannot stop the
+//! Servers: a worker per CPU for the descriptors of all VMs whose input a guest waits for. One VM cannot stop the
 //! others.
 //!
 //! Before: [`Servers::add`] gives it a descriptor with its [`Serve`]. After: the worker of the CPU where it is wanted
@@ -9,7 +9,7 @@
 //! [`TICK`] and [`LONG`] at most: its thread stays with it alone, and another thread takes the rest. The same holds for
 //! a server that takes [`TOO_LONG`] without sleeping. A panic affects one server. A worker that real-time threads keep
 //! from its CPU may use other CPUs from then on. A worker that panics outside of a visit ends the process: the next
-//! engine serves all VMs, while a missing worker would serve nobody.
+//! engine serves all VMs, while a missing worker would serve no VM.
 //!
 //! A thread that has taken long and sleeps in the kernel is stuck. A thread that waits for a CPU is not stuck until it
 //! has waited for [`TOO_LONG`], because another thread would only divide the CPU. A server that was stuck stays apart
@@ -36,21 +36,21 @@ use super::queue::{GroupId, TaskId};
 use super::serve::{Placement, Serve};
 use super::set::{Notify, Set, Slot, Visit, Worker};
 
-/// Time between looks of the watchdog while there are visits, and how long one must have taken to be looked at.
+/// Time between ticks of the watchdog while there are visits, and how long a visit must have taken to be checked.
 const TICK: Duration = Duration::from_millis(5);
 const LONG: Duration = Duration::from_millis(5);
 /// A visit that took this long is stuck even if it does not sleep: a real-time thread has its CPU, or the kernel takes
 /// that long (it drops a whole address space if a VMM is killed while we fill one of its pages).
 const TOO_LONG: Duration = Duration::from_millis(100);
-/// The same in looks: if the host or the process slept, the watchdog slept, too.
-const TOO_MANY_LOOKS: u32 = (TOO_LONG.as_millis() / TICK.as_millis()) as u32;
+/// The same in ticks: if the host or the process slept, the watchdog slept, too.
+const TOO_MANY_TICKS: u32 = (TOO_LONG.as_millis() / TICK.as_millis()) as u32;
 /// Ticks without any visit after which the watchdog sleeps. The next visit arms its timer, which costs the fault served
-/// then some 2 us. Faults that follow each other sooner than this do not pay that.
+/// then some 2 us. Faults that follow each other sooner than this do not cost that.
 const QUIET_TICKS: u32 = 2;
 /// Time between searches for workers that get no CPU while there are visits, and how many searches must find one. A
 /// worker goes before guests, so only real-time threads keep one from its CPU for that long.
 const STARVED_EVERY: Duration = Duration::from_millis(100);
-const STARVED_LOOKS: u32 = 2;
+const STARVED_TICKS: u32 = 2;
 /// How long the watchdog sleeps at most, for the same reason.
 const LONGEST_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// A server that was not stuck for this long rejoins the others; each time it is stuck again the time doubles, up to
@@ -307,12 +307,12 @@ impl Servers {
         })
     }
 
-    /// The watchdog looks a tick from now.
+    /// The watchdog checks a tick from now.
     fn arm_watchdog(&self) {
         if !self.0.is_watched.swap(true, Ordering::SeqCst) {
             let tick = Timespec { tv_sec: 0, tv_nsec: TICK.subsec_nanos().into() };
             let once = Itimerspec { it_interval: Timespec::default(), it_value: tick };
-            // The timer is our own. If this fails, the watchdog looks within `LONGEST_SLEEP`.
+            // The timer is our own. If this fails, the watchdog checks within `LONGEST_SLEEP`.
             let _ = timerfd_settime(&self.0.timer, TimerfdTimerFlags::empty(), &once);
         }
     }
@@ -353,7 +353,7 @@ impl Servers {
         }
     }
 
-    /// Lets workers go anywhere if others have their CPUs. `starved`: visits and looks so far, of each set. Returns
+    /// Lets workers go anywhere if others have their CPUs. `starved`: visits and ticks so far, of each set. Returns
     /// whether one may be starved.
     fn look_for_starved(&self, starved: &mut [(u64, u32)]) -> bool {
         let mut any = false;
@@ -364,7 +364,7 @@ impl Servers {
             };
             any = true;
             *starved = (visits, if visits == starved.0 { starved.1 + 1 } else { 0 });
-            if starved.1 == STARVED_LOOKS {
+            if starved.1 == STARVED_TICKS {
                 tracing::warn!(cpu = set.cpu, "A fault worker gets no CPU time where it is; it may run on any CPU now");
                 self.unpin(&worker);
             }
@@ -380,8 +380,8 @@ impl Servers {
         }
     }
 
-    /// Looks once. `seen`: visits so far, and looks that found the same one, of each set. Returns whether there was any
-    /// visit since the last look.
+    /// Checks all sets once. `seen`: visits so far, and ticks that found the same one, of each set. Returns whether
+    /// there was any visit since the last check.
     fn look(&self, seen: &mut [(u64, u32)]) -> bool {
         let mut any = false;
         for (set, seen) in self.0.sets.iter().zip(seen) {
@@ -389,7 +389,7 @@ impl Servers {
             any |= visits != seen.0 || visit.is_some();
             *seen = (visits, if visits == seen.0 && visit.is_some() { seen.1 + 1 } else { 0 });
             let Some((visit, worker)) = visit.filter(|(visit, _)| visit.since.elapsed() >= LONG) else { continue };
-            if (seen.1 >= TOO_MANY_LOOKS || sleeps(worker.number.load(Ordering::Acquire)))
+            if (seen.1 >= TOO_MANY_TICKS || sleeps(worker.number.load(Ordering::Acquire)))
                 && let Err(error) = self.replace(set, &visit, &worker)
             {
                 tracing::error!("Another thread for a fault worker that is stuck: {error}");

@@ -25,7 +25,7 @@ use crate::vm::stats::Counter;
 use crate::vm::view::RegionView;
 
 /// Cost of a touch of a protected page for the thread that touches: a fault that the kernel resolves, and for a vCPU an
-/// exit. It cannot be seen from outside, so this is an estimate; nobody measured it on hardware with such a kernel.
+/// exit. It cannot be seen from outside, so this is an estimate; it was not measured on hardware with such a kernel.
 const TOUCH: Duration = Duration::from_micros(2);
 
 /// Most pages protected by one call: meanwhile faults of a KVM guest on them are put off.

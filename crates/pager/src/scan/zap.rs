@@ -13,8 +13,8 @@
 //! | a unit of base pages, or with far pages | maps its block of 64 pages, and reports that | the rest stays unmapped |
 //! | a huge page of hugetlbfs | maps it | the same as mapped huge |
 //!
-//! `unit.rs` sees to it that a unit may be mapped as a whole without its pages' locks: a watched unit becomes Plain
-//! when reclaim or a discard takes pages of it, and then its touches are served page by page.
+//! `unit.rs` ensures that a unit may be mapped as a whole without its pages' locks: a watched unit becomes Plain when
+//! reclaim or a discard takes pages of it, and then its touches are served page by page.
 
 use std::io;
 use std::sync::Arc;
@@ -147,7 +147,7 @@ impl ZapScan {
             vm.keep_parts(view, &kept);
         }
         // A fault that was raised before the zap may have been served since the unit was watched: then the unit was
-        // mapped, and the zap has unmapped it. Without this nobody would map it again.
+        // mapped, and the zap has unmapped it. Without this it would stay unmapped.
         for watched in units.iter().filter(|watched| watched.is_whole()) {
             let unit = watched.unit();
             while unit.as_whole().is_mapping() {
@@ -248,7 +248,7 @@ impl ZapScan {
         run.clear();
     }
 
-    /// Maps a huge page of hugetlbfs that nobody touched.
+    /// Maps a huge page of hugetlbfs that was not touched.
     fn map_granule(&self, watched: &Watched) {
         let cell = watched.region.granule(watched.first()).cell();
         let word = cell.load();

@@ -1,6 +1,6 @@
 //! Live copies: the objects of a store that the words of a VM name, which the store must keep when it sweeps.
 //!
-//! Before: `recover` mends the words one by one, in order. After: the store is told all of them at once.
+//! Before: `recover` repairs the words one by one, in order. After: the store is told all of them at once.
 //! Threads: none; a plain value. Units: 8 bytes a page, and 40 for each gap between pages.
 //! Promise: what was noted is returned, in that order.
 

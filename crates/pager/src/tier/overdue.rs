@@ -16,7 +16,7 @@ use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, S
 /// Tells operators something: a kind of event, and a sentence.
 pub(crate) type Tell = Arc<dyn Fn(&str, String) + Send + Sync>;
 
-/// A page that nobody asked for in this time: its thread is gone, or it was discarded.
+/// A page that no worker asked for in this time: its thread is gone, or it was discarded.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(10);
 
 /// A slow store, and the pages that workers wait for.
@@ -48,7 +48,7 @@ impl Overdue {
         Self { store, name, deadline, waiting: Mutex::default(), tell: OnceLock::new() }
     }
 
-    /// Sets who is told. Only the first call counts: a VM that is opened anew has the same operators.
+    /// Sets who is told. Only the first call counts: a VM that is opened again has the same operators.
     pub fn tell(&self, tell: &Tell) {
         let _ = self.tell.set(tell.clone());
     }
@@ -84,7 +84,7 @@ impl Overdue {
         self.settle(waiting, now);
     }
 
-    /// The page is there, or nobody waits for it any more: tells operators, if they were told of the wait.
+    /// The page is there, or no worker waits for it any more: tells operators, if they were told of the wait.
     fn settle(&self, mut waiting: MutexGuard<'_, Waiting>, now: Instant) {
         if waiting.said.is_none() {
             return;

@@ -52,7 +52,7 @@ impl SlowWorker {
         let Some((view, pending)) = vm.mail.slow.pop(self.number) else { return Next::Idle };
         let waits = Waits(vm, &view);
         if view.is_closed() {
-            // No other worker has this fault: it is raised anew, for the thread that serves that memory next.
+            // No other worker has this fault: it is raised again, for the thread that serves that memory next.
             let _ = view.wake_all();
             return Next::Again;
         }

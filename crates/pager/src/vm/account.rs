@@ -72,8 +72,8 @@ impl Vm {
         let states = self.count_states(region)?;
         let [far, restoring, zero, poisoned] =
             [State::Far, State::Restoring, State::Zero, State::Poisoned].map(|state| states[state as usize]);
-        let away = [far + restoring, zero, poisoned].map(PageCount);
-        Ok(MemoryBreakdown::divide(region.pages(), away, region.resident()?))
+        let not_resident = [far + restoring, zero, poisoned].map(PageCount);
+        Ok(MemoryBreakdown::divide(region.pages(), not_resident, region.resident()?))
     }
 
     /// Count every page by its word and its file, slowly and exactly: `(size, resident, far, zero, untouched,
@@ -130,7 +130,7 @@ pub struct MemoryBreakdown {
 }
 
 impl MemoryBreakdown {
-    /// With everything unknown but the size.
+    /// With the size only; all other fields are unknown.
     pub fn uncounted(size: PageCount) -> Self {
         Self { size: size.bytes(), untouched: size.bytes(), ..Self::default() }
     }

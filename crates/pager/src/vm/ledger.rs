@@ -76,7 +76,7 @@ impl Ledger<'_> {
         let took = since.elapsed();
         stats.record(Latency::Fault, took);
         if matches!(served, Served::Restored | Served::Filled { .. } | Served::Zeroed | Served::Fresh) {
-            self.vm.mail.came(pages);
+            self.vm.mail.charge(pages);
         }
         if matches!(served, Served::Restored | Served::Filled { .. }) {
             stats.record(Latency::Restore, took);
@@ -118,24 +118,24 @@ impl Ledger<'_> {
         for moved in moves {
             self.moved(moved.from.state(), moved.to.state(), 1);
         }
-        self.vm.mail.came(moves.len() as u64);
+        self.vm.mail.charge(moves.len() as u64);
         self.refaulted(region, first, moves);
         self.vm.stats().add(Counter::Prefetched, moves.len() as u64);
     }
 
     /// Neighbouring granules were restored, from `first` on. Returns the sum of their refault intervals.
     fn refaulted(self, region: &Region, first: PageIdx, moves: &[Move]) -> Duration {
-        let (now_ms, mut away_ms, mut back_milli_hz) = (interval::now_ms(), 0, 0);
+        let (now_ms, mut interval_ms, mut milli_hz) = (interval::now_ms(), 0, 0);
         for (at, moved) in moves.iter().enumerate() {
             let page = PageIdx(first.0 + at as u64 * region.granule_pages());
-            let this_ms = region.departures().away_ms(page.0, moved.from.age(), now_ms);
+            let this_ms = region.departures().refault_ms(page.0, moved.from.age(), now_ms);
             self.vm.mail.refaults.push((region.number, page), this_ms);
-            away_ms += this_ms;
-            back_milli_hz += interval::milli_hz(this_ms);
+            interval_ms += this_ms;
+            milli_hz += interval::milli_hz(this_ms);
         }
-        self.vm.stats().add(Counter::AwayMs, away_ms);
-        self.vm.stats().add(Counter::BackMilliHz, back_milli_hz);
-        Duration::from_millis(away_ms)
+        self.vm.stats().add(Counter::RefaultMs, interval_ms);
+        self.vm.stats().add(Counter::RefaultMilliHz, milli_hz);
+        Duration::from_millis(interval_ms)
     }
 
     /// A run of granules of this many pages each went through an eviction.
@@ -149,7 +149,7 @@ impl Ledger<'_> {
         stats.add(Counter::EvictedZero, evicted.zero);
         stats.add(Counter::Aborted, evicted.aborted);
         stats.add(Counter::Failed, evicted.stuck);
-        self.vm.mail.throttle.went(evicted.far + evicted.zero);
+        self.vm.mail.throttle.evicted(evicted.far + evicted.zero);
     }
 
     /// The VMM gave pages up.

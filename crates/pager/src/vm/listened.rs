@@ -3,7 +3,7 @@
 //! Before: [`Vm::add_view`] has the listener watch the peer's input. After: the peer or the engine is gone.
 //! Threads: the listener takes messages; a task of the VM carries out discards. Units: ranges of the process's
 //! addresses.
-//! Promise: a message that makes no sense is reported and costs the VM nothing: its faults are served all the same.
+//! Promise: an invalid message is reported and costs the VM nothing: its faults are still served.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;

@@ -59,8 +59,8 @@ pub(crate) struct Mailboxes {
 
 impl Mailboxes {
     /// Pages came in.
-    pub fn came(&self, pages: u64) {
-        self.throttle.came(pages);
+    pub fn charge(&self, pages: u64) {
+        self.throttle.charge(pages);
         if self.rests_at.load(Ordering::Relaxed) != AWAKE {
             self.wake_from_rest();
         }

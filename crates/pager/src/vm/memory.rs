@@ -45,7 +45,7 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// What they use now, if the whole file uses `whole`; `None` if it must be counted anew.
+    /// Memory that they use now, if the whole file uses `whole`; `None` if it must be counted again.
     pub fn estimate(&self, ours: Bytes, whole: PageCount, now: Instant) -> Option<PageCount> {
         let grown = (self.found.0 + whole.0).saturating_sub(self.whole.0);
         (self.ours == ours && now < self.until).then(|| PageCount(grown.min(ours.pages_floor().0)))

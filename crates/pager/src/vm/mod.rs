@@ -2,7 +2,8 @@
 //!
 //! Before: the engine opens it from the keeper's descriptors. After: workers run until the VM or the engine goes.
 //! Threads: the public methods may be called from any thread; [`Vm::start`] and [`Vm::add_view`] start the workers.
-//! Promise: no page is served before [`Vm::start`], and by then `recover` has mended what the last engine left.
+//! Promise: no page is served before [`Vm::start`], and by then `recover` has repaired the words that the last engine
+//! left.
 //!
 //! A VM is its memory (`memory`: regions, address spaces, registration), its mailboxes (`mailboxes`), and its settings.
 //! Its work is in `workers` (its threads), `views` (who maps it, and which chunks are registered), `discard`, `restore`
@@ -243,8 +244,8 @@ impl Vm {
         Ok(Region::new((self.state.id(), self.stores.not_near()), number, record, files, table)?)
     }
 
-    /// Closes the files of a region that was unplugged: its memory may be the pool's, which asks the kernel whether
-    /// anybody has the file.
+    /// Closes the files of a region that was unplugged: its memory may be the pool's, which asks the kernel whether any
+    /// process has the file.
     fn close_files(&self, number: u32) -> Result<(), StateError> {
         let Some(record) = self.state.regions().into_iter().nth(number as usize) else { return Ok(()) };
         self.memory.replace_region(self.open_record(number, &record, &[])?);
@@ -296,8 +297,8 @@ impl Vm {
         let wanted = match self.track() {
             Track::Off => false,
             Track::On => true,
-            // Over its limit a VM loses any page it has, and reclaim needs the CPU. A guest that says what is cold
-            // need not be watched.
+            // Over its limit a VM loses any page it has, and reclaim needs the CPU. A guest that reports its cold
+            // memory need not be tracked.
             Track::Auto => {
                 let is_over = || self.mail.over_limit.load(Ordering::Relaxed);
                 self.effective_limit().is_some() && !is_over() && !self.mail.agent.is_reporting()
@@ -356,13 +357,13 @@ impl Vm {
         }
     }
 
-    /// Pages of its state file that memory errors have cost since it was opened. The VM must then be opened anew, which
-    /// mends what can be mended.
+    /// Pages of its state file that memory errors have cost since it was opened. The VM must then be opened again, with
+    /// recovery.
     pub fn lost(&self) -> u64 {
         self.state.lost() + self.regions().iter().map(|region| region.lost()).sum::<u64>()
     }
 
-    /// Losses that nobody was told of, in words.
+    /// Losses that were not reported yet, in words.
     pub fn losses(&self) -> Vec<String> {
         let header = self.state.losses();
         let what = |offset: &u64| match *offset {
@@ -394,7 +395,7 @@ impl Vm {
         self.halted.get().map(String::as_str)
     }
 
-    /// The limit that holds, the operator's or the control loop's, if it is less than the VM's size.
+    /// The limit that holds, the operator's or the governor's, if it is less than the VM's size.
     pub fn effective_limit(&self) -> Option<Bytes> {
         let caps = [self.state.limit(), self.state.target()];
         caps.into_iter().flatten().min().filter(|limit| *limit < self.size().bytes())

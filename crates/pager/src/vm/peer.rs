@@ -39,7 +39,7 @@ pub trait Peer: Debug + Send + Sync {
     /// Notified when a zap has been answered, or the process is gone.
     fn on_answer(&self) -> &Notifier;
 
-    /// Nobody listens to the peer any more: threads that wait for its replies return.
+    /// The peer is not listened to any more: threads that wait for its replies return.
     fn give_up_zaps(&self);
 
     /// Readable when there is a message; always the same.
@@ -97,8 +97,8 @@ pub enum Heard {
         /// The memory.
         ranges: Vec<Range>,
     },
-    /// Something that makes no sense.
+    /// An invalid message.
     Nonsense(String),
-    /// It will say nothing more.
+    /// There will be no more messages.
     Gone,
 }

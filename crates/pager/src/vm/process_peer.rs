@@ -1,7 +1,7 @@
 //! The peer that is a process and no more: we have its userfaultfds and RAM files, and no thread of ours runs there.
 //!
-//! Before: a VMM hands its memory to a manager of its own accord (Cloud Hypervisor's hand-off), or the engine maps RAM
-//! itself. After: its faults are served as any other's; the RAM that it maps stays resident.
+//! Before: a VMM passes its memory to a manager by itself (Cloud Hypervisor's hand-off), or the engine maps RAM itself.
+//! After: its faults are served as any other's; the RAM that it maps stays resident.
 //! Threads: any.
 //! Promise: nothing is zapped, because the kernel lets no process drop another one's page-table entries of shared
 //! memory (`process_madvise` with `MADV_DONTNEED` works on one's own). So no page that it maps goes far, and the VM
@@ -76,7 +76,7 @@ impl Peer for ProcessPeer {
         Ok(if self.has_ended() { Heard::Gone } else { Heard::Nothing })
     }
 
-    /// It forwards none: a freed page is a hole, which reads as zeros, or a far page, which is stored in vain.
+    /// It forwards none: a freed page is a hole, which reads as zeros, or a far page, which is stored without need.
     fn discarded(&self, _seq: u64, _error: Option<String>) -> io::Result<()> {
         Ok(())
     }

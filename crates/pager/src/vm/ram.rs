@@ -135,7 +135,7 @@ impl Ram {
     }
 
     /// Maps all of it in this process, extent after extent. The mapping serves only to have the kernel fill holes or
-    /// say which pages are there; nobody touches it.
+    /// tell which pages are there; no thread touches it.
     pub fn map(&self) -> io::Result<Mapping> {
         let all = PageRange::of(PageIdx(0), self.extents.pages().0);
         let piece = |piece: Piece| (self.file(piece.file), piece.offset, piece.pages.bytes().0 as usize);

@@ -1,22 +1,22 @@
-//! Recover: mends the words that an engine left behind when it died, before any fault is served.
+//! Recover: repairs the words that an engine left when it died, before any fault is served.
 //!
 //! Before: the keeper reaped the old engine, so no worker of it runs any more. After: no word is locked, no page is on
 //! its way anywhere, the gauges are exact, and the store knows which of its objects are alive.
 //! Threads: the engine's start-up, once per VM, before its workers start.
-//! Promise: invariant 1 decides every doubt. If a page is in its file, the file's bytes are valid, whatever copy exists
-//! beside them; but zeros in the place of a page that is Far are not that page.
+//! Promise: invariant 1 decides in every doubt. If a page is in its file, the file's bytes are valid, whatever copy
+//! exists beside them; but zeros in the place of a page that is Far are not that page.
 //!
 //! | Left behind | Meaning | Becomes |
 //! |---|---|---|
 //! | Resident, locked | a fault was mapping it | Resident; the wake lets the fault come again |
 //! | Quarantine | it was being watched | Resident, unmapped; a touch maps it |
 //! | Evicting | a copy may exist, uncommitted | Resident; the store sweeps the copy |
-//! | Far, locked | maybe not punched, or zeros being replaced | Resident if in the file, but for zeros; else Far |
+//! | Far, locked | maybe not punched, or zeros being replaced | Resident if in the file and not zeros; else Far |
 //! | Far, locked, by spill | a second copy may exist | Far, under its handle; that store sweeps the copy |
 //! | Restoring | maybe installed already | Resident if in the file, else Far |
 //! | Zero, locked | maybe not punched, or just filled | Resident if in the file, else Zero |
 //! | Far, Zero, Poisoned, unlocked | settled | the same; zeros of a foreign mapper are found by the fault |
-//! | the word itself was lost | nobody knows | Resident if bytes other than zeros are in the file, else Poisoned |
+//! | the word itself was lost | unknown | Resident if bytes other than zeros are in the file, else Poisoned |
 //!
 //! Restoring is the one word that zeros in the file do not make Far: the copy may have been installed and the guest may
 //! have written zeros since. So a fault that finds zeros of a foreign mapper leaves Restoring before it replaces them.
@@ -36,7 +36,7 @@ use ballast_page::copies::live_handle;
 use ballast_page::memory::{Backing, ReadOutcome};
 use ballast_page::page_state::{State, Word};
 
-/// What recovery found.
+/// Result of recovery.
 #[derive(Debug, Default)]
 pub struct Recovered {
     /// Objects that stores must keep, by the number of the store; everything else in it is garbage.
@@ -51,7 +51,7 @@ pub struct Recovered {
 }
 
 impl Recovered {
-    /// What this store must keep.
+    /// The objects that this store must keep.
     pub fn live_in(&self, store: u8) -> &LiveCopies {
         static NONE: LiveCopies = LiveCopies::new();
         self.live.get(&store).unwrap_or(&NONE)
@@ -59,8 +59,7 @@ impl Recovered {
 }
 
 impl Vm {
-    /// Mends what the workers of this VM left behind when they ended, or what else has happened to its words and its
-    /// stores. None of them runs.
+    /// Repairs the words and stores of this VM after its workers have ended, or after a memory error. No worker runs.
     ///
     /// # Errors
     /// Words could not be read.
@@ -72,20 +71,20 @@ impl Vm {
             let swept = if tier.is_slow() { self.state.beside(sweep) } else { sweep() };
             if let Err(error) = swept {
                 // The store works; objects left in it occupy space until the next try.
-                let text = format!("Freeing what nobody names in the {}: {error}", tier.name);
+                let text = format!("Freeing objects that no word names in the {}: {error}", tier.name);
                 self.report("spill-unswept", text);
             }
         }
         self.expel(&recovered.zeroed);
         if recovered.lost > 0 {
-            let text = format!("{} pages are lost with the words that said where they were", recovered.lost);
+            let text = format!("{} pages are lost with their page-state words", recovered.lost);
             self.report("memory-error", format!("{text}: the guest gets a memory error when it touches one"));
         }
         Ok(recovered)
     }
 }
 
-/// Mends all words of these regions (all of the VM's, in order) and sets the gauges.
+/// Repairs all words of these regions (all of the VM's, in order) and sets the gauges.
 pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Region>) -> Result<Recovered, StateError> {
     let mut found = Recovered::default();
     let (mut far, mut zero, mut poisoned, mut registered) = (0, 0, 0, 0);
@@ -104,7 +103,7 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
                 let holds_zeros = || -> io::Result<bool> {
                     let mut bytes = vec![[0; PAGE_SIZE]; granule.pages() as usize];
                     zeroed = match region.read(page, &mut bytes)? {
-                        // The copy was complete before the word was locked as Far, and nobody has had the page mapped
+                        // The copy was complete before the word was locked as Far, and the page has not been mapped
                         // since.
                         ReadOutcome::Failed => true,
                         ReadOutcome::Done => bytes.iter().all(is_zero),
@@ -148,7 +147,7 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
     Ok(found)
 }
 
-/// The new word for a word that was left behind.
+/// The new word for a word that an engine left.
 fn mend(
     word: Word,
     is_present: impl Fn() -> io::Result<bool>,

@@ -69,7 +69,8 @@ pub struct Region {
     not_near: StoreSet,
     units: Units,
     departures: Departures,
-    /// Pages that could not be read, by their granules' first ones: never to be picked again. The flag spares the look.
+    /// Pages that could not be read, by their granules' first ones: never to be picked again. The flag avoids the
+    /// look-up.
     unreadable: Mutex<BTreeSet<PageIdx>>,
     has_unreadable: AtomicBool,
     removed: AtomicBool,
@@ -134,7 +135,7 @@ impl Region {
         self.ram.extents()
     }
 
-    /// Maps it in this process, only to have the kernel fill holes of it: nobody touches the mapping.
+    /// Maps it in this process, only to have the kernel fill holes of it: no thread touches the mapping.
     pub(crate) fn map(&self) -> io::Result<Mapping> {
         self.ram.map()
     }
@@ -197,8 +198,8 @@ impl Region {
         self.table.lost()
     }
 
-    /// Fails if a part of the table was lost, so that nobody waits for such a page: it stays locked until the VM is
-    /// opened anew.
+    /// Fails if a part of the table was lost, so that no thread waits for such a page: it stays locked until the VM is
+    /// opened again.
     ///
     /// # Errors
     /// Part of the table was lost.
@@ -209,7 +210,7 @@ impl Region {
         }
     }
 
-    /// Losses of its table that nobody was told of, in words.
+    /// Losses of its table that were not reported yet, in words.
     pub(crate) fn losses(&self, record: &RegionRecord) -> Vec<String> {
         let (Losses { offsets, pages }, words) = self.table.losses(record);
         let said = words

@@ -2,8 +2,8 @@
 //!
 //! Before: `ballast_handover::state_file` knows where it is. After: `region` has its words and flags.
 //! Threads: any. Units: pages from the start of the region.
-//! Promise: if memory of it fails, the page becomes a safe value until recovery has looked at it: words that are locked
-//! for everybody ([`Word::LOST`]), and chunks that may be registered.
+//! Promise: if memory of it fails, the page becomes a safe value until recovery has looked at it: words that no worker
+//! can lock ([`Word::LOST`]), and chunks that may be registered.
 
 use std::io;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use ballast_handover::table::{Lost, chunks, flags_len};
 use ballast_page::page_state::Word;
 use ballast_sys::memory_error::{Losses, Surviving};
 
-/// The values in the place of lost ones: chunks that may be registered, words that nobody may move.
+/// The values in the place of lost ones: chunks that may be registered, words that no worker may move.
 pub const LOST: Lost = Lost { flags: u64::MAX, word: Word::LOST.bits() };
 
 /// One region's words and registration flags.
@@ -57,7 +57,7 @@ impl RegionTable {
         self.mapping.lost()
     }
 
-    /// Losses that nobody was told of: offsets in the file, and for each the pages whose words they were.
+    /// Losses that were not reported yet: offsets in the file, and for each the pages whose words they were.
     pub fn losses(&self, record: &RegionRecord) -> (Losses, Vec<Range<u64>>) {
         let losses = self.mapping.losses();
         let words = record.words_at();

@@ -73,9 +73,9 @@ pub enum Counter {
     /// How long they waited for credits, nanoseconds.
     ThrottledNs,
     /// The sum of the refault intervals of all restored pages, milliseconds.
-    AwayMs,
+    RefaultMs,
     /// The sum of the reciprocals of their refault intervals: thousandths of 1/s.
-    BackMilliHz,
+    RefaultMilliHz,
     /// Pages that faults restored: more than faults where 2 MiB is paged as one.
     RestoredPages,
     /// The same of faults on zero pages.

@@ -13,7 +13,7 @@ const COALESCE_EVERY: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Track {
-    /// While it has a limit below its size: then reclaim wants to know.
+    /// While it has a limit below its size, because then reclaim needs it.
     Auto,
     /// Always.
     On,

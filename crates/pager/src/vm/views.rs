@@ -44,7 +44,7 @@ impl Vm {
         self.mail.agent.notifier.notify();
         self.notify_reclaim();
         // The kernel does not deliver faults again that an earlier engine read but did not resolve: have them raised
-        // anew.
+        // again.
         view.wake_all()
     }
 
@@ -100,7 +100,7 @@ impl Vm {
     }
 
     /// Registers the chunks that cover these pages with every view. A chunk is registered when its first page is about
-    /// to be zapped or watched: memory that nobody reclaims from costs nothing.
+    /// to be zapped or watched: memory that is not reclaimed costs nothing.
     pub(crate) fn register(&self, region: &Region, pages: PageRange) -> io::Result<()> {
         for (chunk, flag) in region.chunks(pages) {
             if Registered::of(flag) != Registered::No {

@@ -4,7 +4,7 @@
 //! moment, each of them serves faults and does nothing else: the leaving one from [`Vm::serve_faults_only`] on, the
 //! following one until [`Vm::start`].
 //! Threads: any may call; [`Vm::stop`] waits for all workers but the calling one. Promise: a panic of a worker costs no
-//! byte: faults that it had read and not served are raised anew, and a VM that no worker can serve is stopped.
+//! byte: faults that it had read and not served are raised again, and a VM that no worker can serve is stopped.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,7 +29,7 @@ use crate::tier::spill::SpillWorker;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
 
-/// Whose faults a worker serves: nobody's, those of one process, or all.
+/// The faults that a worker serves: none, those of one process, or all.
 #[derive(Clone, Copy)]
 pub(crate) enum Serves<'a> {
     Nobody,
@@ -77,7 +77,7 @@ impl Vm {
         self.start_slow()?;
         for view in self.views() {
             // They were added while another engine served the VM as well. Faults that it has read and left are raised
-            // anew.
+            // again.
             view.peer().on_answer().connect_to(&mail.reclaim);
             view.wake_all()?;
         }
@@ -117,7 +117,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Has a task of the pool do the work of a worker, which is made anew after a panic.
+    /// Has a task of the pool do the work of a worker, which is created again after a panic.
     fn add_task<W: Send + 'static>(
         self: &Arc<Self>,
         kind: &'static str,
@@ -172,7 +172,7 @@ impl Vm {
     }
 
     /// A worker panicked, for the `times`th time. A panic is a bug of ours that must not cost a guest its bytes: faults
-    /// that the worker had read and not served are raised anew. Returns whether it is to start again. If that does not
+    /// that the worker had read and not served are raised again. Returns whether it is to start again. If that does not
     /// help, the VM goes without reclaim; a VM that no worker can serve is stopped.
     pub(crate) fn panicked(&self, kind: &str, serves: Serves<'_>, times: u32) -> bool {
         self.report("worker-panic", format!("the {kind} worker panicked; it starts again"));
@@ -226,7 +226,7 @@ impl Vm {
     /// Waits until the tasks have ended, which are to.
     fn end_tasks(&self) {
         self.life.forget_clients(|_| true);
-        // Nobody reads their replies from now on.
+        // No thread reads their replies from now on.
         self.views().iter().for_each(|view| view.peer().give_up_zaps());
         let (pool, group) = self.life.pool();
         pool.join(group);

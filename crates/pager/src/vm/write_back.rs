@@ -83,7 +83,7 @@ impl Vm {
         failed.map(|()| done)
     }
 
-    /// No process can come to these regions any more: stops serving them, and forgets their words.
+    /// No process can reach these regions any more: stops serving them, and forgets their words.
     ///
     /// # Errors
     /// If the kernel does not give the memory of words back.
@@ -132,7 +132,7 @@ impl Vm {
     }
 }
 
-/// A mapping of a region in this process, under a userfaultfd of its own. Nobody touches it.
+/// A mapping of a region in this process, under a userfaultfd of its own. No thread touches it.
 struct OwnView {
     view: Arc<View>,
     map: ballast_sys::Mapping,

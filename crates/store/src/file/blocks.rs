@@ -56,8 +56,8 @@ pub(super) struct Inner {
     unreadable: Mutex<HashMap<u64, u8>>,
     /// Their number: nearly always 0.
     unreadable_count: AtomicUsize,
-    /// Blocks with writes that nobody waits for and that are not over. Below zero for a moment, when one is over before
-    /// it is counted.
+    /// Blocks with writes that no thread waits for and that are not over. Below zero for a moment, when one is over
+    /// before it is counted.
     late: AtomicIsize,
 }
 
@@ -172,8 +172,8 @@ impl Inner {
         outcome
     }
 
-    /// A write that nobody waited for is over. `recover` may have freed the block before, and another page may use it
-    /// by now: then the header is not this write's any more.
+    /// A write that no thread waited for is over. `recover` may have freed the block before, and another page may use
+    /// it by now: then the header is not this write's any more.
     fn was_late(&self, place: Place, tag: u8) {
         self.late.fetch_sub(1, Ordering::AcqRel);
         let header = self.header(place);
@@ -182,7 +182,7 @@ impl Inner {
         }
     }
 
-    /// Are writes under way that nobody waits for?
+    /// Are writes under way that no thread waits for?
     pub(super) fn has_late(&self) -> bool {
         self.late.load(Ordering::Acquire) != 0
     }

@@ -2,7 +2,7 @@
 //!
 //! Before: `file` has taken blocks for pages, or looks for a page. After: the bytes are on the device, or in the
 //! caller's buffers, or the failure is known.
-//! Threads: any; each has a ring of its own, so that one that waits for a slow block delays nobody else.
+//! Threads: any; each has a ring of its own, so that one that waits for a slow block delays no other thread.
 //! Units: a block is 4096 bytes; a piece is 1 to 64 blocks that follow one another.
 //! Promise: bytes are first copied to a buffer of our own, so the kernel holds no caller's memory when we give up
 //! waiting. Short transfers are continued.
@@ -147,7 +147,7 @@ fn with_transfers<R>(work: impl FnOnce(&mut Transfers) -> R) -> io::Result<R> {
 /// A piece that was begun.
 struct Begun {
     ticket: Ticket,
-    /// A test ordered that nobody waits for it.
+    /// A test ordered that no thread waits for it.
     late: bool,
 }
 
@@ -214,7 +214,7 @@ impl Disk {
             transfer.end = bytes;
             begun = self.begin(transfers, direction, transfer).map_err(Moved::Failed)?;
         }
-        // It was continued or begun anew too often without progress.
+        // It was continued or restarted too often without progress.
         transfers.ring.abandon(begun.ticket, when_late);
         Err(Moved::Late)
     }

@@ -148,7 +148,7 @@ impl Limits {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 return (self.refuse(Refusal::DiskFull(error.to_string())), false);
             }
-            // The ring is full of transfers nobody waits for, or there is no memory.
+            // The ring is full of abandoned transfers, or there is no memory.
             io::ErrorKind::WouldBlock | io::ErrorKind::OutOfMemory => {
                 return (self.refuse(Refusal::Failed(error.to_string())), false);
             }
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_days_bytes_are_counted_and_a_new_day_begins_anew() {
+    fn the_days_bytes_are_counted_and_a_new_day_starts_at_zero() {
         let limits = Limits::new(Bytes(3 * PAGE_SIZE as u64 + 1));
         let today = AtomicU64::new(0);
         for _ in 0..3 {

@@ -124,7 +124,7 @@ impl Group {
         self.ram.losses().0
     }
 
-    /// Check its counts. Only meaningful while nobody uses it and nobody is missing.
+    /// Check its counts. Only meaningful while it is not used and no member is missing.
     ///
     /// # Errors
     /// The first contradiction found.

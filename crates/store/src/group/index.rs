@@ -1,4 +1,5 @@
-//! The index of a group: its blobs by content, and how many pages name each. It is in memory, made anew by each engine.
+//! The index of a group: its blobs by content, and how many pages name each. It is in memory; each engine builds its
+//! own.
 //!
 //! Before: a page of a member is evicted or restored. After: the blob with its bytes, if one is known; or the fact that
 //! no page here names a blob any more.

@@ -107,7 +107,7 @@ pub struct Surviving {
     /// What the slot points to. Boxed, so that it stays where it is.
     _fills: Box<[(usize, Fill)]>,
     _survival: (Arc<OwnedFd>, Option<(Arc<Surviving>, usize)>),
-    /// Last: after the unmap, the handler must not mend what is mapped there next.
+    /// Last: after the unmap, the handler must not replace pages of the next mapping there.
     mapping: Mapping,
 }
 

@@ -29,7 +29,7 @@ pub(super) const LARGE: i32 = 3;
 /// The holders of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pin {
-    /// Nobody but its file. (Other pages of a large folio may be mapped.)
+    /// Its file alone holds it. (Other pages of a large folio may be mapped.)
     Free,
     /// It is not in memory: a hole, or swapped out by the kernel.
     Absent,
@@ -44,7 +44,7 @@ pub enum Pin {
 }
 
 impl Pin {
-    /// Is it certain that nobody holds it, so that it can be freed?
+    /// Is it certain that it has no other holder, so that it can be freed?
     pub fn may_go(self) -> bool {
         matches!(self, Self::Free | Self::Absent)
     }

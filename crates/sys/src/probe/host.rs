@@ -45,7 +45,7 @@ pub(super) fn damon() -> Finding {
     match (actions.is_empty(), actions.contains(&true)) {
         (true, _) => yes(""),
         (false, true) => yes("in use: it pages out cold memory of this host, guest RAM as well"),
-        (false, false) => yes("in use by somebody else"),
+        (false, false) => yes("in use by another program"),
     }
 }
 

@@ -205,7 +205,7 @@ pub(super) fn io_uring() -> Finding {
             _ => refused("io_uring_setup", &error),
         };
     }
-    // SAFETY: the kernel just gave us this descriptor and nobody else knows it; descriptors fit an int.
+    // SAFETY: the kernel just gave us this descriptor and no other code has it; descriptors fit an int.
     unsafe { libc::close(fd as i32) };
     yes("")
 }

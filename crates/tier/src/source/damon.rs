@@ -1,14 +1,15 @@
-//! Samples from DAMON, the kernel's access monitor, of virtual memory (sysfs, operations `vaddr`): where no PMU is.
+//! Samples of virtual memory from DAMON, the kernel's access monitor (sysfs, operations `vaddr`), for machines without
+//! a PMU.
 //!
-//! Before: root, and a kernel with DAMON that nobody uses. After: for each range that DAMON found, one sample of each
+//! Before: root, and a kernel whose DAMON no program uses. After: for each range that DAMON found, one sample of each
 //! unit of 2 MiB for each time that it saw the range accessed, at an address somewhere in it.
 //! Threads: the caller's, and one of the kernel's for each process. Units: virtual addresses.
-//! Promise: dropped, DAMON is as it was; what another program runs is never touched.
+//! Promise: when this is dropped, DAMON is as before; another program's DAMON is never touched.
 //!
 //! DAMON looks at one page of a range at a time, so a count is an estimate for the range. It clears the accessed bit
 //! and flushes no TLB: on a CPU whose TLB holds the whole hot set, it sees little (an emulated CPU's holds megabytes).
-//! From Linux 7.3 on the kernel's own `damon_stat` runs and keeps others out: it is stopped, and started again at the
-//! end.
+//! From Linux 7.3 on the kernel's own `damon_stat` runs and keeps others out: so it is stopped, and started again at
+//! the end.
 
 use std::io;
 
@@ -33,9 +34,9 @@ const MOST_RANGES: u32 = 500;
 #[derive(Debug)]
 pub struct Damon {
     files: Files,
-    /// Those that are sampled, each by the thread of DAMON with its index.
+    /// Sampled processes, each by the DAMON thread with its index.
     watched: Vec<u32>,
-    /// What was there before.
+    /// Number of DAMON threads before.
     threads_before: String,
     stopped_stat: bool,
     /// Where in a range the next sample is.
@@ -96,7 +97,7 @@ impl Damon {
         let count = self.watched.len();
         self.watched.clear();
         for index in 0..count {
-            // One whose process has ended is off by itself.
+            // The kernel switches a thread off when its process ends.
             if self.files.text(&format!("{ADMIN}/{index}/state"))? == "on" {
                 self.put(&format!("{index}/state"), "off")?;
             }
@@ -104,7 +105,7 @@ impl Damon {
         Ok(())
     }
 
-    /// Ranges of the thread with this index, with how often they were seen accessed; ascending.
+    /// Returns the ranges of the thread with this index, ascending, each with how often it was seen accessed.
     fn ranges(&self, index: usize) -> io::Result<Vec<(u64, u64, u64)>> {
         let state = format!("{index}/state");
         // Returns when DAMON has counted to the end.
@@ -123,7 +124,7 @@ impl Damon {
     }
 }
 
-/// The program that uses DAMON through sysfs, if there is one.
+/// Returns the program that uses DAMON through sysfs, if there is one.
 ///
 /// # Errors
 /// It cannot be read.
@@ -138,8 +139,8 @@ pub fn in_use(files: &Files) -> io::Result<Option<String>> {
     Ok(None)
 }
 
-/// Spread what was seen of ranges over units of 2 MiB: each range's count in each unit it fills, less in one that it
-/// has only a part of, so that a whole range counts as much as its size and its count say.
+/// Spread the counts of ranges over units of 2 MiB. A unit that a range fills gets the range's count; a unit of which
+/// it has a part gets that part of it.
 fn spread(ranges: &[(u64, u64, u64)], state: &mut u64, each: &mut dyn FnMut(u64, u32)) {
     let mut carry = 0u128;
     for &(start, end, count) in ranges {
@@ -172,7 +173,7 @@ impl SampleSource for Damon {
         if processes.is_empty() {
             return Ok(());
         }
-        // Processes that end just now make DAMON refuse them: without them it is tried again.
+        // DAMON refuses processes that have just ended; it is tried again without them.
         self.start(processes).inspect_err(|_| {
             self.watched = processes.to_vec();
             let _ = self.stop();

@@ -11,27 +11,26 @@ pub mod scripted;
 
 use std::io;
 
-/// What was not sampled.
+/// Accesses that were not sampled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Missed {
     /// Samples that the kernel had no room for, as far as it says.
     pub lost: u64,
-    /// Times that what the kernel wrote was not understood.
+    /// Records of the kernel that were not understood.
     pub damaged: u64,
 }
 
-/// Gives samples: process, address, how many.
+/// A function that gets samples: process, address, number.
 pub type Each<'a> = dyn FnMut(u32, u64, u32) + 'a;
 
 /// A source of samples.
 pub trait SampleSource: Send {
-    /// As it stands in tables.
+    /// Its name in tables.
     fn name(&self) -> &'static str;
 
     /// Sample these processes from now on, and no other.
     ///
-    /// # Errors
-    /// The kernel refuses. A process that is gone is none.
+    /// # Errors The kernel refuses. A process that is gone is no error.
     fn watch(&mut self, processes: &[u32]) -> io::Result<()>;
 
     /// Take what was sampled since the last time.

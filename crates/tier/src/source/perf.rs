@@ -1,12 +1,12 @@
 //! Samples from the PMU, by perf: one event and one ring for each CPU (Demeter §3.2.2).
 //!
 //! Before: a CPU with PEBS, which in a guest needs a vPMU. After: virtual addresses of loads that took longer than a
-//! cache's. Each ring is drained when samples are taken: a program can no more drain at context switches than it can
+//! cache hit. Each ring is drained when samples are taken: a program can no more drain at context switches than it can
 //! keep its threads from being switched, so a ring holds what an epoch's worth of samples needs.
 //! Threads: the caller's. Units: one sample for each 4,093 events; core cycles.
-//! Promise: without such a CPU, opening says so.
+//! Promise: without such a CPU, opening returns the reason.
 //!
-//! No machine here has had the event: what is tested live is the same path with the event for page faults, and the
+//! The event has not been opened on any machine yet. Tests use the same path with the event for page faults, and the
 //! parser on the bytes of the ABI (`sys/src/perf/records.rs`).
 
 use std::io;
@@ -19,7 +19,7 @@ use crate::kernel_files::{Files, list};
 
 /// One sample for this number of events (§3.2.2).
 pub const PERIOD: u64 = 4093;
-/// Loads that take longer come from memory (§3.2.2: a cache's take 53.6 ns, those of memory 68.7 ns).
+/// Loads that take longer than this come from memory (§3.2.2: a cache's take 53.6 ns, those of memory 68.7 ns).
 pub const LEAST_NS: u64 = 64;
 /// Pages of a ring: 512 KiB, 9,362 samples.
 const PAGES: usize = 128;
@@ -31,17 +31,17 @@ pub struct Perf {
     watched: Vec<u32>,
 }
 
-/// What opening came to.
+/// Result of opening.
 #[derive(Debug)]
 pub enum Found {
     /// It samples.
     Perf(Perf),
-    /// Why it cannot, here.
+    /// The reason why it cannot sample here.
     Not(&'static str),
 }
 
 impl Perf {
-    /// Loads that took longer than a cache's.
+    /// Opens the event for loads that took longer than a cache hit.
     ///
     /// # Errors
     /// The kernel has no memory for it.
@@ -53,7 +53,7 @@ impl Perf {
         Self::open(files, Event::LoadLatency { cycles: cycles as u16 }, PERIOD)
     }
 
-    /// Any event.
+    /// Opens any event.
     ///
     /// # Errors
     /// The kernel has no memory for it.
@@ -125,7 +125,7 @@ mod tests {
             (ours, others)
         };
         let (seen, others) = touch(&[own], 0);
-        // An event that comes too often is stopped for a tick.
+        // The kernel stops an event that comes too often for a tick.
         assert!(seen > 0 && others == 0, "{seen} {others}");
         assert_eq!(touch(&[1], 100).0, 0);
     }

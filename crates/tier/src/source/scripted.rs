@@ -1,6 +1,6 @@
-//! A source that gives what it was told: for tests, and to replay a recording.
+//! A source with given samples, for tests and to replay a recording.
 //!
-//! Before: a list of samples for each epoch. After: they are given once, in that order, of processes that are watched.
+//! Before: a list of samples for each epoch. After: samples of watched processes were given once, in that order.
 //! Threads: none.
 
 use std::collections::VecDeque;
@@ -16,7 +16,7 @@ pub struct Scripted {
 }
 
 impl Scripted {
-    /// Epochs of `(process, address, samples)`.
+    /// A source with these epochs of `(process, address, samples)`.
     pub fn new(epochs: impl IntoIterator<Item = Vec<(u32, u64, u32)>>) -> Self {
         Self { epochs: epochs.into_iter().collect(), watched: Vec::new() }
     }

@@ -106,7 +106,7 @@ fn left_out(mut row: Row, measures: &str, bytes: u64, key: &str, why: &str) -> R
 fn ready(bench: &mut Bench, row: Row, kind: Kind, size: u64, huge: &mut HugePages, rounds: u32) -> Result<Row> {
     let room = machine::mem_available().unwrap_or_default() + huge.pages * HUGE_SIZE as u64;
     if room < 3 * size + SPARE.0 {
-        let why = format!("{} could be had, and {} are needed", Bytes(room), Bytes(3 * size + SPARE.0));
+        let why = format!("{} are available, and {} are needed", Bytes(room), Bytes(3 * size + SPARE.0));
         return Ok(left_out(row, "ready", size, "ready_us", &why));
     }
     let own = if kind == Kind::Hugetlb { size } else { 0 };

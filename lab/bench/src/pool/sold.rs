@@ -40,7 +40,7 @@ pub(super) fn row(mut row: Row, size: Bytes, rounds: u64, steps: u32) -> Result<
     Ok(row)
 }
 
-/// What VMs have, what is in their files and nobody's, their number, and how much memory they have looked through.
+/// Memory that VMs have, unused memory in their files, their number, and the memory that they have checked.
 fn measure(size: Bytes, rounds: u64, steps: u32) -> Result<[Vec<f64>; 4]> {
     own_mounts().context("Making a mount name space")?;
     let mut figures: [Vec<f64>; 4] = Default::default();

@@ -4,7 +4,7 @@
 //! what was moved for it. Nothing is timed: that share is computed from the stream's truth. Units: 2 MiB pages; an
 //! epoch is 500 ms. Promise: all ways see the same samples, begin with the same placement (memory was first touched in
 //! the order of its addresses, so the fast tier has the lowest), and those that move have the same bandwidth and
-//! reserve, but for LRU, which moves for nothing.
+//! reserve, except for LRU, which moves for free.
 
 use std::ops::ControlFlow;
 

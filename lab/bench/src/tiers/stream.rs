@@ -2,7 +2,7 @@
 //!
 //! Before: a seed. After: samples for classifiers, and the truth that they are judged by.
 //! Units: offsets in memory in bytes, shares of 1; an epoch is 500 ms. Promise: the same seed gives the same stream;
-//! truth is computed and not sampled, but for the graph, whose every access is counted.
+//! truth is computed and not sampled, except for the graph, whose every access is counted.
 
 use ballast_base::{HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT};
 

@@ -26,7 +26,7 @@ fn host_bytes(guest: &QemuGuest) -> u64 {
 fn until(what: &str, mut so: impl FnMut() -> bool) {
     let deadline = Instant::now() + TIMEOUT;
     while !so() {
-        assert!(Instant::now() < deadline, "waited in vain until {what}");
+        assert!(Instant::now() < deadline, "waited too long until {what}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }

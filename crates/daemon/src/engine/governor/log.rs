@@ -1,7 +1,7 @@
 //! The decision log: the last decisions about each VM, and their inputs.
 //!
-//! Before: the loop decided. After: `ballast explain`. Promise: it is bounded: equal decisions in a row are one record,
-//! a VM has at most [`MOST`], a VM that is gone has none.
+//! Before: the governor decided. After: `ballast explain`. Promise: it is bounded: equal decisions in a row are one
+//! record, a VM has at most [`MOST`], a VM that is gone has none.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::discriminant;
@@ -54,7 +54,7 @@ fn record(vm: &VmSample, decision: &Decision, plan: &Plan, unix_ms: u64) -> Deci
     }
 }
 
-/// Has the same policy come to the same limit for the same kinds of reasons? The figures in them may differ.
+/// Did the same policy decide the same limit for the same kinds of reasons? The figures in them may differ.
 fn says_the_same(last: &DecisionRecord, new: &DecisionRecord) -> bool {
     let kinds = |record: &DecisionRecord| record.decision.reasons.iter().map(discriminant).collect::<Vec<_>>();
     let outcome = |record: &DecisionRecord| (record.decision.action, record.decision.after_bytes());

@@ -1,4 +1,4 @@
-//! The control loop: once per tick, over all VMs: sample, decide, apply.
+//! The governor: once per tick, over all VMs: sample, decide, apply.
 //!
 //! ```text
 //! sample (counters) ─► decide (a policy, or a program with a lease) ─► apply (a word per VM, notify) ─► log, events
@@ -32,7 +32,7 @@ use crate::engine::served::Served;
 use log::Log;
 use sample::{Sampler, now_ms};
 
-/// The loop, for its thread and the API.
+/// The governor, for its thread and the API.
 pub struct Governor {
     inner: Mutex<Inner>,
     changed: Condvar,
@@ -97,7 +97,7 @@ impl Inner {
 }
 
 impl Governor {
-    /// A loop that is not running yet.
+    /// A governor that does not run yet.
     pub fn new(setup: Setup, keep: impl Fn(Setup) + Send + Sync + 'static) -> Self {
         let inner = Inner {
             setup,
@@ -118,7 +118,7 @@ impl Governor {
         Self { inner: Mutex::new(inner), changed: Condvar::new(), watch: OnceLock::new(), keep: Box::new(keep) }
     }
 
-    /// Start the loop's thread, which lives as long as the engine.
+    /// Start the governor's thread, which lives as long as the engine.
     pub fn start(self: &Arc<Self>, host: Arc<Host>, watch: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
         let _ = self.watch.set(watch);
         let governor = self.clone();
@@ -211,11 +211,11 @@ impl Governor {
         inner.last = Some(snapshot);
     }
 
-    /// Hold a VM until a look for other processes that map its RAM.
+    /// Hold a VM until a scan for foreign mappers is over.
     pub fn look(&self, served: &Arc<Served>) -> Result<(), String> {
         served.hold_unchecked();
         let is_sent = self.watch.get().is_some_and(|watch| watch.send(served.clone()).is_ok());
-        if is_sent { Ok(()) } else { Err("nobody can look who else maps its RAM: the watch has ended".into()) }
+        if is_sent { Ok(()) } else { Err("foreign mappers cannot be found: the watch has ended".into()) }
     }
 
     /// Give a VM the decided limit. Returns whether that changed anything.
@@ -230,7 +230,7 @@ impl Governor {
             return false;
         }
         if vm.effective_limit().is_none() && after.is_some_and(|after| after < vm.size().bytes()) {
-            // Nobody looks for foreign mappers while no page may be evicted, so look before the first one is.
+            // There are no scans for foreign mappers while no page may be evicted, so scan before the first eviction.
             if self.look(served).is_err() {
                 return false;
             }

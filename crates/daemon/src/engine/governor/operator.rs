@@ -13,7 +13,7 @@ const BEST_EFFORT: u64 = 2;
 /// The words of the state file: class, reservation, protect, shares plus one, headroom.
 pub fn write(settings: &Settings) -> [u64; SETTINGS] {
     let class = match settings.class {
-        // Each engine finds out anew whether a VM is pinned.
+        // Each engine finds out again whether a VM is pinned.
         Class::Burstable | Class::Pinned => 0,
         Class::Guaranteed => GUARANTEED,
         Class::BestEffort => BEST_EFFORT,

@@ -1,6 +1,6 @@
-//! Requests to the control loop: what the API shows and changes of it.
+//! Requests to the governor: what the API shows and changes of it.
 //!
-//! Before: an API thread has a request. After: the loop's state is read, or changed under the loop's lock.
+//! Before: an API thread has a request. After: the governor's state is read, or changed under its lock.
 //! Threads: API threads. Units: bytes; milliseconds of the monotonic clock.
 //! Promise: a change is checked as a whole before it is made, and no other thread changes such settings in between.
 
@@ -20,12 +20,12 @@ const LEASES_MS: std::ops::RangeInclusive<u64> = 100..=600_000;
 const MAX_NAME: usize = 64;
 
 impl Governor {
-    /// What policies look at.
+    /// The snapshot that policies read.
     pub fn snapshot(&self, host: &Host) -> Snapshot {
         self.lock().snapshot(host)
     }
 
-    /// What a policy, or the one in force, would do now.
+    /// The plan that a policy, or the one in force, would make now.
     pub fn dry_run(&self, host: &Host, kind: Option<Kind>) -> Result<Plan, String> {
         let (snapshot, mut state, setup) = {
             let mut inner = self.lock();
@@ -63,7 +63,7 @@ impl Governor {
         Ok(plan)
     }
 
-    /// The loop itself.
+    /// The state of the governor.
     pub fn stat(&self, host: &Host) -> PolicyStat {
         let inner = self.lock();
         let budget = inner.seen(host).host.budget_bytes;

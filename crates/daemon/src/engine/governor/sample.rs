@@ -1,7 +1,7 @@
 //! Sampling: the counters of all VMs as a [`Snapshot`].
 //!
-//! Before: the loop's tick, or an API request. After: a policy decides on it.
-//! Threads: the loop's, or an API thread, under the loop's lock; nothing here waits for a worker.
+//! Before: the governor's tick, or an API request. After: a policy decides on it.
+//! Threads: the governor's, or an API thread, under the governor's lock; nothing here waits for a worker.
 //! Promise: a VM that may not be reclaimed from now is included, with the reason.
 
 use std::collections::{HashMap, VecDeque};
@@ -133,8 +133,8 @@ fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, ela
             .or_else(|| Some(estimate(resident_bytes, came_back.saturating_mul(page_bytes), size_bytes))),
         page_bytes,
         restores,
-        away_page_ms: stats.get(Counter::AwayMs),
-        back_milli_hz: stats.get(Counter::BackMilliHz),
+        refault_page_ms: stats.get(Counter::RefaultMs),
+        refault_milli_hz: stats.get(Counter::RefaultMilliHz),
         stall,
         kernel_stall,
     };

@@ -143,7 +143,7 @@ proptest! {
         }
     }
 
-    /// Groups that always have something to do run for the same time, but for a quantum and the longest run.
+    /// Groups that always have something to do run for the same time, except for a quantum and the longest run.
     #[test]
     fn turns_are_fair_whatever_a_run_takes(
         runs in proptest::collection::vec((1..4000u64, 1..4000u64, 1..4000u64), 50..200),

@@ -356,7 +356,7 @@ fn of_those_that_stay_nowhere_some_go_to_a_worker_that_has_nothing_to_do() {
     clients.iter().for_each(|client| client.served.wait());
 }
 
-/// Keeps a CPU from all that is not real-time as long as it lives, but for what the kernel leaves them.
+/// Takes a CPU from all threads that are not real-time while it lives, except the share that the kernel reserves.
 struct Hog(Arc<AtomicBool>, Option<std::thread::JoinHandle<()>>);
 
 impl Hog {
@@ -498,7 +498,7 @@ fn each_input_is_followed_by_a_visit_while_servers_do_anything_and_come_and_go()
                     client.served.close();
                     client.served.wait();
                     assert_eq!(client.told.ended.load(Ordering::SeqCst), 1, "seed {seed:#x}");
-                    // The same descriptor is served again, as that of a VM that comes back.
+                    // The same descriptor is served again, as if its VM attached again.
                     clients[at] = erratic(&servers, &fds[at], rng.below(u64::MAX));
                 }
                 1 | 2 => {

@@ -1,4 +1,4 @@
-//! What the API says about the control loop: who decides, what was decided, what another program wants.
+//! The governor in the API: its settings, its decisions, and plans of another program.
 //!
 //! Before: `daemon` runs the loop; snapshots and plans are those of `ballast-policy`. After: JSON, and the OpenAPI
 //! document. Units: in the field names.
@@ -9,16 +9,16 @@ use utoipa::ToSchema;
 
 use crate::types::present;
 
-/// The control loop.
+/// State of the governor.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PolicyStat {
     /// The policy.
     pub policy: Kind,
     /// How often.
     pub tick_ms: u64,
-    /// DRAM for all guests together, as set; null is what the host can spare.
+    /// DRAM for all guests together, as set; null: as much as the host can spare.
     pub budget_bytes: Option<u64>,
-    /// The same, as it is now.
+    /// The value in effect.
     pub effective_budget_bytes: u64,
     /// Maestro: over how long faults count.
     pub window_ms: u64,
@@ -26,28 +26,28 @@ pub struct PolicyStat {
     pub threshold: f64,
     /// Pressure: unused allowance a VM keeps.
     pub watermark_bytes: u64,
-    /// How hard-pressed the host is; null while nobody decides.
+    /// Pressure on the host's memory; null while no policy decides.
     pub state: Option<HostState>,
-    /// At the present rate, when no memory is free any more; null if never.
+    /// Time until no memory is free at the present rate; null if never.
     pub exhaustion_ms: Option<u64>,
-    /// Another program decides, for as long as this.
+    /// The lease of a program that decides instead of the policy; null if there is none.
     pub lease: Option<LeaseStat>,
-    /// Decisions since this engine started.
+    /// Ticks since this engine started.
     pub ticks: u64,
-    /// Limits they changed.
+    /// Limits changed in these ticks.
     pub changed_limits: u64,
 }
 
 /// Another program's right to decide.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LeaseStat {
-    /// What it calls itself.
+    /// Name of the program.
     pub holder: String,
-    /// It must put another plan before this is over.
+    /// Time in which it must put another plan.
     pub left_ms: u64,
 }
 
-/// A change to the control loop. Only the keys that are present change anything; unknown keys are refused.
+/// A change to the governor. Only the keys that are present change anything; unknown keys are refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PolicyPatch {
@@ -57,7 +57,7 @@ pub struct PolicyPatch {
     /// How often.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tick_ms: Option<u64>,
-    /// DRAM for all guests together, or null for what the host can spare.
+    /// DRAM for all guests together; null: as much as the host can spare.
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<u64>)]
     pub budget_bytes: Option<Option<u64>>,
@@ -72,25 +72,25 @@ pub struct PolicyPatch {
     pub watermark_bytes: Option<u64>,
 }
 
-/// What another program wants. It decides until the lease is over; to go on, it puts another plan before that.
+/// A plan of another program. The program decides until the lease ends; to go on, it puts another plan before that.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PlanRequest {
-    /// What the program calls itself: up to 64 letters, digits, `.`, `_` and `-`.
+    /// Name of the program: up to 64 letters, digits, `.`, `_` and `-`.
     pub policy: String,
-    /// For how long it decides: 100 ms to 10 minutes.
+    /// Length of the lease: 100 ms to 10 minutes.
     pub lease_ms: u64,
-    /// VMs that are not named stay as they are.
+    /// Limits by VM. VMs that are not named keep theirs.
     pub limits: Vec<PlanLimit>,
 }
 
-/// One VM in it.
+/// The limit of one VM in a plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PlanLimit {
     /// The VM.
     pub name: String,
-    /// What it may have; rounded down to whole pages.
+    /// The limit; rounded down to whole pages.
     pub limit_bytes: u64,
 }
 
@@ -101,15 +101,15 @@ pub struct DecisionRecord {
     pub first_unix_ms: u64,
     /// When it was last made.
     pub last_unix_ms: u64,
-    /// How often in a row.
+    /// How often it was made in a row.
     pub times: u64,
     /// The policy or program that decided.
     pub policy: String,
-    /// How hard-pressed the host was, the last time.
+    /// Pressure on the host's memory, the last time.
     pub host_state: HostState,
-    /// What was known of the VM, the last time.
+    /// The sample of the VM, the last time.
     pub vm: VmSample,
-    /// What was decided, the last time.
+    /// The decision, the last time.
     pub decision: Decision,
     /// Its reasons in words, in the same order.
     pub sentences: Vec<String>,

@@ -1,4 +1,4 @@
-//! The control loop's part of the API: snapshot, plan, policy, decisions.
+//! The governor's part of the API: snapshot, plan, policy, decisions.
 //!
 //! Before: `routes` mounts it. After: the engine's governor serves it.
 //! Promise: as for the other routes; a plan that breaks a rule is 422 with the rule.
