@@ -1,11 +1,11 @@
 #!/bin/sh
-# Run statically linked programs on another kernel than this machine's: inside QEMU's emulated AMD CPU, which has nested
-# SVM.
+# Run programs on another kernel than this machine's: inside QEMU's emulated AMD CPU, which has nested SVM. Programs and
+# FILES are copied without debug information, and with the shared libraries they load.
 #
 #   in-qemu.sh KERNEL COMMAND...
 #
 # KERNEL   a kernel image (Debian's cloud kernel: /boot/vmlinuz-*)
-# COMMAND  one word per command: "path/to/static-binary argument ..."; run in order, with REQUIRE as it is here
+# COMMAND  one word per command: "path/to/program argument ..."; run in order, with REQUIRE as it is here
 #
 # Environment: MODULES (none: files to load, in this order, .ko or .ko.xz), FILES (none: files that the machine has
 #              under the same path), QEMU_MEMORY (2G), QEMU_CPUS (2), QEMU_MACHINE (q35), QEMU_ARGS (none: more words
@@ -14,7 +14,7 @@
 set -eu
 
 if [ $# -lt 2 ]; then
-    sed -n '4,7s/^# \{0,1\}//p' "$0" >&2
+    sed -n '5,8s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 kernel=$1
@@ -41,10 +41,21 @@ for file in ${MODULES:-}; do
     esac
 done
 
+# copy PROGRAM TO: the program, and what it loads if it is not statically linked.
+copy() {
+    strip --strip-debug -o "$2" "$1"
+    loaded=$(ldd "$1" 2>/dev/null | sed -n 's/.*[[:space:]]\(\/[^ ]*\) (0x[0-9a-f]*)$/\1/p')
+    for library in $loaded; do
+        [ ! -e "$root$library" ] || continue
+        mkdir -p "$root$(dirname "$library")"
+        cp -L "$library" "$root$library"
+    done
+}
+
 for file in ${FILES:-}; do
     file=$(realpath "$file")
     mkdir -p "$root/files$(dirname "$file")"
-    cp "$file" "$root/files$file"
+    copy "$file" "$root/files$file"
 done
 
 # /init is process 1: devices, modules, the commands one by one, then power off. The last line it prints is the answer.
@@ -80,7 +91,7 @@ INIT
         binary=${command%% *}
         [ -x "$binary" ] || { echo "in-qemu: no program $binary" >&2; exit 3; }
         name=$number-$(basename "$binary")
-        cp "$binary" "$root/bin/$name"
+        copy "$binary" "$root/bin/$name"
         case $command in *" "*) arguments=${command#* } ;; *) arguments= ;; esac
         echo "run $number $name $arguments"
     done

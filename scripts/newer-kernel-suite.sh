@@ -1,7 +1,7 @@
 #!/bin/bash
 # What depends on the kernel, on a newer one than this machine's: the tests of sys and of pager that need only memory,
-# those of the pool, and those of memory that fails, statically linked, inside QEMU. Above all those of userfaultfd's
-# read-write protection (Linux 7.3).
+# those of the pool, and those of memory that fails, inside QEMU. Above all those of userfaultfd's read-write protection
+# (Linux 7.3).
 #
 # The kernel is the newest that Debian had for its stable release when this ran first. It is unpacked into
 # target/guest/newer and never installed; `--refresh` fetches it again.
@@ -20,16 +20,10 @@ done
 scripts/guest-kernel.sh trixie-backports "$out" "${1:-}" || skip "the kernel cannot be fetched"
 echo "newer kernel: Linux $(cat "$out/kernel-release")"
 
-target=target/static
-build() {
-    RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target \
-        cargo build --target x86_64-unknown-linux-gnu "$@"
-}
-build -p ballast-sys -p ballast-pager -p ballast-reserve --tests
-build -p ballast-store -p ballast-daemon --test arena_memory --test engine_memory --bin ballastd
-# The newest program of this name is the one just built.
-program() { ls -t "$target/x86_64-unknown-linux-gnu/debug/deps/$1"-* | grep -v '\.d$' | head -n 1; }
-export FILES=$target/x86_64-unknown-linux-gnu/debug/ballastd
+# The programs that the other suites run, too: nothing is compiled for this one alone.
+programs=$(cargo test --workspace --no-run 2>&1 | sed -n 's/^ *Executable .*(\(.*\))$/\1/p')
+program() { echo "$programs" | grep "/$1-[0-9a-f]*$" | head -n 1; }
+export FILES=target/debug/ballastd
 QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=rwp,uffd,collapse,hwpoison scripts/in-qemu.sh "$out/vmlinuz" \
     "$(program ballast_sys) remote" "$(program unregister)" "$(program answered)" "$(program rwp)" \
     "$(program track)" "$(program coalesce)" "$(program shard)" "$(program native)" "$(program memory_error)" \
