@@ -6,6 +6,7 @@
 
 mod common;
 
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -187,6 +188,43 @@ fn what_is_no_engine_or_refuses_or_says_nothing_changes_nothing() {
     assert_eq!(daemon.host().engine_pid, before);
     assert_eq!(daemon.host().engine_restarts, 0);
     guest.finish();
+}
+
+/// The state file of this VM, as its VMM has it.
+fn state_file_of(guest: &Guest) -> std::fs::File {
+    let fds = std::fs::read_dir(format!("/proc/{}/fd", guest.pid())).expect("the guest runs");
+    let is_one = |path: &PathBuf| {
+        std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("memfd:ballast-state"))
+    };
+    let path = fds.flatten().map(|entry| entry.path()).find(is_one).expect("it has one");
+    std::fs::File::options().read(true).write(true).open(path).expect("open it anew")
+}
+
+#[test]
+fn a_vm_that_the_successor_cannot_read_is_named_and_all_stay_with_the_engine_that_serves_them() {
+    let daemon = Daemon::start(QUICK);
+    let guests = ["one", "two", "three"].map(|name| Guest::start(&daemon, name, BUSY));
+    let before = daemon.host().engine_pid;
+    // The least reader of a layout: bytes 12 and 13 of the file.
+    let (file, mut least) = (state_file_of(&guests[1]), [0; 2]);
+    file.read_exact_at(&mut least, 12).expect("read");
+    file.write_all_at(&999_u16.to_le_bytes(), 12).expect("written");
+    for _ in 0..2 {
+        begin(&daemon, &next_build());
+        let now = ended(&daemon);
+        let is_named = now.message.contains("it cannot serve VM two") && now.message.contains("999");
+        assert!(now.stage == UpgradeStage::Failed && is_named, "{now:?}\n{}", daemon.log());
+        assert_eq!((now.moved, daemon.host().engine_pid), (0, before), "{}", daemon.log());
+        for name in ["one", "two", "three"] {
+            moves(&daemon, name);
+        }
+    }
+    file.write_all_at(&least, 12).expect("written");
+    begin(&daemon, &next_build());
+    let now = ended(&daemon);
+    assert_eq!((now.stage, now.moved), (UpgradeStage::Done, 3), "{now:?}\n{}", daemon.log());
+    moves(&daemon, "two");
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
 
 /// Children of the keeper that are not dead.
