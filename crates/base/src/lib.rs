@@ -37,6 +37,7 @@
 #![forbid(unsafe_code)]
 
 pub mod extent;
+pub mod extents;
 pub mod fill;
 pub mod format;
 pub mod guest;
@@ -46,6 +47,7 @@ pub mod store;
 pub mod units;
 pub mod wire;
 
-pub use extent::{Extent, Extents};
+pub use extent::Extent;
+pub use extents::Extents;
 pub use range::PageRange;
 pub use units::{Bytes, GIB, HUGE_SIZE, Hva, KIB, MIB, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::extent::Extents;
+use crate::extents::Extents;
 use crate::format::{Format, Message};
 use crate::units::Bytes;
 use crate::wire::MAX_FILES;
@@ -167,6 +167,7 @@ mod tests {
 
     #[test]
     fn messages_are_these_bytes_in_version_2() {
+        assert_eq!(FORMAT.version, 2, "raise FORMAT, and put what is said now here");
         let hex = |bytes: Vec<u8>| bytes[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let take = Take { name: "vm".into(), size: Bytes(5), pages: Pages::Gib, nodes: Nodes::One(7) };
         assert_eq!(hex(encode(&take)), "02766d05020107");

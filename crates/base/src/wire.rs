@@ -12,7 +12,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::extent::{Extent, Extents, MAX_EXTENTS};
+use crate::extent::{Extent, MAX_EXTENTS};
+use crate::extents::Extents;
 use crate::format::{Format, Message};
 pub use crate::format::{WireError, decode, encode, version_of};
 use crate::guest::GuestRange;

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use ballast_base::extent::Piece;
+use ballast_base::extents::Piece;
 use ballast_base::store::PageBytes;
 use ballast_base::{Bytes, Extents, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_page::memory::{Punched, ReadOutcome, punch_until_gone};
