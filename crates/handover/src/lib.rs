@@ -9,8 +9,8 @@
 //! head of a store's file, and tells which file on a disk an index belongs to; its contents are in `ballast-store`.
 //!
 //! [`kept`] is the whole state of a keeper, for the next program in the same process. [`orders`] are the messages
-//! between keeper and engine. Both also examine other processes: [`watch`] finds those that map a VM's RAM without
-//! being attached, [`sleep`] finds what a thread sleeps over.
+//! between keeper and engine, [`upgrading`] what they say of an upgrade. Both also examine other processes: [`watch`]
+//! finds those that map a VM's RAM without being attached, [`sleep`] finds what a thread sleeps over.
 #![forbid(unsafe_code)]
 
 pub mod arena;
@@ -27,4 +27,5 @@ pub mod sleep;
 pub mod state_file;
 pub mod table;
 pub mod threads;
+pub mod upgrading;
 pub mod watch;

@@ -1,5 +1,10 @@
 //! Messages between keeper and engine, on the socket that is the engine's standard input.
 //!
+//! Before: one of the two has something to say. After: the other one does it; an order with a number gets a reply.
+//! Threads: the keeper's one, and the engine's first. Units: in the field names.
+//! Promise: a message that the reader must not ignore and cannot read is refused by name; any other unknown one is left
+//! out. The bytes of each message are those of `FORMAT`'s version, which a test compares.
+//!
 //! Framed like the client's messages (`base::format`), with versions of their own: the engine is started from the same
 //! file as the keeper, from the one that replaced it, or from the one that an operator named for an upgrade. An engine
 //! that cannot read its first order says so and ends; a restart of the keeper helps.
@@ -8,6 +13,8 @@ use ballast_base::Hva;
 use ballast_base::format::{Format, Message};
 use ballast_base::wire::{Span, StoreFiles, VmId};
 use serde::{Deserialize, Serialize};
+
+use crate::upgrading::Upgrading;
 
 /// The messages in this file. Version 6: the engine's settings are bytes. Version 7: counted descriptors, regions of
 /// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
@@ -32,51 +39,6 @@ pub struct Begin {
     pub since_unix_s: u64,
     /// The engine's settings, in a format of the engine's own: the keeper passes them on.
     pub settings: Vec<u8>,
-}
-
-/// The state of an upgrade.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Upgrading {
-    /// Counts the upgrades of this keeper; 0 before the first.
-    pub number: u64,
-    /// The program of the successor.
-    pub program: String,
-    /// See [`Stage`].
-    pub stage: Stage,
-    /// VMs that there were when it began.
-    pub vms: u32,
-    /// VMs that the successor has looked through.
-    pub checked: u32,
-    /// VMs that the successor serves.
-    pub moved: u32,
-    /// How long it has taken.
-    pub took_us: u64,
-    /// The longest time for which no engine served a VM.
-    pub longest_gap_us: u64,
-    /// Why it failed, or another note.
-    pub message: String,
-    /// Whether the keeper was replaced, too, or why not; nothing before that is known.
-    pub keeper: Option<Result<(), String>>,
-    /// The longest time for which two engines had a VM.
-    pub longest_switch_us: u64,
-}
-
-/// Where an upgrade is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Stage {
-    /// There was none.
-    #[default]
-    None,
-    /// The successor looks at every VM, and changes nothing.
-    Checking,
-    /// VMs go to the successor, one after the other.
-    Switching,
-    /// The last engine is to have all VMs again.
-    Returning,
-    /// The successor serves; its predecessor is gone.
-    Done,
-    /// The last engine serves as before.
-    Failed,
 }
 
 /// Keeper to engine.

@@ -31,15 +31,17 @@ use std::sync::{Arc, Mutex};
 
 use ballast_base::format::{Format, Stamp};
 use ballast_base::wire::{MAX_NAME, MAX_REGIONS, VmId};
-use ballast_base::{Bytes, Extents, PAGE_SIZE, PageIdx, PageRange};
-use ballast_sys::memfd::{self, FileId};
+use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_sys::Mapping;
+use ballast_sys::memfd::{self, create};
 use ballast_sys::memory_error::{self, Fill, Losses, PageCopy, Survival, Surviving};
-use ballast_sys::{Mapping, memfd::create};
 
 use crate::records;
 pub use crate::records::RegionRecord;
-use crate::table::{Lost, flags_len, table_len};
+use crate::table::Lost;
 use crate::threads::{self, ThreadList};
+
+mod regions;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
@@ -319,20 +321,6 @@ impl StateFile {
         self.header.losses()
     }
 
-    /// The regions, removed ones included: a region's number is its index.
-    pub fn regions(&self) -> Vec<RegionRecord> {
-        let count = (self.get(Field::RegionCount) as usize).min(MAX_REGIONS);
-        let mut known = self.records.lock().expect("no panic while held");
-        while known.len() < count {
-            // Another process, the keeper, has added it. One that cannot be read counts as absent.
-            let size = memfd::size(&self.fd).map_or(0, |size| size.0);
-            let Ok(record) = records::read(self.record_words(known.len()), &self.fd, size) else { break };
-            known.push(record);
-        }
-        let of = |(index, record): (usize, &RegionRecord)| record.at_end(self.record_words(index));
-        known.iter().enumerate().map(of).collect()
-    }
-
     /// See `guest`.
     pub(crate) fn guest_words(&self) -> &[AtomicU64] {
         self.header.words(GUEST_OFFSET, GUEST_WORDS)
@@ -340,99 +328,6 @@ impl StateFile {
 
     pub(crate) fn secret_words(&self) -> &[AtomicU64] {
         self.header.words(SECRET_OFFSET, SECRET_WORDS)
-    }
-
-    fn record_words(&self, index: usize) -> &[AtomicU64] {
-        self.header.words(REGIONS_OFFSET + index * REGION_RECORD, records::WORDS)
-    }
-
-    /// Make room for one more region, of these extents of these files, and return its number.
-    pub fn add_region(
-        &self,
-        files: &[FileId],
-        extents: &Extents,
-        guest_address: Option<u64>,
-    ) -> Result<u32, StateError> {
-        let index = self.get(Field::RegionCount) as usize;
-        if index >= MAX_REGIONS {
-            return Err(StateError::Invalid(format!("a VM may have at most {MAX_REGIONS} regions in its life")));
-        }
-        if extents.files() > files.len() {
-            return Err(StateError::Invalid("a region has an extent of a file that is not there".into()));
-        }
-        let table_offset = self.get(Field::End);
-        let lists_offset = table_offset + table_len(extents.pages());
-        let lists = records::lists(files, extents);
-        let end = lists_offset + lists.len() as u64;
-        // What a region left there that was not added in the end must not be taken for this one's words.
-        rustix::fs::ftruncate(&self.fd, table_offset).map_err(io::Error::from)?;
-        rustix::fs::ftruncate(&self.fd, end).map_err(io::Error::from)?;
-        records::write_lists(&self.fd, lists_offset, &lists)?;
-        let values = records::words(files, extents, guest_address, table_offset, lists_offset);
-        for (word, value) in self.record_words(index).iter().zip(values) {
-            word.store(value, Ordering::Release);
-        }
-        self.set(Field::End, end);
-        self.set(Field::RegionCount, index as u64 + 1);
-        self.remember();
-        Ok(index as u32)
-    }
-
-    /// Note that a region was unplugged.
-    pub fn remove_region(&self, index: u32) {
-        self.record_words(index as usize)[records::END].store(records::UNPLUGGED, Ordering::Release);
-        self.remember();
-    }
-
-    /// Note that a region counts as unplugged, because no process has brought its RAM back.
-    pub fn give_up_region(&self, index: u32) {
-        self.record_words(index as usize)[records::END].store(records::GIVEN_UP, Ordering::Release);
-        self.remember();
-    }
-
-    /// Map a region's table.
-    ///
-    /// # Errors
-    /// The kernel refuses.
-    pub fn map_table(&self, record: &RegionRecord, lost: Lost) -> io::Result<Surviving> {
-        let (offset, len) = (record.table_offset, table_len(record.pages()) as usize);
-        let flags = (flags_len(record.pages()) as usize, Fill::Pattern(lost.flags));
-        let fills = vec![flags, (len, Fill::Pattern(lost.word))];
-        let journal = Some((self.header.clone(), Field::Journal as usize * 8));
-        let survival = Survival { file: self.fd.clone(), offset, fills, journal };
-        Ok(Surviving::new(Mapping::shared(&*self.fd, offset, len)?, survival))
-    }
-
-    /// Ranges of a region's words that were ever written, as page ranges: the rest is Resident, age 0.
-    pub fn written_words(&self, record: &RegionRecord) -> io::Result<Vec<PageRange>> {
-        let words_start = record.words_at();
-        let words_end = words_start + record.pages().0 * 8;
-        let mut ranges = Vec::new();
-        let mut at = words_start;
-        while let Some((start, end)) = memfd::next_data(&self.fd, at)? {
-            if start >= words_end {
-                break;
-            }
-            let page = |offset: u64| PageIdx((offset - words_start) / 8);
-            ranges.push(PageRange::new(page(start), page(end.min(words_end))));
-            at = end;
-        }
-        Ok(ranges)
-    }
-
-    /// Return the memory of a region's words: all say Resident, age 0, from now on. Nobody may use them meanwhile.
-    ///
-    /// # Errors
-    /// If the kernel refuses; then some may be left.
-    pub fn forget_words(&self, record: &RegionRecord) -> io::Result<()> {
-        memfd::punch(&self.fd, record.words_at(), record.table_end() - record.words_at())
-    }
-
-    /// Have all its regions been unplugged or given up, and some given up? Then no process can be served of them any
-    /// more.
-    pub fn is_given_up(&self) -> bool {
-        let regions = self.regions();
-        regions.iter().any(|region| region.given_up) && regions.iter().all(|region| region.removed)
     }
 
     pub(crate) fn thread_list(&self) -> ThreadList<'_> {

@@ -9,7 +9,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ballast_handover::orders::{Order, Upgrading};
+use ballast_handover::orders::Order;
+use ballast_handover::upgrading::Upgrading;
 use ballast_sys::spawn::{Child, Starter};
 
 use crate::client::Clients;

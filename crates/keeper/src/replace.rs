@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ballast_handover::kept::{Kept, Number};
-use ballast_handover::orders::Stage as Shown;
+use ballast_handover::upgrading::Stage as Shown;
 use ballast_sys::exec::{become_program, close_kept, duplicate, keep};
 use ballast_sys::spawn::Starter;
 

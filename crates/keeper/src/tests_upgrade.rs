@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::{self, VmId};
-use ballast_handover::orders::{Order, Report, Stage as Shown};
+use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_handover::table::Lost;
+use ballast_handover::upgrading::Stage as Shown;
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::process::Process;
 use ballast_sys::{memfd, scm};

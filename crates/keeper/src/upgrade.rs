@@ -13,7 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::{StoreFiles, VmId};
-use ballast_handover::orders::{Order, Stage as Shown, Upgrading};
+use ballast_handover::orders::Order;
+use ballast_handover::upgrading::{Stage as Shown, Upgrading};
 use ballast_sys::priority::run_first;
 
 use crate::closer::SentFd;

@@ -9,7 +9,8 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ballast_handover::orders::{Order, Stage as Shown, Upgrading};
+use ballast_handover::orders::Order;
+use ballast_handover::upgrading::{Stage as Shown, Upgrading};
 use ballast_sys::clock;
 use ballast_sys::priority::run_beside;
 use rustix::process::{Signal, pidfd_send_signal};

@@ -9,7 +9,7 @@ use std::time::Duration;
 use std::time::Instant;
 
 use ballast_base::wire::VmId;
-use ballast_handover::orders::Upgrading;
+use ballast_handover::upgrading::Upgrading;
 
 use crate::engine::{Engine, Who};
 use crate::stage::{Deadline, Stage};

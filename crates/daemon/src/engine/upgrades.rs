@@ -10,7 +10,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ballast_api::{UpgradeStage, UpgradeStat};
-use ballast_handover::orders::{Report, Stage, Upgrading};
+use ballast_handover::orders::Report;
+use ballast_handover::upgrading::{Stage, Upgrading};
 
 /// How long the keeper may take to reply whether it begins. It waits for no other process.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);

@@ -1,7 +1,10 @@
 //! A state file that several engines use in turn, and damaged ones.
 
 use super::*;
+use crate::table::flags_len;
 use ballast_base::PageCount;
+use ballast_base::{Extents, PageIdx};
+use ballast_sys::memfd::FileId;
 use proptest::prelude::*;
 use std::os::unix::fs::FileExt;
 

@@ -1,0 +1,53 @@
+//! The state of an upgrade, as keeper and engines tell it to each other and to operators.
+//!
+//! Before: the keeper begins an upgrade, or a stage of it ends. After: each engine has this, and shows it.
+//! Threads: any; a plain value. Units: microseconds, in the field names.
+//! Promise: it is part of messages and of the keeper's record: a changed field raises the version of both (`orders`,
+//! `kept`).
+
+use serde::{Deserialize, Serialize};
+
+/// The state of an upgrade.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Upgrading {
+    /// Counts the upgrades of this keeper; 0 before the first.
+    pub number: u64,
+    /// The program of the successor.
+    pub program: String,
+    /// See [`Stage`].
+    pub stage: Stage,
+    /// VMs that there were when it began.
+    pub vms: u32,
+    /// VMs that the successor has looked through.
+    pub checked: u32,
+    /// VMs that the successor serves.
+    pub moved: u32,
+    /// How long it has taken.
+    pub took_us: u64,
+    /// The longest time for which no engine served a VM.
+    pub longest_gap_us: u64,
+    /// Why it failed, or another note.
+    pub message: String,
+    /// Whether the keeper was replaced, too, or why not; nothing before that is known.
+    pub keeper: Option<Result<(), String>>,
+    /// The longest time for which two engines had a VM.
+    pub longest_switch_us: u64,
+}
+
+/// Where an upgrade is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Stage {
+    /// There was none.
+    #[default]
+    None,
+    /// The successor looks at every VM, and changes nothing.
+    Checking,
+    /// VMs go to the successor, one after the other.
+    Switching,
+    /// The last engine is to have all VMs again.
+    Returning,
+    /// The successor serves; its predecessor is gone.
+    Done,
+    /// The last engine serves as before.
+    Failed,
+}
