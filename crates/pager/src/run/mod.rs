@@ -7,8 +7,10 @@
 //!
 //! [`queue`] decides which task runs next, without a thread or a clock; [`pool`] has the threads; [`listener`] waits
 //! for messages of clients. [`servers`] are the workers that guests wait for, one for each CPU; [`set`] is the set of
-//! descriptors that one of them serves, and [`serve`] the trait that they implement. Nothing here knows what a VM is.
+//! descriptors that one of them serves, with the `input` that it waits for, and [`serve`] the trait that they
+//! implement. Nothing here knows what a VM is.
 
+mod input;
 pub mod listener;
 pub mod pool;
 pub mod queue;

@@ -20,22 +20,17 @@
 //! Locks: the place of a slot, then one set, or its descriptor. None is held while a server is visited or ended.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::epoll::Event;
 
+use super::input::Input;
 use super::queue::{ById, GroupId, Next, Queue, TaskId};
 use super::serve::{After, BATCH, Serve};
-
-/// The event that wakes the worker; all others are numbers of slots.
-const WAKE: u64 = 0;
-/// One event for each input: while a worker is stuck in one slot's visit, that slot's input does not keep its set busy.
-const EDGE: EventFlags = EventFlags::IN.union(EventFlags::ET);
 
 /// A descriptor and its server.
 pub(super) struct Slot {
@@ -91,11 +86,9 @@ pub(super) struct Set {
     pub cpu: Option<usize>,
     /// It has one slot, whose server was stuck recently.
     pub is_apart: bool,
-    epoll: OwnedFd,
-    event: OwnedFd,
+    /// Whether its worker waits changes under the lock.
+    input: Input,
     inner: Mutex<Inner>,
-    /// Its worker waits. Changes under the lock.
-    is_idle: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -301,12 +294,8 @@ impl Slot {
 impl Set {
     /// An empty set, without a worker.
     pub fn new(cpu: Option<usize>, is_apart: bool) -> io::Result<Arc<Self>> {
-        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
-        // Never read: each write is an event.
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        epoll::add(&epoll, &event, EventData::new_u64(WAKE), EDGE)?;
         let inner = Inner { queue: Queue::new(BATCH), slots: ById::default(), worker: None, visit: None, visits: 0 };
-        Ok(Arc::new(Self { cpu, is_apart, epoll, event, inner: Mutex::new(inner), is_idle: AtomicBool::new(false) }))
+        Ok(Arc::new(Self { cpu, is_apart, input: Input::new()?, inner: Mutex::new(inner) }))
     }
 
     pub fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -316,13 +305,13 @@ impl Set {
     fn listen(&self, slot: &Slot) -> io::Result<()> {
         let fd = slot.fd.lock().expect("no panic while held");
         let fd = fd.as_ref().ok_or(io::ErrorKind::NotFound)?;
-        Ok(epoll::add(&self.epoll, (**fd).as_fd(), EventData::new_u64(slot.id.number()), EDGE)?)
+        self.input.add((**fd).as_fd(), slot.id.number())
     }
 
     fn unlisten(&self, slot: &Slot) {
         if let Some(fd) = &*slot.fd.lock().expect("no panic while held") {
-            // A slot that is not known to the set is not visited, whatever the result.
-            let _ = epoll::delete(&self.epoll, (**fd).as_fd());
+            // A slot that is not known to the set is not visited, even if it stayed there.
+            self.input.remove((**fd).as_fd());
         }
     }
 
@@ -350,9 +339,7 @@ impl Set {
 
     /// There is something to do, or to leave.
     pub fn wake(&self) {
-        if self.is_idle.swap(false, Ordering::SeqCst) {
-            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
-        }
+        self.input.wake();
     }
 
     /// Ends its worker: the set and the worker would keep each other for ever.
@@ -362,7 +349,7 @@ impl Set {
 
     /// Does its worker wait?
     pub fn is_idle(&self) -> bool {
-        self.is_idle.load(Ordering::Relaxed)
+        self.input.is_waiting()
     }
 
     /// How many slots it has.
@@ -390,11 +377,7 @@ impl Set {
     pub fn waits(&self) -> Option<(u64, Arc<Worker>)> {
         let inner = self.lock();
         let worker = inner.worker.clone().filter(|_| inner.visit.is_none() && !inner.slots.is_empty())?;
-        let has_input = || {
-            let mut fds = [PollFd::new(&self.epoll, PollFlags::IN)];
-            poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
-        };
-        (inner.queue.is_ready() || has_input()).then_some((inner.visits, worker))
+        (inner.queue.is_ready() || self.input.is_there()).then_some((inner.visits, worker))
     }
 
     /// Waits for something to do, for its worker. `at_most`: the longest wait.
@@ -406,23 +389,18 @@ impl Set {
                 true => Some(Duration::ZERO),
                 false => {
                     // With the lock: a thread that adds or takes something from now on wakes us.
-                    self.is_idle.store(true, Ordering::SeqCst);
+                    self.input.begin_wait();
                     due.into_iter().chain(at_most).min()
                 }
             }
         };
-        let pause = pause.map(|pause| Timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos().into() });
-        events.clear();
-        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), pause.as_ref()) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+        self.input.wait(events, pause)
     }
 
     /// Begins the next visit, after these events.
     pub fn begin(&self, events: &[Event], now: Instant) -> Option<Arc<Slot>> {
         let mut inner = self.lock();
-        self.is_idle.store(false, Ordering::Relaxed);
+        self.input.end_wait();
         for event in events {
             let data = event.data;
             inner.queue.notify(TaskId::new(data.u64()));
