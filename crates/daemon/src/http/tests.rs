@@ -373,10 +373,13 @@ fn the_metrics_page_is_well_formed_and_sums_to_the_size() {
     assert_eq!(value("ballast_vm_status{domain=\"old\",status=\"halted\"}"), 1.0);
     assert_eq!(value("ballast_vm_status{domain=\"web\",status=\"halted\"}"), 0.0);
     assert!(!page.contains("ballast_vm_limit_bytes{"), "a limit is shown where there is none");
-    let names = metrics::HOST.iter().map(|metric| metric.name).chain(metrics::VM.iter().map(|metric| metric.name));
-    let names = names.chain(metrics::POOL.iter().map(|metric| metric.name));
-    let names = names.chain(metrics::HEAT.iter().map(|metric| metric.name));
-    for name in names.chain([metrics::FAULT_DURATION.name, metrics::RESTORE_STAGE.name]) {
+    let names = metrics::table::HOST
+        .iter()
+        .map(|metric| metric.name)
+        .chain(metrics::table::VM.iter().map(|metric| metric.name));
+    let names = names.chain(metrics::table::POOL.iter().map(|metric| metric.name));
+    let names = names.chain(metrics::table::HEAT.iter().map(|metric| metric.name));
+    for name in names.chain([metrics::table::FAULT_DURATION.name, metrics::table::RESTORE_STAGE.name]) {
         assert!(page.contains(&format!("# HELP {name} ")) && page.contains(&format!("# TYPE {name} ")), "{name}");
     }
     for line in page.lines().filter(|line| !line.starts_with('#')) {
@@ -388,11 +391,13 @@ fn the_metrics_page_is_well_formed_and_sums_to_the_size() {
 #[test]
 fn every_metric_is_documented_with_its_type_and_unit() {
     let document = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md"));
-    let ours = (metrics::HOST.iter().map(|metric| (metric.name, metric.kind)))
-        .chain(metrics::VM.iter().map(|metric| (metric.name, metric.kind)))
-        .chain(metrics::POOL.iter().map(|metric| (metric.name, metric.kind)))
-        .chain(metrics::HEAT.iter().map(|metric| (metric.name, metric.kind)))
-        .chain([&metrics::FAULT_DURATION, &metrics::RESTORE_STAGE].map(|metric| (metric.name, metric.kind)));
+    let ours = (metrics::table::HOST.iter().map(|metric| (metric.name, metric.kind)))
+        .chain(metrics::table::VM.iter().map(|metric| (metric.name, metric.kind)))
+        .chain(metrics::table::POOL.iter().map(|metric| (metric.name, metric.kind)))
+        .chain(metrics::table::HEAT.iter().map(|metric| (metric.name, metric.kind)))
+        .chain(
+            [&metrics::table::FAULT_DURATION, &metrics::table::RESTORE_STAGE].map(|metric| (metric.name, metric.kind)),
+        );
     let mut rows = 0;
     for (name, kind) in ours {
         rows += 1;
@@ -403,7 +408,7 @@ fn every_metric_is_documented_with_its_type_and_unit() {
         let stem = name.strip_suffix("_total").unwrap_or(name);
         let unit = ["bytes", "seconds"].into_iter().find(|unit| stem.ends_with(&format!("_{unit}"))).unwrap_or("1");
         assert_eq!(cells[3], unit, "the unit of {name} and its suffix differ");
-        assert_eq!(name.ends_with("_total"), kind == metrics::Kind::Counter, "{name} is a {kind}");
+        assert_eq!(name.ends_with("_total"), kind == metrics::metric::Kind::Counter, "{name} is a {kind}");
     }
     let documented = document.lines().filter(|line| line.starts_with("| `ballast_")).count();
     assert_eq!(documented, rows, "docs/metrics.md lists a metric that does not exist");

@@ -1,0 +1,213 @@
+//! One VM as the API's JSON types: where its memory is, what happened to it, how long that took.
+//!
+//! Before: [`super`] was asked for a VM. After: numbers read from counters, words and files.
+//! Threads: any; nothing here waits for a worker. Units: bytes and microseconds, in the field names.
+//! Promise: `size = resident + far + zero + untouched + poisoned`, because untouched is the remainder.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_api::{
+    AgentStat, AgentState, EngineTime, FaultCounts, GuestRange, Latency, PickedStat, Psi, ReclaimCounts, RegionStat,
+    RestoreStages, Stall, VmClass, VmStat, VmStatus,
+};
+use ballast_base::PageCount;
+use ballast_base::store::{FILE_STORE, REMOTE_STORE};
+use ballast_pager::agent::told;
+use ballast_pager::vm::region::Region;
+use ballast_pager::vm::stats::{self, Averages, Counter};
+use ballast_pager::vm::{MemoryBreakdown, Vm};
+
+use crate::engine::governor::operator;
+use crate::engine::served::Served;
+use crate::http::Histogram;
+
+/// The figures of a VM.
+pub(super) fn stat(served: &Served) -> VmStat {
+    let vm = &served.vm;
+    let stats = vm.stats();
+    let bytes = |counter| PageCount(stats.get(counter)).bytes().0;
+    let memory = vm.memory_breakdown();
+    let detail = served.store.usage_detail();
+    let usage = |number| vm.stores.get(number).map(|tier| tier.store.usage()).unwrap_or_default();
+    let (file, remote) = (usage(FILE_STORE), usage(REMOTE_STORE));
+    vm.pressure.sample(vm.stats(), Instant::now());
+    let averages = vm.pressure.averages();
+    let settings = operator::read(vm.state.settings());
+    let limit_bytes = vm.state.limit().map(|limit| limit.0);
+    VmStat {
+        name: vm.state.name(),
+        id: vm.state.id().to_string(),
+        pid: vm.views().first().map_or(0, |view| view.pid),
+        vmm: served.vmm.clone(),
+        class: if vm.is_pinned() { VmClass::Pinned } else { settings.class },
+        status: if vm.halted().is_some() {
+            VmStatus::Halted
+        } else if vm.views().is_empty() {
+            VmStatus::Recovering
+        } else if vm.held().is_some() && !vm.is_pinned() {
+            VmStatus::Blocked
+        } else {
+            VmStatus::Running
+        },
+        status_reason: vm.halted().map(str::to_owned).or_else(|| vm.held()),
+        size_bytes: memory.size.0,
+        limit_bytes,
+        target_bytes: vm.state.target().map(|target| target.0),
+        settings,
+        warnings: settings.warnings(memory.size.0, limit_bytes),
+        resident_bytes: memory.resident.0,
+        quarantine_bytes: bytes(Counter::Quarantined).min(memory.resident.0),
+        pinned_pages: vm.pinned.pages().0,
+        pinned_long_pages: vm.pinned.long().0,
+        far_bytes: memory.far.0,
+        // A page on its way has a copy that does not count yet.
+        far_file_bytes: PageCount(file.pages).bytes().0.min(memory.far.0),
+        far_remote_bytes: PageCount(remote.pages).bytes().0.min(memory.far.0),
+        zero_bytes: memory.zero.0,
+        untouched_bytes: memory.untouched.0,
+        poisoned_bytes: memory.poisoned.0,
+        registered_bytes: stats.get(Counter::RegisteredBytes),
+        store_bytes: served.store_bytes(),
+        file_bytes: file.bytes,
+        faults: FaultCounts {
+            minor: stats.get(Counter::FaultMinor),
+            restore: stats.get(Counter::FaultRestore),
+            restored_pages: stats.get(Counter::RestoredPages),
+            file: stats.get(Counter::FaultFile),
+            zero: stats.get(Counter::FaultZero),
+            zeroed_pages: stats.get(Counter::ZeroedPages),
+            fresh: stats.get(Counter::FaultFresh),
+            deferred: stats.get(Counter::FaultDeferred),
+            throttled: stats.get(Counter::Throttled),
+            throttled_us: stats.get(Counter::ThrottledNs) / 1000,
+        },
+        reclaim: ReclaimCounts {
+            zapped_pages: stats.get(Counter::Zapped),
+            evicted_pages: stats.get(Counter::Evicted),
+            evicted_zero_pages: stats.get(Counter::EvictedZero),
+            same_filled_pages: detail.same_filled_puts,
+            quarantine_hit_pages: stats.get(Counter::QuarantineHits),
+            aborted_pages: stats.get(Counter::Aborted),
+            discarded_pages: stats.get(Counter::Discarded),
+            store_full_events: stats.get(Counter::StoreFull),
+            failed_pages: stats.get(Counter::Failed),
+            prefetched_pages: stats.get(Counter::Prefetched),
+            spilled_pages: stats.get(Counter::Spilled),
+            coalesced_units: stats.get(Counter::Coalesced),
+            coalesce_refused: stats.get(Counter::CoalesceRefused),
+        },
+        restore_latency: latency(&stats.histogram(stats::Latency::Restore)),
+        restore_stages: RestoreStages {
+            queue: latency(&stats.stage(stats::Stage::Queue)),
+            lookup: latency(&stats.stage(stats::Stage::Lookup)),
+            read: latency(&stats.stage(stats::Stage::Read)),
+            install: latency(&stats.stage(stats::Stage::Install)),
+        },
+        fault_latency: latency(&stats.histogram(stats::Latency::Fault)),
+        stall: Stall {
+            some: psi(averages[0], stats.get(Counter::StallSomeNs)),
+            full: psi(averages[1], stats.get(Counter::StallFullNs)),
+        },
+        engine_time: EngineTime {
+            faults_us: stats.get(Counter::FaultWorkNs) / 1000,
+            tasks_us: stats.get(Counter::TaskCpuNs) / 1000,
+        },
+        regions: regions(vm, memory),
+        agent: agent(vm.agent().shown()),
+    }
+}
+
+/// What its guest's agent says, if its VMM shows the port of one.
+fn agent(shown: told::Shown) -> Option<AgentStat> {
+    let state = match shown.state {
+        told::State::NoPort => return None,
+        told::State::Silent => AgentState::Silent,
+        told::State::Idle => AgentState::Idle,
+        told::State::Reporting => AgentState::Reporting,
+        told::State::Ignored => AgentState::Ignored,
+    };
+    let picked = |picked: told::Picked| PickedStat { judged_pages: picked.judged, wrong_pages: picked.wrong };
+    let bytes = |pages: u64| pages.saturating_mul(ballast_base::PAGE_SIZE as u64);
+    let ignored = shown.ignored_until.map(|until| until.saturating_duration_since(Instant::now()).as_secs());
+    Some(AgentStat {
+        state,
+        ignored_s: ignored.filter(|_| state == AgentState::Ignored),
+        times_ignored: shown.times_ignored,
+        version: shown.version,
+        kernel: shown.kernel,
+        reports: shown.reports,
+        messages: shown.messages,
+        rejected_messages: shown.rejected_messages,
+        garbage_bytes: shown.garbage_bytes,
+        rejected_pages: shown.rejected_pages,
+        cold_bytes: bytes(shown.cold_pages),
+        free_bytes: bytes(shown.free_pages),
+        restored_pages: shown.restored_pages,
+        pieces: shown.pieces.0,
+        pieces_proved: shown.pieces.1,
+        guest_total_bytes: bytes(shown.tick.total),
+        guest_available_bytes: bytes(shown.tick.available),
+        guest_stall_us: shown.tick.stall_some_us,
+        cpu_us: shown.tick.cpu_us,
+        note: shown.tick.note,
+        by_agent: picked(shown.by_agent),
+        by_host: picked(shown.by_host),
+    })
+}
+
+/// The figures of each region. Those of an only region are the VM's; those of several are counted by their words.
+fn regions(vm: &Vm, whole: MemoryBreakdown) -> Vec<RegionStat> {
+    let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
+    let (only, records) = (regions.len() == 1, vm.state.regions());
+    let stat_of = |region: &Arc<Region>| {
+        let counted = || vm.memory_breakdown_of(region).unwrap_or(MemoryBreakdown::uncounted(region.pages()));
+        let memory = if only { whole } else { counted() };
+        RegionStat {
+            index: region.number,
+            size_bytes: memory.size.0,
+            resident_bytes: memory.resident.0,
+            far_bytes: memory.far.0,
+            zero_bytes: memory.zero.0,
+            untouched_bytes: memory.untouched.0,
+            poisoned_bytes: memory.poisoned.0,
+            guest_ranges: records.get(region.number as usize).map_or_else(Vec::new, |record| {
+                vm.state.guest_ranges(region.number, record).into_iter().map(guest_range).collect()
+            }),
+        }
+    };
+    regions.iter().map(stat_of).collect()
+}
+
+fn guest_range(range: ballast_base::guest::GuestRange) -> GuestRange {
+    GuestRange { guest_address: range.address, offset_bytes: range.offset.0, size_bytes: range.len.0 }
+}
+
+fn latency(histogram: &stats::Histogram) -> Latency {
+    let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
+    Latency {
+        count: histogram.count(),
+        p50_us: us(histogram.percentile_ns(50.0)),
+        p90_us: us(histogram.percentile_ns(90.0)),
+        p99_us: us(histogram.percentile_ns(99.0)),
+        max_us: us(histogram.max_ns),
+    }
+}
+
+fn psi(averages: Averages, total_ns: u64) -> Psi {
+    let Averages { avg10, avg60, avg300 } = averages;
+    Psi { avg10, avg60, avg300, total_us: total_ns / 1000 }
+}
+
+/// One bound per power of two, between these nanoseconds, keeps the page small; the finer buckets are for percentiles.
+pub(super) fn bounds(histogram: &stats::Histogram, between: std::ops::Range<u64>) -> Histogram {
+    let mut below = 0;
+    let mut buckets = Vec::new();
+    for (bucket, count) in histogram.counts.iter().enumerate() {
+        below += count;
+        if bucket % 16 == 15 && between.contains(&stats::upper_edge(bucket)) {
+            buckets.push(((stats::upper_edge(bucket) + 1) as f64 / 1e9, below));
+        }
+    }
+    Histogram { buckets, count: histogram.count(), sum_s: histogram.sum_ns as f64 / 1e9 }
+}

@@ -1,0 +1,50 @@
+//! A metric: its name, its kind, its help text, and where its samples come from.
+//!
+//! Before: nothing. After: `table` lists metrics, and the page writes them.
+//! Threads: any; plain values. Units: in the names. Promise: a sample is taken from one JSON type and nothing else, so a
+//! page of many metrics asks the engine once.
+
+use std::fmt;
+
+use ballast_api::{HostStat, PoolNode, VmHeat, VmStat};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::http) enum Kind {
+    Gauge,
+    Counter,
+    Histogram,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Gauge => "gauge",
+            Self::Counter => "counter",
+            Self::Histogram => "histogram",
+        })
+    }
+}
+
+/// One sample: labels beyond `domain`, and the value.
+pub(super) type Sample = (Vec<(&'static str, String)>, f64);
+
+/// A metric of the host: where its samples come from.
+pub(super) type HostSamples = fn(&HostStat) -> Vec<Sample>;
+/// A metric of a VM; every sample also gets the label `domain`.
+pub(super) type VmSamples = fn(&VmStat) -> Vec<Sample>;
+
+/// A metric of a node of the pool; every sample also gets the label `node`.
+pub(super) type PoolSamples = fn(&PoolNode) -> Vec<Sample>;
+/// A metric of a VM's heat, while somebody tracks it; every sample also gets the label `domain`.
+pub(super) type HeatSamples = fn(&VmHeat) -> Vec<Sample>;
+
+pub(in crate::http) struct Metric<S> {
+    pub(in crate::http) name: &'static str,
+    pub(in crate::http) kind: Kind,
+    pub(in crate::http) help: &'static str,
+    pub(super) samples: S,
+}
+
+pub(super) const fn metric<S>(name: &'static str, kind: Kind, help: &'static str, samples: S) -> Metric<S> {
+    Metric { name, kind, help, samples }
+}
