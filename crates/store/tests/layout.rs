@@ -7,11 +7,13 @@ use std::path::PathBuf;
 use ballast_base::format::{Format, Stamp};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageIdx};
+use ballast_handover::arena;
 use ballast_needs::skip;
 use ballast_store::{
-    Budget, FileOptions, FileStore, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store,
-    pages,
+    Budget, FileOptions, FileStore, GetOutcome, Group, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey,
+    Store, pages,
 };
+use ballast_sys::memfd;
 
 const STAMP: u64 = 8;
 
@@ -63,7 +65,7 @@ fn layout(store: &dyn Store, fd: &OwnedFd) -> String {
     format!("{} | {:?} | {}", handles.join(" "), counters(fd), words(fd).join(" "))
 }
 
-fn arena() -> (RamStore, OwnedFd) {
+fn ram_store() -> (RamStore, OwnedFd) {
     RamStore::create(RamOptions { max_slabs: 4, ..RamOptions::new(Budget::new(Bytes(1 << 20))) }).expect("store")
 }
 
@@ -79,7 +81,7 @@ fn file_store() -> Option<(FileStore, OwnedFd, OwnedFd)> {
 
 #[test]
 fn an_arena_is_laid_out_as_its_version_says() {
-    let (store, fd) = arena();
+    let (store, fd) = ram_store();
     let said = (RamStore::FORMAT.version, layout(&store, &fd));
     assert_eq!(said, (3, ARENA.to_owned()), "raise the version of the arena, and put what is there now into ARENA");
 }
@@ -99,6 +101,29 @@ fn an_index_is_laid_out_as_its_version_says() {
     let words: Vec<&str> = said.split(' ').filter(|word| !word.starts_with("40=")).collect();
     let said = (FileStore::FORMAT.version, words.join(" "));
     assert_eq!(said, (3, INDEX.to_owned()), "raise the version of the index, and put what is there now into INDEX");
+}
+
+#[test]
+fn a_groups_arena_is_laid_out_as_its_version_says() {
+    let fd = arena::create().expect("memfd");
+    let options = RamOptions { max_slabs: 4, ..RamOptions::new(Budget::new(Bytes(1 << 20))) };
+    let group = Group::open(&fd, options).expect("a group");
+    let opening = memfd::reopen(fd.as_fd(), true).expect("reopen");
+    arena::announce(&opening, key(0).region.vm).expect("announce");
+    let member = group.join(key(0).region.vm, opening, true).expect("room for a member");
+    let said = layout(&member, &fd);
+    // Which file it is seeds the checksums: the first word of a blob's header, and half of the second.
+    let masked = said.split(' ').map(|word| match word.split_once('=') {
+        Some((at @ ("10000" | "20000"), _)) => format!("{at}=checksum"),
+        Some((at @ ("10008" | "20008"), word)) => format!("{at}={}checksum", &word[..word.len() - 8]),
+        _ => word.to_owned(),
+    });
+    let said = (arena::GROUP.format.version, masked.collect::<Vec<_>>().join(" "));
+    assert_eq!(
+        said,
+        (1, GROUP.to_owned()),
+        "raise the version of the group's arena, and put what is there now into GROUP"
+    );
 }
 
 fn set_stamp(fd: &OwnedFd, stamp: Stamp) {
@@ -121,7 +146,7 @@ fn others(ours: Format) -> (Stamp, [Stamp; 2]) {
 
 #[test]
 fn an_arena_of_a_newer_version_opens_if_it_may_and_else_is_refused_and_left_as_it_was() {
-    let (store, fd) = arena();
+    let (store, fd) = ram_store();
     let page = pages::half_compressible(5);
     let handle = put(&store, 9, &page);
     drop(store);
@@ -165,7 +190,7 @@ fn an_index_of_a_newer_version_opens_if_it_may_and_else_is_refused_and_left_as_i
         let expected =
             format!("a file store index: it has version {version} and needs a reader of at least {least_reader}");
         assert!(said.contains(&expected), "{said}");
-        ballast_handover::arena::file_of(dup(&index)).expect_err("nor is it asked for its file");
+        arena::file_of(dup(&index)).expect_err("nor is it asked for its file");
         assert_eq!(words(&index), before, "who is refused changes nothing");
     }
     set_stamp(&index, readable);
@@ -182,6 +207,13 @@ const ARENA: &str = "aa55aa55aa 100000000 100000400 | [2, 1, 1, 0, 2, 101, 0, 0]
     20018=d0c0b0a09080706 20020=1514131211100f0e 20028=1d1c1b1a19181716 20030=2524232221201f1e \
     20038=2d2c2b2a29282726 20040=3534333231302f2e 20048=3d3c3b3a39383736 20050=ff00030707073f3e \
     20058=ffffffffffffffff 20060=50b4ffffffffffff 20068=707070707";
+
+const GROUP: &str = "aa55aa55aa 100000000 100000400 | [2, 0, 0, 0, 2, 101, 0, 0] | 0=50554f52474c4142 8=100000001 10=4 18=10000 \
+    20=2 28=2 800=707070707070707 1000=101 1008=1 1080=105 1088=1 10000=checksum 10008=1040008checksum \
+    10010=123456789abcdef 20000=checksum 20008=102005dchecksum 20010=5040302010034ff 20018=d0c0b0a09080706 \
+    20020=1514131211100f0e 20028=1d1c1b1a19181716 20030=2524232221201f1e 20038=2d2c2b2a29282726 \
+    20040=3534333231302f2e 20048=3d3c3b3a39383736 20050=ff00030707073f3e 20058=ffffffffffffffff \
+    20060=50b4ffffffffffff 20068=707070707";
 
 const INDEX: &str = "aa55aa55aa 100000000 100000001 | [2, 1, 0, 2, 0, 0, 0, 0] | 0=53454c49464c4142 8=300000003 10=2 \
     18=2000 20=1 28=1 30=device 38=inode 1000=201 1008=3 2000=b5b5104f33890eeb 2008=101100033446287 \

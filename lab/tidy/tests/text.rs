@@ -309,6 +309,26 @@ fn a_row_of_a_table_is_one_line() {
     none_is_left(&broken_rows());
 }
 
+/// Most lines of a source file of the product: a file has one idea, and a longer one has two.
+const LINES: usize = 450;
+
+/// Files of the product that are too long. Not counted are tests in files of their own, which are lists of claims that
+/// nobody reads from top to bottom, and the lab, whose benches are each one story.
+fn long_sources() -> Vec<String> {
+    let is_test = |name: &str| {
+        let file = name.rsplit('/').next().unwrap_or_default();
+        name.contains("/tests/") || file == "tests.rs" || file.starts_with("tests_")
+    };
+    let product = files(&[".rs"]).into_iter().filter(|(name, _)| name.starts_with("crates/") && !is_test(name));
+    let counted = product.map(|(name, text)| (name, text.lines().count()));
+    counted.filter(|(_, lines)| *lines > LINES).map(|(name, lines)| format!("{name}: {lines} lines")).collect()
+}
+
+#[test]
+fn no_source_file_of_the_product_is_longer_than_the_house() {
+    none_is_left(&long_sources());
+}
+
 /// Lines of prose, which are neither of a table nor of an example.
 fn wide_prose() -> Vec<String> {
     let mut said = Vec::new();
