@@ -11,8 +11,8 @@
 //!
 //! # Lock order
 //!
-//! A thread that holds one of these takes only those below it. A lock that is not in the list is a leaf: no other lock
-//! is taken under it.
+//! A thread that holds one of these takes only those below it. They are a part of the order of the whole engine, which
+//! ARCHITECTURE.md has: the governor's lock and that of a visit come before them, those of stores and notifiers after.
 //!
 //! | | Lock | Held for |
 //! |---|---|---|
