@@ -4,8 +4,8 @@
 //! number that the descriptor was added under.
 //! Threads: one waits; any adds, removes and wakes. Units: numbers of descriptors; 0 is the wake-up.
 //! Promise: a wake-up is not lost if the worker looks for work under the same lock as the others, and calls
-//! [`Input::begin_wait`] before it releases that lock. A worker that does not wait costs the one that wakes it no system
-//! call.
+//! [`Input::begin_wait`] before it releases that lock. A worker that does not wait costs the one that wakes it no
+//! system call.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};

@@ -1,8 +1,8 @@
 //! A metric: its name, its kind, its help text, and where its samples come from.
 //!
 //! Before: nothing. After: `table` lists metrics, and the page writes them.
-//! Threads: any; plain values. Units: in the names. Promise: a sample is taken from one JSON type and nothing else, so a
-//! page of many metrics asks the engine once.
+//! Threads: any; plain values. Units: in the names. Promise: a sample is taken from one JSON type and nothing else, so
+//! a page of many metrics asks the engine once.
 
 use std::fmt;
 

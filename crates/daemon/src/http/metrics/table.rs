@@ -1,8 +1,8 @@
 //! The table of all metrics: of the host, of the pool, of each VM and of its heat.
 //!
 //! Before: the API's JSON types. After: the page has a line for each sample; `docs/metrics.md` describes every name.
-//! Threads: any. Units: base units only (bytes, seconds). Promise: labels are bounded (names of VMs and nodes, and fixed
-//! words), and a test compares the names with the documentation.
+//! Threads: any. Units: base units only (bytes, seconds). Promise: labels are bounded (names of VMs and nodes, and
+//! fixed words), and a test compares the names with the documentation.
 
 use ballast_api::{AgentStat, AgentState, HostStat, RemoteNode, VmStat, VmStatus};
 use ballast_base::PAGE_SIZE;
