@@ -9,7 +9,7 @@ use std::fmt;
 use ballast_api::{HostStat, PoolNode, VmHeat, VmStat};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::http) enum Kind {
+pub(crate) enum Kind {
     Gauge,
     Counter,
     Histogram,
@@ -38,10 +38,10 @@ pub(super) type PoolSamples = fn(&PoolNode) -> Vec<Sample>;
 /// A metric of a VM's heat, while somebody tracks it; every sample also gets the label `domain`.
 pub(super) type HeatSamples = fn(&VmHeat) -> Vec<Sample>;
 
-pub(in crate::http) struct Metric<S> {
-    pub(in crate::http) name: &'static str,
-    pub(in crate::http) kind: Kind,
-    pub(in crate::http) help: &'static str,
+pub(crate) struct Metric<S> {
+    pub(crate) name: &'static str,
+    pub(crate) kind: Kind,
+    pub(crate) help: &'static str,
     pub(super) samples: S,
 }
 

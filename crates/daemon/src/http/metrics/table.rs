@@ -37,7 +37,7 @@ fn moved(from: &str, to: &str, cause: &str, count: u64) -> Sample {
     (labels, pages(count) as f64)
 }
 
-pub(in crate::http) const HOST: &[Metric<HostSamples>] = &[
+pub(crate) const HOST: &[Metric<HostSamples>] = &[
     metric("ballast_build_info", Kind::Gauge, "Always 1; the label names the engine's version.", |host| {
         vec![(vec![("version", host.version.clone())], 1.0)]
     }),
@@ -101,7 +101,7 @@ pub(in crate::http) const HOST: &[Metric<HostSamples>] = &[
     }),
 ];
 
-pub(in crate::http) const POOL: &[Metric<PoolSamples>] = &[
+pub(crate) const POOL: &[Metric<PoolSamples>] = &[
     metric("ballast_pool_reserved_bytes", Kind::Gauge, "Memory of the pool.", |node| one(node.reserved_bytes)),
     metric("ballast_pool_memory_bytes", Kind::Gauge, "The pool by what can be done with it.", |node| {
         let states = [
@@ -119,7 +119,7 @@ pub(in crate::http) const POOL: &[Metric<PoolSamples>] = &[
     }),
 ];
 
-pub(in crate::http) const VM: &[Metric<VmSamples>] = &[
+pub(crate) const VM: &[Metric<VmSamples>] = &[
     metric("ballast_vm_info", Kind::Gauge, "Always 1; the labels describe the VM.", |vm| {
         let labels = vec![("uuid", vm.id.clone()), ("vmm", vm.vmm.clone()), ("class", vm.class.to_string())];
         vec![(labels, 1.0)]
@@ -284,7 +284,7 @@ pub(in crate::http) const VM: &[Metric<VmSamples>] = &[
     }),
 ];
 
-pub(in crate::http) const HEAT: &[Metric<HeatSamples>] = &[
+pub(crate) const HEAT: &[Metric<HeatSamples>] = &[
     metric("ballast_vm_wss_bytes", Kind::Gauge, "Working set: touched within the last three cycles.", |heat| {
         one(heat.wss_bytes)
     }),
@@ -307,10 +307,10 @@ pub(in crate::http) const HEAT: &[Metric<HeatSamples>] = &[
     }),
 ];
 
-pub(in crate::http) const FAULT_DURATION: Metric<()> =
+pub(crate) const FAULT_DURATION: Metric<()> =
     metric("ballast_vm_fault_duration_seconds", Kind::Histogram, "Time to serve a fault: read to guest woken.", ());
 
-pub(in crate::http) const RESTORE_STAGE: Metric<()> = metric(
+pub(crate) const RESTORE_STAGE: Metric<()> = metric(
     "ballast_vm_restore_stage_seconds",
     Kind::Histogram,
     "Stages of restores, one restore in eight from RAM and all from disk.",
