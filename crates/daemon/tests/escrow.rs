@@ -7,7 +7,7 @@ use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 
 use common::guest::Guest;
-use common::raw::no_uffd;
+use common::raw::{files, no_uffd, open};
 use common::{Daemon, until};
 
 /// More is far than not.
@@ -17,12 +17,7 @@ const EMPTY_BYTES: u64 = 512 << 10;
 
 /// The files of this name that a process has open, as somebody keeps them who was sent them.
 fn kept(pid: u32, name: &str) -> Vec<File> {
-    let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("the guest runs");
-    let named = |path: &std::path::PathBuf| {
-        std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains(&format!("memfd:{name}")))
-    };
-    let paths = fds.flatten().map(|entry| entry.path()).filter(named);
-    paths.map(|path| File::open(path).expect("open it again")).collect()
+    files(pid, &format!("memfd:{name}")).iter().map(|path| open(path)).collect()
 }
 
 fn bytes(file: &File) -> u64 {

@@ -16,7 +16,7 @@ use ballast_store::{Budget, FileOptions, FileStore};
 use rustix::process::Signal;
 
 use common::guest::Guest;
-use common::raw::{Ram, no_uffd};
+use common::raw::{Ram, files, no_uffd, open};
 use common::{BUSY, Daemon, QUICK, moment, until};
 
 /// The same, with a policy that decides all the time.
@@ -190,23 +190,13 @@ fn what_is_no_engine_or_refuses_or_says_nothing_changes_nothing() {
     guest.finish();
 }
 
-/// The state file of this VM, as its VMM has it.
-fn state_file_of(guest: &Guest) -> std::fs::File {
-    let fds = std::fs::read_dir(format!("/proc/{}/fd", guest.pid())).expect("the guest runs");
-    let is_one = |path: &PathBuf| {
-        std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("memfd:ballast-state"))
-    };
-    let path = fds.flatten().map(|entry| entry.path()).find(is_one).expect("it has one");
-    std::fs::File::options().read(true).write(true).open(path).expect("open it anew")
-}
-
 #[test]
 fn a_vm_that_the_successor_cannot_read_is_named_and_all_stay_with_the_engine_that_serves_them() {
     let daemon = Daemon::start(QUICK);
     let guests = ["one", "two", "three"].map(|name| Guest::start(&daemon, name, BUSY));
     let before = daemon.host().engine_pid;
     // The least reader of a layout: bytes 12 and 13 of the file.
-    let (file, mut least) = (state_file_of(&guests[1]), [0; 2]);
+    let (file, mut least) = (open(&files(guests[1].pid(), "ballast-state")[0]), [0; 2]);
     file.read_exact_at(&mut least, 12).expect("read");
     file.write_all_at(&999_u16.to_le_bytes(), 12).expect("written");
     for _ in 0..2 {

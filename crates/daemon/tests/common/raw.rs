@@ -104,9 +104,9 @@ fn mark(page: u64) -> u64 {
     page * 7919 + 1
 }
 
-/// The engine's files with this name, in the order of their descriptors.
-pub fn files(engine: u32, name: &str) -> Vec<String> {
-    let mut found: Vec<(u32, String)> = std::fs::read_dir(format!("/proc/{engine}/fd"))
+/// The files with this name that a process has open, in the order of their descriptors.
+pub fn files(pid: u32, name: &str) -> Vec<String> {
+    let mut found: Vec<(u32, String)> = std::fs::read_dir(format!("/proc/{pid}/fd"))
         .expect("descriptors")
         .filter_map(|entry| {
             let path = entry.ok()?.path();
@@ -121,7 +121,7 @@ pub fn files(engine: u32, name: &str) -> Vec<String> {
 
 /// Open one of them.
 pub fn open(path: &str) -> File {
-    File::options().read(true).write(true).open(path).expect("open the engine's file")
+    File::options().read(true).write(true).open(path).expect("open the file again")
 }
 
 /// A VMM, or what says it is one.
