@@ -23,7 +23,7 @@ echo "newer kernel: Linux $(cat "$out/kernel-release")"
 # The programs that the other suites run, too: nothing is compiled for this one alone.
 programs=$(cargo test --workspace --no-run 2>&1 | sed -n 's/^ *Executable .*(\(.*\))$/\1/p')
 program() { echo "$programs" | grep "/$1-[0-9a-f]*$" | head -n 1; }
-export FILES=target/debug/ballastd
+export FILES=${CARGO_TARGET_DIR:-target}/debug/ballastd
 QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=rwp,uffd,collapse,hwpoison scripts/in-qemu.sh "$out/vmlinuz" \
     "$(program ballast_sys) remote" "$(program unregister)" "$(program answered)" "$(program rwp)" \
     "$(program track)" "$(program coalesce)" "$(program shard)" "$(program native)" "$(program memory_error)" \

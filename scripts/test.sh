@@ -12,13 +12,33 @@ log=target/test-log
 mkdir -p target
 : >"$log"
 
+# Tests make their files here. Short: a socket's path has at most 107 characters.
+TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/b.XXXX")
+export TMPDIR
+trap 'rm -rf "$TMPDIR"' EXIT
+
+# Which tests failed and what they said, once more at the end: the log is long.
+what_failed() {
+    echo "== failed: $1"
+    awk '/^failures:$/ { list = 1; next } /^test result: / { list = 0 } list && NF == 1 { print $1 }' "$log" |
+        while read -r test; do
+            echo "-- $test"
+            grep -F -A 12 -e "thread '$test'" "$log" | head -n 40 || true
+        done
+    # Whatever has no test of its own: a compiler, a script, a program that died.
+    grep -E '^(error|warning|SKIP|.*: line [0-9]+: )|signal: ' "$log" | tail -n 15 || true
+}
+
 step() {
-    local start=$SECONDS
-    echo "== $1"
+    local start=$SECONDS name=$1
+    echo "== $name"
     shift
     # Everything goes to the log as well, where skips are counted at the end.
     # A step that hangs fails: the longest takes twelve minutes on two CPUs that do nothing else.
-    timeout --kill-after=10 "${STEP_SECONDS:-1800}" "$@" 2>&1 | tee -a "$log"
+    if ! timeout --kill-after=10 "${STEP_SECONDS:-1800}" "$@" 2>&1 | tee -a "$log"; then
+        what_failed "$name"
+        exit 1
+    fi
     echo "   ($((SECONDS - start)) s)"
 }
 
@@ -38,6 +58,9 @@ else
 fi
 step "newer kernel suite, in QEMU" scripts/newer-kernel-suite.sh
 step "release programs, stripped, and how large they are" scripts/release.sh --product
+
+left=$(ls -A "$TMPDIR")
+[ -z "$left" ] || { echo "== failed: tests left files in the temporary directory: $left"; exit 1; }
 
 passed=$(awk '
     /^test result: / { for (i = 1; i < NF; i++) if ($(i + 1) ~ /^passed/) sum += $i }

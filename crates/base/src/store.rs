@@ -68,7 +68,8 @@ pub enum PutOutcome {
     Stored(Handle),
     /// The byte budget is used up. Nothing was kept.
     Full,
-    /// The store cannot take it now (stalled device, lost connection). Nothing was kept; try later.
+    /// The store could not take it in time (stalled device, lost connection). Nothing was kept: the page stays where
+    /// it is.
     Busy,
 }
 
@@ -81,7 +82,7 @@ pub enum GetOutcome {
     Absent,
     /// An object is there but its checksum does not match: lost.
     Corrupt,
-    /// The store cannot answer now; ask again.
+    /// The store did not return it in time. Silence is not loss: the copy may be there, so the caller asks again.
     Busy,
 }
 
@@ -160,6 +161,8 @@ impl StoreUsage {
 ///   wrong key in 128 returns `Found` with the bytes of that handle.
 /// - A freed handle returns `Absent` or `Corrupt`, or `Found` with bytes that were once put under that same key.
 /// - `Full` and `Busy` store nothing, and do not disturb stored pages. After enough frees, `put` succeeds again.
+/// - Each operation ends within a bound of the store's own, at most some seconds, and is `Busy` if it is not done then.
+///   How long a caller goes on asking is the caller's decision.
 pub trait Store: Send + Sync + std::fmt::Debug {
     /// Keep these bytes. When this returns `Stored`, the bytes can be got back even if this process dies.
     fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome;

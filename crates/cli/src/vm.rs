@@ -32,7 +32,7 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
                 .set_limit(name, limit_bytes)
                 .map_err(|error| explain(client, name, error))
                 .with_context(|| format!("Setting the limit of VM {name}"))?;
-            let vm = looked_at(client, vm)?;
+            let vm = after_scan(client, vm)?;
             if json { show::json(&vm) } else { Ok(show::print(&limit_set(&vm))?) }
         }
         VmCommand::Restore { name, end: true } => {
@@ -69,7 +69,7 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
 
 /// Before a VM's first limit takes effect, the engine scans for foreign mappers. Wait for that, so that the result is
 /// printed.
-fn looked_at(client: &Client, mut vm: VmStat) -> Result<VmStat> {
+fn after_scan(client: &Client, mut vm: VmStat) -> Result<VmStat> {
     /// Time between two samples, and how many of them.
     const PAUSE: Duration = Duration::from_millis(20);
     const MOST: usize = 100;

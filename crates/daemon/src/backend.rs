@@ -65,12 +65,12 @@ impl Shown {
 
     /// Before the first page of a VM may be evicted, somebody must look for other processes that map its RAM: nobody
     /// does while no page may.
-    fn look_before_first_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> Result<(), String> {
+    fn scan_before_first_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> Result<(), String> {
         let vm = &served.vm;
         if vm.effective_limit().is_some() || limit.is_none_or(|limit| limit >= vm.size().bytes()) {
             return Ok(());
         }
-        self.governor.look(served)
+        self.governor.request_scan(served)
     }
 }
 
@@ -164,7 +164,7 @@ impl Backend for Shown {
         let after = patch.settings_after(before);
         let mut looks = Ok(());
         let change = || {
-            looks = self.look_before_first_limit(&served, limit);
+            looks = self.scan_before_first_limit(&served, limit);
             if looks.is_err() {
                 return;
             }

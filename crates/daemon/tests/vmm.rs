@@ -271,15 +271,3 @@ fn a_dump_of_a_vmm_is_whole_after_an_operator_had_its_memory_restored_and_the_li
     until("its limit is held again", || daemon.vm("core").resident_bytes <= LIMIT);
     assert_eq!(vmm.ask("verify"), "wrong 0");
 }
-
-#[test]
-fn the_other_tests_here_leave_nothing_in_the_temporary_directory() {
-    let dir = tempfile::tempdir().expect("temporary directory");
-    let this = std::env::current_exe().expect("a program");
-    let mut suite = std::process::Command::new(this);
-    suite.args(["--skip", "leave_nothing", "--quiet"]).env("TMPDIR", dir.path());
-    let output = suite.output().expect("start");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
-    let left: Vec<_> = std::fs::read_dir(dir.path()).expect("read").flatten().map(|entry| entry.file_name()).collect();
-    assert!(left.is_empty(), "left: {left:?}");
-}

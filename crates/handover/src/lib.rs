@@ -9,7 +9,7 @@
 //! head of a store's file, and tells which file on a disk an index belongs to; its contents are in `ballast-store`.
 //!
 //! [`kept`] is the whole state of a keeper, for the next program in the same process. [`orders`] are the messages
-//! between keeper and engine, [`upgrading`] what they say of an upgrade. Both also examine other processes: [`watch`]
+//! between keeper and engine, [`upgrading`] what they say of an upgrade. Both also examine other processes: [`mappers`]
 //! finds those that map a VM's RAM without being attached, [`sleep`] finds what a thread sleeps over.
 #![forbid(unsafe_code)]
 
@@ -18,6 +18,7 @@ mod beside;
 mod guest;
 pub mod kept;
 mod listed;
+pub mod mappers;
 mod maps;
 mod operator;
 pub mod orders;
@@ -28,4 +29,3 @@ pub mod state_file;
 pub mod table;
 pub mod threads;
 pub mod upgrading;
-pub mod watch;

@@ -1,7 +1,7 @@
 //! The files in memory that a process maps, and the files it has open, from `/proc`.
 //!
-//! Before: `watch` chose a process. After: parts of files, by the device and inode that the kernel says.
-//! Threads: those of `watch` that may hang: reading a map needs a lock of that process.
+//! Before: `mappers` chose a process. After: parts of files, by the device and inode that the kernel says.
+//! Threads: those of `mappers` that may hang: reading a map needs a lock of that process.
 //! Promise: a process that has ended, or that we may not read, has nothing; every other failure is an error.
 
 use std::collections::HashSet;

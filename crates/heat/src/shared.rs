@@ -68,7 +68,7 @@ impl VmHeat {
     }
 
     /// The tracker for a reader, which serves other VMs as well; `None` if it is not available in time.
-    fn look(&self) -> Option<MutexGuard<'_, Tracker>> {
+    fn try_lock(&self) -> Option<MutexGuard<'_, Tracker>> {
         let until = Instant::now() + LOOK_TIMEOUT;
         loop {
             let tracker = match self.tracker.try_lock() {
@@ -134,13 +134,13 @@ impl VmHeat {
 
     /// The heat for the API, with a strip of this number of cells; empty (no cycles) while it cannot be known.
     pub fn heat(&self, cells: usize) -> Heat {
-        self.look().map(|tracker| crate::heat(&tracker, self.now(), cells)).unwrap_or_default()
+        self.try_lock().map(|tracker| crate::heat(&tracker, self.now(), cells)).unwrap_or_default()
     }
 
     /// See [`Tracker::cycles_after`]; nothing, not even an empty recording, while it cannot be known.
     pub fn cycles_after(&self, after: u64) -> Vec<u8> {
         let name = self.source().map_or("none", |source| source.name);
-        self.look().map(|mut tracker| tracker.cycles_after(self.now(), after, name)).unwrap_or_default()
+        self.try_lock().map(|mut tracker| tracker.cycles_after(self.now(), after, name)).unwrap_or_default()
     }
 }
 

@@ -168,13 +168,13 @@ fn check_file(number: usize, fd: SentFd) -> Result<RamFile, String> {
         return Err(format!("RAM file {number} is not a shared memory file (memfd, tmpfs or hugetlbfs)"));
     }
     let page = memfd::check_ram_file(&fd).map_err(|error| format!("RAM file {number}: {error}"))?;
-    let look = |error: &dyn std::fmt::Display| format!("Looking at RAM file {number}: {error}");
-    let flags = fcntl_getfl(&fd).map_err(|error| look(&error))?;
+    let unreadable = |error: &dyn std::fmt::Display| format!("Reading the properties of RAM file {number}: {error}");
+    let flags = fcntl_getfl(&fd).map_err(|error| unreadable(&error))?;
     if flags & OFlags::RWMODE != OFlags::RDWR {
         return Err(format!("RAM file {number} is not open for reading and writing"));
     }
-    let size = memfd::size(&fd).map_err(|error| look(&error))?;
-    let id = memfd::file_id(&fd).map_err(|error| look(&error))?;
+    let size = memfd::size(&fd).map_err(|error| unreadable(&error))?;
+    let id = memfd::file_id(&fd).map_err(|error| unreadable(&error))?;
     Ok(RamFile { fd: Arc::new(fd), id, page, size })
 }
 

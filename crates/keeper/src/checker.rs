@@ -78,12 +78,12 @@ impl Checker {
 /// The program's side: its standard input has the keeper's record, and takes the reply.
 pub fn check() -> anyhow::Result<()> {
     let stdin = io::stdin();
-    let result = look(&stdin).map_err(|error| format!("{error:#}"));
+    let result = inspect(&stdin).map_err(|error| format!("{error:#}"));
     let answer = wire::encode(&Report::Done { seq: 0, result });
     scm::send(&stdin, &answer, &[]).context("Answering the keeper")
 }
 
-fn look(keeper: impl AsFd) -> anyhow::Result<()> {
+fn inspect(keeper: impl AsFd) -> anyhow::Result<()> {
     let (mut kept, mut states) = (None, 0);
     while let Some(received) = scm::receive(&keeper).context("Listening to the keeper")? {
         for fd in received.fds {

@@ -12,7 +12,7 @@ use std::collections::HashSet;
 use std::sync::mpsc::{self, TryRecvError};
 use std::time::{Duration, Instant};
 
-use ballast_handover::watch;
+use ballast_handover::mappers;
 use ballast_sys::memfd::FileId;
 
 /// Time between scans.
@@ -78,7 +78,7 @@ enum Seen {
 fn scan(files: HashSet<FileId>) -> Option<mpsc::Receiver<Seen>> {
     let (sender, answer) = mpsc::channel();
     let body = move || {
-        let scan = watch::scan(&files);
+        let scan = mappers::scan(&files);
         let nobody = scan.mapping.is_empty() && scan.unreadable.is_empty();
         let seen = if nobody { Seen::Nobody } else { Seen::Somebody };
         let _ = sender.send(seen);

@@ -116,14 +116,14 @@ fn restore(
     let far = word.in_state(State::Far);
     // Every return below that sets no other word leaves this one.
     lock.set(far);
-    let look = || backing.holds(PageRange::of(key.page, granule.pages()));
-    let mut holds = if word.state() == State::Far { look()? } else { Holds::Nothing };
+    let holds_now = || backing.holds(PageRange::of(key.page, granule.pages()));
+    let mut holds = if word.state() == State::Far { holds_now()? } else { Holds::Nothing };
     let copy = if holds == Holds::Bytes { GetOutcome::Found } else { fetch(far, granule, key, stores, buffer) };
     match copy {
         GetOutcome::Found => {}
         GetOutcome::Busy => return Ok(Served::Later),
         // The bytes in the file are the page, even if the copy is lost.
-        GetOutcome::Absent | GetOutcome::Corrupt if look()? == Holds::Bytes => holds = Holds::Bytes,
+        GetOutcome::Absent | GetOutcome::Corrupt if holds_now()? == Holds::Bytes => holds = Holds::Bytes,
         GetOutcome::Absent | GetOutcome::Corrupt => {
             // The word first: if this engine dies here, its successor finds a page that it never maps.
             lock.publish(Word::new(State::Poisoned, word.age()));
@@ -142,7 +142,7 @@ fn restore(
     }
     if outcome == FillOutcome::AlreadyThere {
         if holds == Holds::Nothing {
-            holds = look()?;
+            holds = holds_now()?;
         }
         let zeros = holds != Holds::Bytes;
         if zeros {

@@ -112,7 +112,7 @@ impl Leaseless {
     ///
     /// # Errors
     /// The cluster does not respond; the scan's memory of VMs is kept.
-    pub fn look(&mut self, cluster: &Cluster, lasts: Duration) -> io::Result<Vec<(VmId, u64)>> {
+    pub fn sweep(&mut self, cluster: &Cluster, lasts: Duration) -> io::Result<Vec<(VmId, u64)>> {
         let mut scan = Scan::begin(cluster, name::EVERY_PAGE.to_vec())?;
         let mut leases: HashMap<VmId, bool> = HashMap::new();
         while let Some(keys) = scan.step(cluster)? {

@@ -35,11 +35,11 @@ pub enum Verdict {
 }
 
 /// Searches for a key on all nodes that may have it.
-pub fn look(cluster: &Cluster, key: &[u8]) -> Verdict {
-    look_for(cluster, key).unwrap_or_else(|error| Verdict::Unknown(error.to_string()))
+pub fn verdict(cluster: &Cluster, key: &[u8]) -> Verdict {
+    ask_all(cluster, key).unwrap_or_else(|error| Verdict::Unknown(error.to_string()))
 }
 
-fn look_for(cluster: &Cluster, key: &[u8]) -> io::Result<Verdict> {
+fn ask_all(cluster: &Cluster, key: &[u8]) -> io::Result<Verdict> {
     let until = Instant::now() + ALL;
     let shard = elected(cluster, slot_of(key), until)?;
     let owner = shard.primary.iter().map(|addr| (addr, false));

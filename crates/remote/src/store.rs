@@ -216,7 +216,7 @@ impl RemoteStore {
                 // The remaining outcomes are still `Busy`. The next read of each page searches for it.
                 break;
             }
-            outcomes[at] = match loss::look(&self.cluster, &names[at]) {
+            outcomes[at] = match loss::verdict(&self.cluster, &names[at]) {
                 Verdict::Found(bytes) => opened(at, &bytes, &mut out[at]),
                 Verdict::Lost => GetOutcome::Absent,
                 Verdict::Unknown(why) => {

@@ -179,11 +179,11 @@ fn a_vm_without_a_lease_is_swept_by_another_host_and_one_with_a_lease_is_not() {
     let dead = RemoteStore::new(gone, theirs.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE);
     let dead_key = RegionKey { vm: gone, number: 0 }.page(PageIdx(0));
     assert!(matches!(dead.put(dead_key, &pages::mixed(1)), PutOutcome::Stored(_)));
-    let mut watch = lease::Leaseless::default();
-    assert_eq!(watch.look(&ours, Duration::ZERO).expect("a look"), []);
+    let mut leaseless = lease::Leaseless::default();
+    assert_eq!(leaseless.sweep(&ours, Duration::ZERO).expect("read"), []);
     valkey.say(0, &["DEL", &format!("bl{{{gone}}}")]).expect("the lease runs out");
-    assert_eq!(watch.look(&ours, LEASE).expect("a look"), [], "it was seen without a lease for the first time");
-    assert_eq!(watch.look(&ours, Duration::ZERO).expect("a look"), [(gone, 1)]);
+    assert_eq!(leaseless.sweep(&ours, LEASE).expect("read"), [], "it was seen without a lease for the first time");
+    assert_eq!(leaseless.sweep(&ours, Duration::ZERO).expect("read"), [(gone, 1)]);
     (0..).zip(&handles).for_each(|(page, handle)| assert_eq!(get(&living, page, *handle), GetOutcome::Found));
     assert_eq!(lease::end(&ours, VM).expect("its end"), 2);
     assert_eq!(valkey.keys().expect("a size"), 0);

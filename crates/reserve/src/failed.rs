@@ -31,7 +31,7 @@ impl Reserve {
     ///
     /// # Errors
     /// If the kernel does not say.
-    pub fn look_for_failures(&mut self) -> Result<(), Error> {
+    pub fn find_failures(&mut self) -> Result<(), Error> {
         let pages = self.host.failed_pages().during("Asking how much memory has failed")?;
         if pages == self.failed_pages {
             return Ok(());
@@ -98,7 +98,7 @@ impl Live {
         let mut failed = Vec::new();
         for at in slices {
             let offset = u64::from(at.0 - brick.start.0) * SLICE_SIZE;
-            if presence.look(offset as usize).during(WHAT)? == Place::Failed {
+            if presence.place(offset as usize).during(WHAT)? == Place::Failed {
                 failed.push(at);
             }
         }

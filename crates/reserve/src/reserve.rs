@@ -266,7 +266,7 @@ impl Reserve {
     /// Too little memory is zeroed, or the VM would get too many pieces.
     pub fn grant(&mut self, name: &str, size: Bytes, mode: Mode, nodes: &Nodes) -> Result<Grant, Error> {
         let names = self.dir.join("names.json");
-        self.look_for_failures()?;
+        self.find_failures()?;
         let live = self.live.as_mut().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
         let slices = u32::try_from(size.0 / SLICE_SIZE).ok().filter(|_| size.0.is_multiple_of(SLICE_SIZE));
         let slices = slices.ok_or_else(|| Error::Request(format!("{size} is no multiple of 2 MiB")))?;
@@ -298,7 +298,7 @@ impl Reserve {
     pub fn tend(&mut self) -> Result<usize, Error> {
         // This comes first. Below, a failed page that killed its VM leaves its file, and could not be detected any
         // more.
-        self.look_for_failures()?;
+        self.find_failures()?;
         let Some(live) = &mut self.live else { return Ok(0) };
         let vms: Vec<VmId> = live.pool.tenants().map(|tenant| tenant.vm).collect();
         let mut gone = 0;

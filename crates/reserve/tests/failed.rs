@@ -94,7 +94,7 @@ fn memory_that_fails_while_nobody_has_it_is_handed_to_nobody_by_this_owner_and_t
         drop(reserve);
         reserve = place.open();
         settle(&mut reserve);
-        reserve.look_for_failures().expect("look");
+        reserve.find_failures().expect("read");
         assert_eq!((failed(&reserve), sum(&reserve, |node| node.ready)), (SLICE, 30 * MIB), "{round}");
         assert!(reserve.take_failures().is_empty(), "it is known");
     }

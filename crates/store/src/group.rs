@@ -138,7 +138,7 @@ impl GroupMember {
         // In the order of a hash table, which is arbitrary.
         for handle in pages.handles().take(SAMPLE) {
             seen += 1;
-            let Some((checksum, slot)) = self.group.ram.look(handle) else { continue };
+            let Some((checksum, slot)) = self.group.ram.checksum_and_slot(handle) else { continue };
             let references = index.references(handle, checksum).map_or(1, |references| (*references).max(1));
             bytes += slot as f64 / f64::from(references);
         }

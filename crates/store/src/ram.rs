@@ -193,7 +193,7 @@ impl RamStore {
     }
 
     /// The checksum of the blob that a handle names, and the bytes of its slot; `None` if there is none.
-    pub(crate) fn look(&self, handle: Handle) -> Option<(u64, usize)> {
+    pub(crate) fn checksum_and_slot(&self, handle: Handle) -> Option<(u64, usize)> {
         let Named::Blob { place, tag } = Named::by(handle) else { return None };
         let (header, _, payload_max) = self.find(place, tag)?;
         Some((header.checksum, payload_max + HEADER_BYTES))

@@ -47,14 +47,14 @@ impl Presence {
 
     /// Is the page at `offset` in the file?
     pub fn is_present(&self, offset: usize) -> io::Result<bool> {
-        Ok(self.look(offset)? != Place::Hole)
+        Ok(self.place(offset)? != Place::Hole)
     }
 
     /// What is at `offset` of the file?
     ///
     /// # Errors
     /// If the file is too short, or the kernel refuses.
-    pub fn look(&self, offset: usize) -> io::Result<Place> {
+    pub fn place(&self, offset: usize) -> io::Result<Place> {
         let addr = Hva(self.map.ptr(offset, HUGE_SIZE) as u64);
         loop {
             match self.uffd.map_existing(addr, HUGE_SIZE as u64)? {

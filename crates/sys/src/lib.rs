@@ -32,7 +32,6 @@ pub mod remote;
 pub mod ring;
 pub mod scm;
 pub mod spawn;
-pub mod swap;
 pub mod uffd;
 pub mod zap;
 

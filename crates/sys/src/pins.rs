@@ -91,8 +91,8 @@ impl PinCheck {
     ///
     /// # Errors
     /// The kernel does not run the program any more, or the program does not find the file.
-    pub fn look(&self, file: impl AsFd, pages: &[u64]) -> io::Result<Vec<Pin>> {
-        self.check.look(file, pages, self.knows_large)
+    pub fn pins(&self, file: impl AsFd, pages: &[u64]) -> io::Result<Vec<Pin>> {
+        self.check.pins(file, pages, self.knows_large)
     }
 
     /// Have every CPU sort the pages on its lists, unless that was done within the last second. Each list has up to 31

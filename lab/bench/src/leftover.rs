@@ -8,8 +8,8 @@
 use std::fs;
 use std::path::Path;
 
+use crate::swap;
 use anyhow::{Context, Result};
-use ballast_sys::swap;
 
 use crate::cgroup;
 use crate::setting::Setting;

@@ -53,6 +53,7 @@ mod spill;
 mod stats;
 mod storm;
 mod subject;
+mod swap;
 mod swaps;
 mod sweep;
 mod tiers;

@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Bytes, Hva, MIB};
-use ballast_sys::{program, swap};
+use ballast_sys::program;
 use ballast_testvm::qemu::{Accel, QemuGuest};
 
 use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Out, Role, Touched};
 use crate::report::Row;
 use crate::stats::Summary;
 use crate::worker::ROLE_COMMAND;
-use crate::{cpu, swaps};
+use crate::{cpu, swap, swaps};
 
 /// RAM of a guest beyond its data: kernel, initrd twice.
 const BESIDE: Bytes = Bytes(160 * MIB);

@@ -6,9 +6,9 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
+use crate::swap;
 use anyhow::{Context, Result, ensure};
 use ballast_base::PAGE_SIZE;
-use ballast_sys::swap;
 use rustix::fs::{FlockOperation, flock};
 
 use crate::setting::{read, selected, warn};

@@ -57,7 +57,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let socket = bench.daemon.dir().join("api.sock");
         let is_over = AtomicBool::new(false);
         let turn = std::thread::scope(|scope| {
-            scope.spawn(|| look(&socket, vms, &is_over, &asked, &failed));
+            scope.spawn(|| list_vms(&socket, vms, &is_over, &asked, &failed));
             let turn = fleet.read(LEAD, TIME, || upgrade(&socket, program.display().to_string()));
             is_over.store(true, Relaxed);
             turn
@@ -111,7 +111,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
 }
 
 /// Ask for the list of VMs until it is over. One that does not come at once, or lacks a VM, has failed.
-fn look(socket: &Path, vms: usize, is_over: &AtomicBool, asked: &AtomicU64, failed: &AtomicU64) {
+fn list_vms(socket: &Path, vms: usize, is_over: &AtomicBool, asked: &AtomicU64, failed: &AtomicU64) {
     while !is_over.load(Relaxed) {
         asked.fetch_add(1, Relaxed);
         let client = Client::new(socket).map(|client| client.retry_for(Duration::ZERO));

@@ -10,9 +10,9 @@ use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use crate::swap;
 use anyhow::{Context, Result, bail};
 use ballast_base::{Bytes, GIB};
-use ballast_sys::swap;
 use rustix::fs::FallocateFlags;
 
 use crate::leftover;

@@ -153,10 +153,10 @@ fn other(what: impl std::fmt::Display) -> io::Error {
 }
 
 /// Look again and again until there is something.
-fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> io::Result<T> {
+fn wait_for<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> io::Result<T> {
     let begun = Instant::now();
     loop {
-        if let Some(found) = look() {
+        if let Some(found) = find() {
             return Ok(found);
         }
         if begun.elapsed() > TIMEOUT {

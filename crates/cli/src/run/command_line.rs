@@ -259,11 +259,11 @@ mod tests {
 
     const SHARED: &str = "-object memory-backend-memfd,id=ram0,size=1G,share=on";
 
-    fn look(line: &str, add: bool) -> Result<Plan, String> {
-        look_for(line, if add { Backing::Memfd } else { Backing::AsGiven })
+    fn planned(line: &str, add: bool) -> Result<Plan, String> {
+        planned_for(line, if add { Backing::Memfd } else { Backing::AsGiven })
     }
 
-    fn look_for(line: &str, backing: Backing) -> Result<Plan, String> {
+    fn planned_for(line: &str, backing: Backing) -> Result<Plan, String> {
         let words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
         inspect(&words, backing, &|path| path.starts_with("/dev/shm"))
     }
@@ -271,7 +271,7 @@ mod tests {
     /// The command line after the edits.
     fn added(line: &str) -> String {
         let mut words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
-        for edit in look(line, true).unwrap_or_else(|reason| panic!("{line}: {reason}")).edits {
+        for edit in planned(line, true).unwrap_or_else(|reason| panic!("{line}: {reason}")).edits {
             match edit {
                 Edit::Replace(index, word) => words[index] = word,
                 Edit::Append(word) => words.push(word),
@@ -289,9 +289,9 @@ mod tests {
             "-machine q35 -machine memory-backend=ram0 -accel tcg,thread=multi -S",
             "-m 1G -numa node,nodeid=0,cpus=0,memdev=ram0",
         ] {
-            let plan = look(&format!("{line} {SHARED}"), false).expect(line);
+            let plan = planned(&format!("{line} {SHARED}"), false).expect(line);
             assert_eq!(plan, Plan::default(), "{line}");
-            assert_eq!(look(&format!("{line} {SHARED}"), true).expect(line).edits, [], "nothing to add: {line}");
+            assert_eq!(planned(&format!("{line} {SHARED}"), true).expect(line).edits, [], "nothing to add: {line}");
         }
         let machine = "-machine q35,memory-backend=r";
         for object in [
@@ -302,17 +302,17 @@ mod tests {
             "memory-backend-shm,id=r,size=1G",
             r#"{"qom-type":"memory-backend-memfd","id":"r","size":1073741824,"share":true}"#,
         ] {
-            look(&format!("{machine} -object {object}"), false).expect(object);
+            planned(&format!("{machine} -object {object}"), false).expect(object);
         }
     }
 
     #[test]
     fn private_ram_is_refused_with_the_flags_for_this_command_line() {
-        let reason = look("-M q35,accel=tcg -m 1.5G -nographic", false).expect_err("private");
+        let reason = planned("-M q35,accel=tcg -m 1.5G -nographic", false).expect_err("private");
         assert!(reason.contains("-object memory-backend-memfd,id=ballast-ram0,size=1536M,share=on"), "{reason}");
         assert!(reason.contains("-machine q35,accel=tcg,memory-backend=ballast-ram0"), "{reason}");
         assert!(reason.contains("instead of\n  -machine q35,accel=tcg"), "{reason}");
-        let reason = look("-enable-kvm -m 512", false).expect_err("private");
+        let reason = planned("-enable-kvm -m 512", false).expect_err("private");
         assert!(reason.contains("size=512M,share=on -machine memory-backend=ballast-ram0"), "{reason}");
     }
 
@@ -337,19 +337,19 @@ mod tests {
 
     #[test]
     fn ram_of_the_pool_needs_a_backend_of_huge_pages_which_is_added_and_whole_ones() {
-        let plan = look_for("-m 1G d.img", Backing::Pool).expect("added");
+        let plan = planned_for("-m 1G d.img", Backing::Pool).expect("added");
         let backend = "memory-backend-memfd,id=ballast-ram0,size=1024M,share=on,hugetlb=on,hugetlbsize=2M";
         assert_eq!(plan.edits[1], Edit::Append(backend.into()));
         let machine = "-machine q35,memory-backend=r -object memory-backend-";
         for given in ["memfd,id=r,size=1G,share=on,hugetlb=on,hugetlbsize=2M", "memfd,id=r,size=1G,hugetlb=on"] {
-            assert_eq!(look_for(&format!("{machine}{given}"), Backing::Pool).expect(given), Plan::default());
+            assert_eq!(planned_for(&format!("{machine}{given}"), Backing::Pool).expect(given), Plan::default());
         }
         for (line, why) in [
             (format!("{machine}memfd,id=r,size=1G,share=on"), "hugetlb=on,hugetlbsize=2M"),
             (format!("{machine}file,id=r,size=1G,share=on,mem-path=/dev/shm/a"), "takes the place of huge pages"),
             ("-m 1025".into(), "no multiple of 2 MiB"),
         ] {
-            let said = look_for(&line, Backing::Pool).expect_err(&line);
+            let said = planned_for(&line, Backing::Pool).expect_err(&line);
             assert!(said.contains(why), "{line}: {said}");
         }
     }
@@ -366,18 +366,20 @@ mod tests {
             ("memory-backend-file,id=r,size=1G,mem-path=/var/lib/a,share=on", "neither in a tmpfs"),
             (r#"{"qom-type":"memory-backend-ram","id":"r","size":1073741824}"#, "memory-backend-memfd"),
         ] {
-            let error = look(&format!("{machine} -object {object}"), true).expect_err(object);
+            let error = planned(&format!("{machine} -object {object}"), true).expect_err(object);
             assert!(error.contains(reason) && error.starts_with("RAM backend r"), "{object}: {error}");
         }
         let dimm = "-object memory-backend-ram,id=d,size=1G -device pc-dimm,id=d0,memdev=d";
         assert!(
-            look(&format!("-machine memory-backend=ram0 {SHARED} {dimm}"), false).expect_err("dimm").contains(" d ")
+            planned(&format!("-machine memory-backend=ram0 {SHARED} {dimm}"), false).expect_err("dimm").contains(" d ")
         );
-        assert!(look("-m 1G -mem-path /dev/shm", true).expect_err("private").contains("Leave it out"));
-        assert!(look("-m 1G -numa node,mem=512M -numa node,mem=512M", true).expect_err("legacy").contains("memdev=n0"));
+        assert!(planned("-m 1G -mem-path /dev/shm", true).expect_err("private").contains("Leave it out"));
+        assert!(
+            planned("-m 1G -numa node,mem=512M -numa node,mem=512M", true).expect_err("legacy").contains("memdev=n0")
+        );
         // A last option without its value is for QEMU to complain about.
-        assert_eq!(look("-m 1G -machine", true).expect("as if it were not there").edits.len(), 4);
-        assert!(look("-m lots", true).expect_err("size").contains("\"lots\""));
+        assert_eq!(planned("-m 1G -machine", true).expect("as if it were not there").edits.len(), 4);
+        assert!(planned("-m lots", true).expect_err("size").contains("\"lots\""));
     }
 
     #[test]
@@ -391,7 +393,7 @@ mod tests {
             ("-device ivshmem-plain,memdev=s", "other VMs"),
             ("-machine confidential-guest-support=sev0", "encrypted"),
         ] {
-            let error = look(&format!("{ram} {words}"), true).expect_err(words);
+            let error = planned(&format!("{ram} {words}"), true).expect_err(words);
             assert!(error.contains(reason), "{words}: {error}");
         }
         for words in [
@@ -400,12 +402,12 @@ mod tests {
             "-netdev vhost-vdpa,id=n,vhostdev=/dev/vhost-vdpa-0",
             "-device virtio-gpu-pci,blob=on",
         ] {
-            let plan = look(&format!("{ram} {words}"), false).expect(words);
+            let plan = planned(&format!("{ram} {words}"), false).expect(words);
             assert!(plan.notes.len() == 1 && plan.notes[0].contains("class pinned"), "{words}: {:?}", plan.notes);
         }
         let quiet =
             "-netdev tap,id=n,vhost=on -device virtio-net-pci,netdev=n -chardev stdio,id=c -overcommit mem-lock=off";
-        assert_eq!(look(&format!("{ram} {quiet}"), false).expect(quiet).notes, [""; 0]);
+        assert_eq!(planned(&format!("{ram} {quiet}"), false).expect(quiet).notes, [""; 0]);
     }
 
     #[test]
@@ -418,9 +420,9 @@ mod tests {
         let value = ["-append", "-mem-path", "-m", "1G"].map(str::to_owned).to_vec();
         inspect(&value, Backing::Memfd, &|_| false).expect("the value of -append is not an option");
         assert_eq!(
-            look(&format!("-name web -machine memory-backend=ram0 {SHARED}"), false).expect("ok").name.as_deref(),
+            planned(&format!("-name web -machine memory-backend=ram0 {SHARED}"), false).expect("ok").name.as_deref(),
             Some("web")
         );
-        assert_eq!(look(&format!("-name .. -machine memory-backend=ram0 {SHARED}"), false).expect("ok").name, None);
+        assert_eq!(planned(&format!("-name .. -machine memory-backend=ram0 {SHARED}"), false).expect("ok").name, None);
     }
 }

@@ -1,4 +1,4 @@
-//! The watch for foreign mappers: no page leaves a VM while a process that has not attached maps its RAM.
+//! The scan for foreign mappers: no page leaves a VM while a process that has not attached maps its RAM.
 //!
 //! Before: a view came, a limit was set, or [`EVERY`] is over. After: VMs with foreign mappers are held, and their
 //! pages are restored; a VM whose foreign mappers are gone is released.
@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use ballast_handover::watch::{self, Processes, Scan};
+use ballast_handover::mappers::{self, Processes, Scan};
 use ballast_pager::vm::Hold;
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::kcmp;
@@ -25,16 +25,16 @@ use super::served::Served;
 
 /// Time between scans.
 const EVERY: Duration = Duration::from_secs(5);
-/// The watch rests this many times as long as its last scan took, at most [`LONGEST_REST`], so that VMs that come one
+/// The scan rests this many times as long as its last scan took, at most [`LONGEST_REST`], so that VMs that come one
 /// after the other share scans as well.
 const REST: u32 = 4;
 const LONGEST_REST: Duration = Duration::from_millis(250);
 
-/// Start the watch; when a VM is sent to it, it scans at once.
+/// Start the thread that scans; when a VM is sent to it, it scans at once.
 pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
     let (sender, asked) = mpsc::channel::<Arc<Served>>();
-    let mut watch = Watcher { host, processes: Processes::default(), unreadable: HashSet::new() };
-    std::thread::Builder::new().name("watch".into()).spawn(move || {
+    let mut scanner = Scanner { host, processes: Processes::default(), unreadable: HashSet::new() };
+    std::thread::Builder::new().name("mapper-scan".into()).spawn(move || {
         // A VM without a scan grows beyond its limit.
         run_first();
         loop {
@@ -44,21 +44,21 @@ pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,
             }
             let begun = Instant::now();
-            watch.scan();
+            scanner.scan();
             std::thread::sleep((begun.elapsed() * REST).min(LONGEST_REST));
         }
     })?;
     Ok(sender)
 }
 
-struct Watcher {
+struct Scanner {
     host: Arc<Host>,
     processes: Processes,
     /// Processes that could not be examined, as reported.
     unreadable: HashSet<Process>,
 }
 
-impl Watcher {
+impl Scanner {
     /// Scan for all VMs that need it: those that requested it are among them.
     fn scan(&mut self) {
         let wanted: Vec<(Arc<Served>, u64)> = self.host.all().into_iter().filter_map(wants_scan).collect();
@@ -85,7 +85,7 @@ impl Watcher {
 
 /// The report about processes that could not be examined.
 fn unreadable_text(processes: &[Process]) -> String {
-    let names: Vec<String> = processes.iter().map(|process| watch::name(*process)).collect();
+    let names: Vec<String> = processes.iter().map(|process| mappers::name(*process)).collect();
     format!(
         "the memory map of process {} cannot be read: if it maps RAM of a VM and has not attached, it may read zeros",
         names.join(", ")
@@ -119,7 +119,7 @@ fn scan_for_foreign_mappers(processes: &mut Processes, vms: &[&Arc<Served>]) -> 
     let attached = owners.iter().flat_map(|(_, pids)| pids).copied().collect();
     // A process is known if it is a view of every VM whose RAM it maps; of a file that several VMs share, only their
     // parts count.
-    watch::foreign_mappers(processes, &all, attached, |process, found| {
+    mappers::foreign_mappers(processes, &all, attached, |process, found| {
         let mut owners = found.files().filter_map(|file| of_file.get(&file)).flatten();
         owners.all(|(ram, pids)| pids.contains(&process.pid) || ram.overlap(found).is_none())
     })
@@ -140,7 +140,7 @@ fn foreign_mapper(served: &Served, scan: &Scan) -> Option<String> {
     let foreign_mappers =
         scan.mapping.iter().filter(|(process, found)| !pids.contains(&process.pid) && ram.overlap(found).is_some());
     let process = foreign_mappers.map(|(process, _)| *process).min_by_key(|process| process.pid)?;
-    let who = watch::name(process);
+    let who = mappers::name(process);
     let unknown = if kcmp::is_available() {
         ""
     } else {

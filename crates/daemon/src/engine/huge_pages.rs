@@ -1,7 +1,7 @@
 //! Holds a VM while khugepaged may put zeros in the place of its far pages.
 //!
-//! Before: the watch checks a VM. After: the reason to hold it, if there is one.
-//! Threads: the watch's, the API's. Promise: the kernel is tried once and the settings are read at each check, so a
+//! Before: the scan for foreign mappers checks a VM. After: the reason to hold it, if there is one.
+//! Threads: that scan's, the API's. Promise: the kernel is tried once and the settings are read at each check, so a
 //! change takes effect within seconds; pages that the kernel filled in between are repaired when they are touched
 //! (`fault`).
 

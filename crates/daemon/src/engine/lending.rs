@@ -34,7 +34,7 @@ impl Lender {
     ///
     /// # Errors
     /// If the kernel does not say, or refuses.
-    pub fn look(&mut self, reserve: &mut Reserve, at_ms: u64) -> Result<Option<String>, Error> {
+    pub fn adjust(&mut self, reserve: &mut Reserve, at_ms: u64) -> Result<Option<String>, Error> {
         if self.looked_ms.is_some_and(|looked| at_ms < looked + POLL_EVERY_MS) {
             return Ok(None);
         }
@@ -135,35 +135,35 @@ mod tests {
                 let mut lender = Lender::default();
                 // No operator has allowed it.
                 has(100);
-                assert_eq!(lender.look(&mut reserve, 0).expect("look"), None);
+                assert_eq!(lender.adjust(&mut reserve, 0).expect("adjusted"), None);
                 has(8 << 10);
                 let mut lender = Lender::default();
                 reserve.lend(Bytes(32 * MIB), None).expect("lend");
                 reserve.set_lending(Some(Bytes(512 * MIB))).expect("set");
-                let mut look = |reserve: &mut Reserve, at_ms| lender.look(reserve, at_ms).expect("look");
-                assert_eq!((look(&mut reserve, 0), reserve.lent()), (None, Bytes(32 * MIB)), "the host is well");
+                let mut adjust = |reserve: &mut Reserve, at_ms| lender.adjust(reserve, at_ms).expect("adjusted");
+                assert_eq!((adjust(&mut reserve, 0), reserve.lent()), (None, Bytes(32 * MIB)), "the host is well");
                 // 256 MiB are to be free; twice that is aimed at.
                 has(100);
-                let told = look(&mut reserve, 1_000).expect("it is short");
+                let told = adjust(&mut reserve, 1_000).expect("it is short");
                 assert!(told.contains("is short of memory (100 MiB free): 444 MiB of the pool are lent"), "{told}");
                 assert_eq!((reserve.lent(), pages()), (Bytes(444 * MIB), 5 + 512 - 222));
-                assert_eq!(look(&mut reserve, 1_001), None, "not so soon again");
+                assert_eq!(adjust(&mut reserve, 1_001), None, "not so soon again");
                 has(50);
-                assert!(look(&mut reserve, 2_000).is_some());
+                assert!(adjust(&mut reserve, 2_000).is_some());
                 assert_eq!(reserve.lent(), Bytes(512 * MIB), "and no more");
                 // The next engine.
                 drop(reserve);
                 let mut reserve = open().expect("open");
                 let mut lender = Lender::default();
-                let mut look = |reserve: &mut Reserve, at_ms| lender.look(reserve, at_ms).expect("look");
-                assert_eq!((look(&mut reserve, 0), reserve.lent()), (None, Bytes(512 * MIB)));
+                let mut adjust = |reserve: &mut Reserve, at_ms| lender.adjust(reserve, at_ms).expect("adjusted");
+                assert_eq!((adjust(&mut reserve, 0), reserve.lent()), (None, Bytes(512 * MIB)));
                 has(700);
-                assert_eq!(look(&mut reserve, 1_000), None, "it has not been well for long");
-                let back = look(&mut reserve, 7_000).expect("it is well");
+                assert_eq!(adjust(&mut reserve, 1_000), None, "it has not been well for long");
+                let back = adjust(&mut reserve, 7_000).expect("it is well");
                 assert!(back.contains("has memory to spare"), "{back}");
                 assert_eq!(reserve.lent(), Bytes(324 * MIB), "what it can spare");
                 has(4 << 10);
-                assert!(look(&mut reserve, 8_000).is_some());
+                assert!(adjust(&mut reserve, 8_000).is_some());
                 assert_eq!(
                     (reserve.lent(), pages()),
                     (Bytes(32 * MIB), 5 + 512 - 16),
@@ -171,7 +171,7 @@ mod tests {
                 );
                 reserve.set_lending(None).expect("set");
                 has(50);
-                assert_eq!(look(&mut reserve, 9_000), None);
+                assert_eq!(adjust(&mut reserve, 9_000), None);
             },
         );
     }

@@ -137,6 +137,6 @@ impl Engine {
                 served.restore(kind, served.vm.held().unwrap_or_default(), |_| ())?;
             }
         }
-        self.watch.send(served).context("Asking the watch to look")
+        self.mapper_scan.send(served).context("Requesting a scan for foreign mappers")
     }
 }

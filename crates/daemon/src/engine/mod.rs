@@ -2,10 +2,10 @@
 //!
 //! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and the
 //! last VM too.
-//! Threads: this one takes orders and never waits for their execution; the API, the watch, the governor and the check
-//! for stuck threads have one each, and change only words in memory of any VM; orders are carried out on the threads of
-//! the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state file while it works for that
-//! VM (`ballast_handover::threads`).
+//! Threads: this one takes orders and never waits for their execution; the API, the scan for foreign mappers, the
+//! governor and the check for stuck threads have one each, and change only words in memory of any VM; orders are
+//! carried out on the threads of the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state
+//! file while it works for that VM (`ballast_handover::threads`).
 //! Promise: it may be killed at any instruction. State that must outlive it is in the state files and arenas already.
 //! It opens only VMs whose state file names it.
 
@@ -115,9 +115,9 @@ pub fn run() -> anyhow::Result<()> {
         pool,
     });
     let api = api.try_clone().context("Duplicating a descriptor")?;
-    let watch = foreign_mappers::start(host.clone())?;
+    let mapper_scan = foreign_mappers::start(host.clone())?;
     pin_check::start(host.pins.clone())?;
-    governor.start(host.clone(), watch.clone()).context("Starting the governor")?;
+    governor.start(host.clone(), mapper_scan.clone()).context("Starting the governor")?;
     stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
     let me = Process::this().context("Finding this process's start time")?;
     let engine = Arc::new(Engine {
@@ -126,7 +126,7 @@ pub fn run() -> anyhow::Result<()> {
         host,
         governor,
         events,
-        watch,
+        mapper_scan,
         closing: Mutex::default(),
         overdue: Overdue::default(),
         unopened: Mutex::default(),

@@ -132,7 +132,7 @@ impl PoolService {
         if looked.is_none_or(|at| at.elapsed() >= POLL_EVERY) {
             *looked = Some(Instant::now());
             reserve.tend()?;
-            if let Some(lent) = lender.look(reserve, clock::monotonic_ns() / 1_000_000)? {
+            if let Some(lent) = lender.adjust(reserve, clock::monotonic_ns() / 1_000_000)? {
                 events.add(None, "pool-lent", lent);
             }
         }
@@ -278,7 +278,7 @@ impl PoolService {
         match &mut *self.lock_when_left() {
             State::Ours(reserve) => {
                 // While no VM has memory of it, no other thread checks.
-                if let Err(error) = reserve.look_for_failures() {
+                if let Err(error) = reserve.find_failures() {
                     tracing::warn!("Looking for failed memory of the pool: {error}");
                 }
                 self.changed.notify_all();

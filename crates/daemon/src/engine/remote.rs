@@ -150,7 +150,7 @@ impl Caretaker {
                 next_check = now + CHECK_EVERY;
             }
             if now >= next_look {
-                self.look(&mut leaseless);
+                self.sweep(&mut leaseless);
                 next_look = now + POLL_EVERY;
             }
             let pause = if self.ended.is_empty() { CHECK_EVERY } else { RETRY };
@@ -184,8 +184,8 @@ impl Caretaker {
         }
     }
 
-    fn look(&self, leaseless: &mut lease::Leaseless) {
-        match leaseless.look(&self.cluster, lease::LEASE) {
+    fn sweep(&self, leaseless: &mut lease::Leaseless) {
+        match leaseless.sweep(&self.cluster, lease::LEASE) {
             Ok(gone) => gone.into_iter().for_each(|(vm, pages)| {
                 let text = format!("the lease of VM {vm} was not renewed for a day: its {pages} pages were removed");
                 self.events.add(None, "remote-swept", text);

@@ -1,6 +1,7 @@
 //! Served: a VM that the engine serves, with its processes and the work beside its workers.
 //!
-//! Before: the keeper handed it over. After: orders, the watch, the governor and the API find all of it here.
+//! Before: the keeper handed it over. After: orders, the scan for foreign mappers, the governor and the
+//! API find all of it here.
 //! Threads: any; locks are held for a moment.
 //! Promise: reclaim is held until a scan for foreign mappers that began after the last change is over.
 
@@ -67,7 +68,7 @@ impl Served {
         self.scans_requested.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hold reclaim until a scan for other processes that map its RAM. The caller then requests a scan of the watch.
+    /// Hold reclaim until a scan for other processes that map its RAM. The caller then requests that scan.
     pub fn hold_unchecked(&self) {
         let mut asked = self.scans_requested();
         *asked += 1;

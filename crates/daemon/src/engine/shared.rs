@@ -71,8 +71,8 @@ pub(super) struct Engine {
     pub host: Arc<Host>,
     pub governor: Arc<Governor>,
     pub events: Arc<Events>,
-    /// The watch looks for foreign mappers of each VM that is sent here.
-    pub watch: mpsc::Sender<Arc<Served>>,
+    /// A scan for foreign mappers follows for each VM that is sent here.
+    pub mapper_scan: mpsc::Sender<Arc<Served>>,
     /// VMs that are being closed.
     pub closing: Mutex<HashMap<VmId, Closing>>,
     /// File stores that are being made.

@@ -28,7 +28,7 @@ pub fn start(host: Arc<Host>) -> std::io::Result<()> {
     let body = move || {
         loop {
             std::thread::sleep(EVERY);
-            look(&host, &mut seen);
+            check(&host, &mut seen);
         }
     };
     std::thread::Builder::new().name("stuck".into()).spawn(body).map(drop)
@@ -42,7 +42,7 @@ struct Seen {
     told: Option<Instant>,
 }
 
-fn look(host: &Host, seen: &mut HashMap<VmId, Seen>) {
+fn check(host: &Host, seen: &mut HashMap<VmId, Seen>) {
     let now = Instant::now();
     let me = std::process::id();
     let mut before = std::mem::take(seen);
@@ -56,7 +56,7 @@ fn look(host: &Host, seen: &mut HashMap<VmId, Seen>) {
         let sleepers: Vec<Sleeper> = sleepers.collect();
         let id = served.vm.state.id();
         let of_vm = seen.entry(id).or_insert_with(|| before.remove(&id).unwrap_or_default());
-        let text = of_vm.look(&served, &sleepers, now);
+        let text = of_vm.update(&served, &sleepers, now);
         if let Some(text) = text {
             tracing::warn!(vm = served.vm.state.name(), "{text}");
             host.events.add(Some(served.vm.state.name()), STUCK, text);
@@ -66,7 +66,7 @@ fn look(host: &Host, seen: &mut HashMap<VmId, Seen>) {
 
 impl Seen {
     /// The reports about this VM.
-    fn look(&mut self, served: &Served, sleepers: &[Sleeper], now: Instant) -> Option<String> {
+    fn update(&mut self, served: &Served, sleepers: &[Sleeper], now: Instant) -> Option<String> {
         let me = std::process::id();
         let before = std::mem::take(&mut self.sleeping);
         for sleeper in sleepers {

@@ -178,7 +178,7 @@ impl Engine {
     fn alone(&self, served: &Arc<Served>) -> anyhow::Result<()> {
         let owns = served.vm.own_stores().context("Reading what its words name");
         served.vm.start().context("Starting its workers")?;
-        self.watch.send(served.clone()).context("Asking the watch to look")?;
+        self.mapper_scan.send(served.clone()).context("Requesting a scan for foreign mappers")?;
         owns
     }
 
@@ -361,7 +361,7 @@ impl Engine {
             // That engine may map its RAM. The look is requested when it is gone, and until then reclaim is held.
             return Ok(());
         }
-        self.watch.send(served.clone()).context("Asking the watch to look")
+        self.mapper_scan.send(served.clone()).context("Requesting a scan for foreign mappers")
     }
 
     fn add_region(

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageCount};
-use ballast_handover::watch;
+use ballast_handover::mappers;
 use ballast_pager::vm::region::Region;
 use ballast_sys::meminfo;
 
@@ -169,9 +169,9 @@ impl Engine {
             .filter(|region| {
                 // A process that cannot be examined may have it.
                 let files = region.files().iter().map(|file| file.id).collect();
-                let holder = watch::holder(&files, &ours).unwrap_or(Some(self.me));
+                let holder = mappers::holder(&files, &ours).unwrap_or(Some(self.me));
                 if let Some(process) = holder {
-                    who.get_or_insert_with(|| format!("process {} still has its RAM file", watch::name(process)));
+                    who.get_or_insert_with(|| format!("process {} still has its RAM file", mappers::name(process)));
                 }
                 holder.is_some()
             })

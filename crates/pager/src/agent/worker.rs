@@ -116,7 +116,7 @@ impl AgentWorker {
             if now < self.poll_at {
                 return Next::At(self.poll_at);
             }
-            if !self.look(now) {
+            if !self.connect(now) {
                 let pause = self.pause;
                 self.pause = (pause * 2).min(POLL_MOST);
                 let next = Next::about(now, pause);
@@ -144,7 +144,7 @@ impl AgentWorker {
     }
 
     /// Is there a port? Then say hello.
-    fn look(&mut self, now: Instant) -> bool {
+    fn connect(&mut self, now: Instant) -> bool {
         for view in self.vm.views() {
             match Channel::connect(view.pid, &self.told) {
                 Ok(Some(channel)) => return self.begin(channel, now),

@@ -31,15 +31,15 @@ pub(crate) fn watch(vm: &Arc<Vm>) -> io::Result<()> {
         Some(task) => task.notify(),
         None => {
             let pool = Pool::of_process();
-            *task = Some(pool.add(pool.add_group(), "growth", |now: Instant| look(now))?);
+            *task = Some(pool.add(pool.add_group(), "growth", |now: Instant| check(now))?);
         }
     }
     vms.push(Arc::downgrade(vm));
     Ok(())
 }
 
-/// Looks at each VM; returns when to look again.
-fn look(now: Instant) -> Next {
+/// Checks whether a VM at rest has grown; returns when to check again.
+fn check(now: Instant) -> Next {
     let vms = {
         let (vms, _) = &mut *WATCHED.lock().expect("no panic while held");
         vms.retain(|vm| vm.strong_count() > 0);

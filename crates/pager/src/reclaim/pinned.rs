@@ -115,10 +115,10 @@ impl<'a> Asked<'a> {
         self.failed.into_inner().map_or(Ok(()), Err)
     }
 
-    fn look(&self, check: &PinCheck, granules: &[PageIdx]) -> io::Result<Vec<PageIdx>> {
+    fn still_held(&self, check: &PinCheck, granules: &[PageIdx]) -> io::Result<Vec<PageIdx>> {
         let mut held: Vec<(PageIdx, Pin)> = Vec::new();
         let mut ask = |granules: &[PageIdx]| -> io::Result<()> {
-            let pins = self.region.look(check, granules)?;
+            let pins = self.region.pins(check, granules)?;
             held = granules.iter().copied().zip(pins).filter(|(_, pin)| stays(*pin)).collect();
             Ok(())
         };
@@ -127,7 +127,7 @@ impl<'a> Asked<'a> {
         let listed = held.iter().any(|(_, pin)| *pin == Pin::Held(1)) && check.drain_if_due();
         if listed || held.iter().any(|(_, pin)| *pin == Pin::Unknown) {
             let doubtful: Vec<PageIdx> = held.iter().map(|(page, _)| *page).collect();
-            let pins = self.region.look(check, &doubtful)?;
+            let pins = self.region.pins(check, &doubtful)?;
             held = doubtful.into_iter().zip(pins).filter(|(_, pin)| stays(*pin)).collect();
         }
         let mapped = held.iter().filter(|(_, pin)| *pin == Pin::Mapped).map(|(page, _)| *page);
@@ -153,7 +153,7 @@ fn stays(pin: Pin) -> bool {
 impl Backing for Asked<'_> {
     fn held(&self, granules: &[PageIdx]) -> Vec<PageIdx> {
         let Some(check) = self.check else { return Vec::new() };
-        self.look(check, granules).unwrap_or_else(|error| {
+        self.still_held(check, granules).unwrap_or_else(|error| {
             let _ = self.failed.set(error);
             granules.to_vec()
         })
@@ -190,7 +190,7 @@ struct Units {
     held: BTreeMap<Place, Held>,
     /// The last unit that was looked at.
     last: Option<Place>,
-    looked_at: Option<Instant>,
+    checked_at: Option<Instant>,
     /// When [`Held::before`] was taken.
     counted_at: Option<Instant>,
 }
@@ -271,7 +271,7 @@ impl Pinned {
 
     /// Checks some of them again, if it is time, and forgets those that are free. Returns how many have been held for
     /// long, if there was none at the last count.
-    pub(crate) fn look_again(
+    pub(crate) fn check_again(
         &self,
         check: &PinCheck,
         region_of: impl Fn(u32) -> Option<Arc<Region>>,
@@ -280,11 +280,11 @@ impl Pinned {
         let due = {
             let mut units = self.units();
             if units.held.is_empty()
-                || units.looked_at.is_some_and(|at| now.saturating_duration_since(at) < AGAIN_EVERY)
+                || units.checked_at.is_some_and(|at| now.saturating_duration_since(at) < AGAIN_EVERY)
             {
                 return Ok(None);
             }
-            units.looked_at = Some(now);
+            units.checked_at = Some(now);
             units.next()
         };
         // No other thread removes anything meanwhile.
@@ -297,7 +297,7 @@ impl Pinned {
                     let of_unit = held.now.iter().map(|page| PageIdx(base + page));
                     let firsts: Vec<_> = of_unit.filter(|page| region.first_of(*page) == *page).collect();
                     let mut free = PageMap::NONE;
-                    for (first, pin) in firsts.iter().zip(region.look(check, &firsts)?) {
+                    for (first, pin) in firsts.iter().zip(region.pins(check, &firsts)?) {
                         if held.is_free(first.0 % PAGES_PER_UNIT, pin) {
                             (first.0..first.0 + region.granule_pages())
                                 .for_each(|page| free.set(page % PAGES_PER_UNIT));
@@ -367,13 +367,13 @@ impl Units {
 
 impl Region {
     /// Who holds these granules beside the file?
-    fn look(&self, check: &PinCheck, granules: &[PageIdx]) -> io::Result<Vec<Pin>> {
+    fn pins(&self, check: &PinCheck, granules: &[PageIdx]) -> io::Result<Vec<Pin>> {
         let places: Vec<_> = granules.iter().map(|page| self.place(*page)).collect();
         let mut pins = Vec::with_capacity(places.len());
         // Neighbours in one file are checked in one go.
         for run in places.chunk_by(|(file, page), (other, next)| file.id == other.id && page < next) {
             let numbers: Vec<u64> = run.iter().map(|(_, page)| *page).collect();
-            pins.extend(check.look(run[0].0, &numbers)?);
+            pins.extend(check.pins(run[0].0, &numbers)?);
         }
         Ok(pins)
     }

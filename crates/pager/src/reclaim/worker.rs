@@ -223,7 +223,7 @@ impl ReclaimWorker {
         let now = Instant::now();
         self.is_low = false;
         self.pace.held_to = vm.effective_limit();
-        self.look_at_pinned(now);
+        self.check_pinned_again(now);
         let limit = match self.limit(now) {
             Ok(limit) => limit,
             Err(rest) => {
@@ -300,11 +300,11 @@ impl ReclaimWorker {
     }
 
     /// Finds the pin check, and checks again the pages that were pinned.
-    fn look_at_pinned(&mut self, now: Instant) {
+    fn check_pinned_again(&mut self, now: Instant) {
         let vm = self.vm.clone();
         self.check = vm.pins.check();
         let Some(check) = &self.check else { return vm.pinned.clear() };
-        match vm.pinned.look_again(check, |number| vm.region(number), now) {
+        match vm.pinned.check_again(check, |number| vm.region(number), now) {
             Ok(None) => {}
             Ok(Some(pages)) => {
                 let text = format!(

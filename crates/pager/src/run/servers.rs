@@ -336,26 +336,26 @@ impl Servers {
                 // A thread that begins a visit does so under its set's lock, then looks here; we do both in the
                 // opposite order.
                 self.0.is_watched.store(false, Ordering::SeqCst);
-                let visited = self.look(&mut seen) || self.sleep_as_watchdog() && self.look(&mut seen);
+                let visited = self.check(&mut seen) || self.sleep_as_watchdog() && self.check(&mut seen);
                 self.0.is_watched.store(true, Ordering::SeqCst);
                 if visited {
                     quiet = 0;
                 }
             } else {
                 std::thread::sleep(TICK);
-                quiet = if self.look(&mut seen) { 0 } else { quiet + 1 };
+                quiet = if self.check(&mut seen) { 0 } else { quiet + 1 };
             }
             // By the clock: visits on one CPU wake it or keep it awake, whatever happens to another CPU's worker.
             if looked.elapsed() >= STARVED_EVERY {
                 looked = Instant::now();
-                may_starve = self.look_for_starved(&mut starved);
+                may_starve = self.find_starved(&mut starved);
             }
         }
     }
 
     /// Lets workers go anywhere if others have their CPUs. `starved`: visits and ticks so far, of each set. Returns
     /// whether one may be starved.
-    fn look_for_starved(&self, starved: &mut [(u64, u32)]) -> bool {
+    fn find_starved(&self, starved: &mut [(u64, u32)]) -> bool {
         let mut any = false;
         for (set, starved) in self.0.sets.iter().zip(starved) {
             let Some((visits, worker)) = set.waits() else {
@@ -382,10 +382,10 @@ impl Servers {
 
     /// Checks all sets once. `seen`: visits so far, and ticks that found the same one, of each set. Returns whether
     /// there was any visit since the last check.
-    fn look(&self, seen: &mut [(u64, u32)]) -> bool {
+    fn check(&self, seen: &mut [(u64, u32)]) -> bool {
         let mut any = false;
         for (set, seen) in self.0.sets.iter().zip(seen) {
-            let (visits, visit) = set.look();
+            let (visits, visit) = set.current_visit();
             any |= visits != seen.0 || visit.is_some();
             *seen = (visits, if visits == seen.0 && visit.is_some() { seen.1 + 1 } else { 0 });
             let Some((visit, worker)) = visit.filter(|(visit, _)| visit.since.elapsed() >= LONG) else { continue };

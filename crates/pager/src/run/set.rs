@@ -368,7 +368,7 @@ impl Set {
     }
 
     /// Visits so far, and the one that is under way, with its worker.
-    pub fn look(&self) -> (u64, Option<(Visit, Arc<Worker>)>) {
+    pub fn current_visit(&self) -> (u64, Option<(Visit, Arc<Worker>)>) {
         let inner = self.lock();
         (inner.visits, inner.visit.clone().zip(inner.worker.clone()))
     }

@@ -38,7 +38,7 @@ pub fn inspect(state: &StateFile, stores: &[u8]) -> Result<Inspected, StateError
     for (number, record) in state.regions().iter().enumerate().filter(|(_, record)| !record.removed) {
         for written in state.written_words(record)? {
             for pages in written.pieces(PIECE) {
-                look(&file, record, pages, stores, &mut seen)
+                inspect_region(&file, record, pages, stores, &mut seen)
                     .map_err(|(page, what)| StateError::Invalid(format!("region {number}, page {page:#x}: {what}")))?;
             }
         }
@@ -46,7 +46,7 @@ pub fn inspect(state: &StateFile, stores: &[u8]) -> Result<Inspected, StateError
     Ok(seen)
 }
 
-fn look(
+fn inspect_region(
     file: &OwnedFd,
     record: &RegionRecord,
     pages: PageRange,

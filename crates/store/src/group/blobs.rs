@@ -183,7 +183,7 @@ impl Group {
         let freed = {
             let mut index = lock(&self.index);
             // A blob with a damaged header is not found: its references stay, and so does its slot.
-            let Some((checksum, _)) = self.ram.look(handle) else { return };
+            let Some((checksum, _)) = self.ram.checksum_and_slot(handle) else { return };
             let Some(references) = index.references(handle, checksum) else { return };
             *references = references.saturating_sub(1);
             let freed = *references == 0 && index.missing.is_empty();
@@ -210,7 +210,7 @@ impl Group {
             let _using = self.using();
             for (key, handle) in live {
                 let mut index = lock(&self.index);
-                match self.ram.look(handle) {
+                match self.ram.checksum_and_slot(handle) {
                     Some((checksum, _)) => {
                         index.add(handle, checksum);
                         self.references.fetch_add(1, Relaxed);
@@ -221,7 +221,7 @@ impl Group {
             }
             let kept = named.len() as u64;
             // Members that went to the other engine may name the blobs that this one no longer names.
-            self.look_for_others(&mut lock(&self.index));
+            self.find_missing_members(&mut lock(&self.index));
             let before = std::mem::replace(&mut *lock(pages), named);
             before.handles().for_each(|handle| self.drop_reference(handle));
             lock(&self.index).missing.remove(&word_of(vm));
@@ -239,7 +239,7 @@ impl Group {
         let before = std::mem::take(&mut *lock(pages));
         for (key, handle) in live {
             // The other engine freed the missing ones before it gave up any member.
-            let Some((checksum, _)) = self.ram.look(handle) else { continue };
+            let Some((checksum, _)) = self.ram.checksum_and_slot(handle) else { continue };
             lock(&self.index).add(handle, checksum);
             self.references.fetch_add(1, Relaxed);
             lock(pages).add(number_of(key), handle);
@@ -258,7 +258,7 @@ impl Group {
                 }
             }
             let mut index = lock(&self.index);
-            self.look_for_others(&mut index);
+            self.find_missing_members(&mut index);
             index.missing.remove(&word_of(vm));
         }
         self.sweep();
@@ -276,7 +276,7 @@ impl Group {
     fn sweep_alone(&self) {
         let _alone = self.using.write().unwrap_or_else(PoisonError::into_inner);
         let mut index = lock(&self.index);
-        self.look_for_others(&mut index);
+        self.find_missing_members(&mut index);
         if !index.missing.is_empty() {
             return;
         }
@@ -288,7 +288,7 @@ impl Group {
     }
 
     /// Members that came to another engine are missing here.
-    fn look_for_others(&self, index: &mut Index) {
+    fn find_missing_members(&self, index: &mut Index) {
         let here: Vec<u64> = index.members.keys().map(|vm| word_of(*vm)).collect();
         let words = self.ram.arena().members().iter().map(|word| word.load(Relaxed));
         index.missing.extend(words.filter(|word| *word != 0 && !here.contains(word)));

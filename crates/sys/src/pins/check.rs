@@ -40,7 +40,7 @@ impl Check {
     }
 
     /// See [`super::PinCheck::look`]; of large folios, only if they are known.
-    pub(super) fn look(&self, file: impl AsFd, pages: &[u64], knows_large: bool) -> io::Result<Vec<Pin>> {
+    pub(super) fn pins(&self, file: impl AsFd, pages: &[u64], knows_large: bool) -> io::Result<Vec<Pin>> {
         const WORDS: usize = slot::FOUND_BYTES as usize / 8;
         let mut pins = Vec::with_capacity(pages.len());
         let (number, _slot) = self.slot();

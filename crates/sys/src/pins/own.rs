@@ -25,7 +25,7 @@ pub(super) fn expect(
     const TRIES: u32 = 50;
     let mut pins = Vec::new();
     for _ in 0..TRIES {
-        pins = check.look(file, pages, knows_large).map_err(|error| error.to_string())?;
+        pins = check.pins(file, pages, knows_large).map_err(|error| error.to_string())?;
         if expected(&pins) {
             return Ok(());
         }

@@ -10,6 +10,7 @@ use crate::memfd;
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
 use ballast_needs::skip;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 
 fn check() -> Option<PinCheck> {
     PinCheck::new().inspect_err(|why| skip("pin-check", why)).ok()
@@ -27,13 +28,23 @@ fn expect(
 }
 
 /// Run `around` again and again on a thread of its own, while these pages are checked many times; returns the findings.
-fn look_while(check: &PinCheck, file: impl AsFd, pages: &[u64], around: impl Fn(u64) + Sync) -> Vec<Pin> {
-    const LOOKS: u64 = 20_000;
-    let over = AtomicBool::new(false);
+/// The first check comes after the first run of `around`.
+fn check_while(check: &PinCheck, file: impl AsFd, pages: &[u64], around: impl Fn(u64) + Sync) -> Vec<Pin> {
+    const CHECKS: u64 = 20_000;
+    let (over, around) = (&AtomicBool::new(false), &around);
     std::thread::scope(|scope| {
-        scope.spawn(|| (0..).take_while(|_| !over.load(Ordering::Relaxed)).for_each(&around));
-        let looks = (0..LOOKS).map(|_| check.look(&file, pages).expect("look"));
-        let found = looks.flatten().collect();
+        let (began, first) = mpsc::channel();
+        scope.spawn(move || {
+            for round in (0..).take_while(|_| !over.load(Ordering::Relaxed)) {
+                around(round);
+                if round == 0 {
+                    began.send(()).expect("the checks wait for it");
+                }
+            }
+        });
+        first.recv().expect("the first round");
+        let checks = (0..CHECKS).map(|_| check.pins(&file, pages).expect("checked"));
+        let found = checks.flatten().collect();
         over.store(true, Ordering::Relaxed);
         found
     })
@@ -101,14 +112,15 @@ fn a_held_page_is_never_called_free_while_its_neighbours_and_the_files_tree_come
     map.words(0, 1)[0].store(1, Ordering::Relaxed);
     let _held = Held::new(&map, 0).expect("vmsplice");
     // The only page in its node, and at times the only one in the tree, which is then of one level less, or two.
-    let found = look_while(&check, &file, &[0], |round| {
+    let found = check_while(&check, &file, &[0], |round| {
         let far = 1 << (round % 20);
         map.words(at(far), 1)[0].store(1, Ordering::Relaxed);
         map.zap(0, map.len()).expect("zap");
         memfd::punch(&file, at(far) as u64, PAGE_SIZE as u64).expect("punch");
     });
     assert!(found.iter().all(|pin| !pin.may_go()), "{:?}", found.iter().find(|pin| pin.may_go()));
-    assert!(found.contains(&Pin::Held(1)));
+    // Its holder, and perhaps the list of the CPU that filled it.
+    assert!(found.iter().any(|pin| matches!(pin, Pin::Held(_))), "{:?}", found.first());
 }
 
 #[test]
@@ -121,11 +133,11 @@ fn a_held_page_of_a_large_folio_is_never_called_free_while_others_are_mapped_and
         map.words(page, 1)[0].fetch_add(1, Ordering::Relaxed);
         map.zap(page, PAGE_SIZE).expect("zap");
     };
-    let found = look_while(&check, &file, &[9, 10], storm);
+    let found = check_while(&check, &file, &[9, 10], storm);
     assert!(found.iter().all(|pin| !pin.may_go()), "{:?}", found.iter().find(|pin| pin.may_go()));
     assert!(found.iter().any(|pin| matches!(pin, Pin::Held(_))));
     drop(held);
-    let found = look_while(&check, &file, &[9, 10], storm);
+    let found = check_while(&check, &file, &[9, 10], storm);
     assert!(found.contains(&Pin::Free), "never free, though nobody holds it");
 }
 
@@ -168,7 +180,7 @@ fn huge_pages_of_the_pool_are_told_held_from_free() {
 }
 
 #[test]
-fn many_threads_look_at_once() {
+fn many_threads_check_at_once() {
     let Some(check) = check() else { return };
     std::thread::scope(|scope| {
         for thread in 0..2 * SLOTS as u64 {
@@ -177,7 +189,7 @@ fn many_threads_look_at_once() {
                 let (file, map) = own_memory(Bytes(256 * PAGE_SIZE as u64)).expect("memory");
                 map.words(thread as usize * PAGE_SIZE, 1)[0].store(1, Ordering::Relaxed);
                 for _ in 0..100 {
-                    let found = check.look(&file, &(0..256).collect::<Vec<_>>()).expect("look");
+                    let found = check.pins(&file, &(0..256).collect::<Vec<_>>()).expect("checked");
                     let present: Vec<_> = (0..256).filter(|page| found[*page as usize] != Pin::Absent).collect();
                     assert_eq!(present, [thread]);
                 }

@@ -36,8 +36,8 @@ use sample::{Sampler, now_ms};
 pub struct Governor {
     inner: Mutex<Inner>,
     changed: Condvar,
-    /// The watch looks for foreign mappers of each VM that is sent here.
-    watch: OnceLock<mpsc::Sender<Arc<Served>>>,
+    /// A scan for foreign mappers follows for each VM that is sent here.
+    mapper_scan: OnceLock<mpsc::Sender<Arc<Served>>>,
     /// Called with new settings, so that the next engine begins with them.
     keep: Box<dyn Fn(Setup) + Send + Sync>,
 }
@@ -115,12 +115,12 @@ impl Governor {
             changed: 0,
             failures: 0,
         };
-        Self { inner: Mutex::new(inner), changed: Condvar::new(), watch: OnceLock::new(), keep: Box::new(keep) }
+        Self { inner: Mutex::new(inner), changed: Condvar::new(), mapper_scan: OnceLock::new(), keep: Box::new(keep) }
     }
 
     /// Start the governor's thread, which lives as long as the engine.
-    pub fn start(self: &Arc<Self>, host: Arc<Host>, watch: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
-        let _ = self.watch.set(watch);
+    pub fn start(self: &Arc<Self>, host: Arc<Host>, mapper_scan: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
+        let _ = self.mapper_scan.set(mapper_scan);
         let governor = self.clone();
         std::thread::Builder::new().name("governor".into()).spawn(move || {
             // API requests wait for the lock that it holds.
@@ -212,10 +212,10 @@ impl Governor {
     }
 
     /// Hold a VM until a scan for foreign mappers is over.
-    pub fn look(&self, served: &Arc<Served>) -> Result<(), String> {
+    pub fn request_scan(&self, served: &Arc<Served>) -> Result<(), String> {
         served.hold_unchecked();
-        let is_sent = self.watch.get().is_some_and(|watch| watch.send(served.clone()).is_ok());
-        if is_sent { Ok(()) } else { Err("foreign mappers cannot be found: the watch has ended".into()) }
+        let is_sent = self.mapper_scan.get().is_some_and(|mapper_scan| mapper_scan.send(served.clone()).is_ok());
+        if is_sent { Ok(()) } else { Err("foreign mappers cannot be found: the scan has ended".into()) }
     }
 
     /// Give a VM the decided limit. Returns whether that changed anything.
@@ -231,7 +231,7 @@ impl Governor {
         }
         if vm.effective_limit().is_none() && after.is_some_and(|after| after < vm.size().bytes()) {
             // There are no scans for foreign mappers while no page may be evicted, so scan before the first eviction.
-            if self.look(served).is_err() {
+            if self.request_scan(served).is_err() {
                 return false;
             }
         }

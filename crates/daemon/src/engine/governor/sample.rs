@@ -41,17 +41,17 @@ struct Seen {
 impl Sampler {
     /// Sample everything. Rates are since the last `take`.
     pub fn take(&mut self, host: &Host, setup: &Setup, at_ms: u64) -> Snapshot {
-        let (snapshot, vms) = self.look(host, setup, at_ms);
+        let (snapshot, vms) = self.snapshot(host, setup, at_ms);
         *self = Self { at_ms, vms };
         snapshot
     }
 
     /// The same without beginning new rates.
     pub fn peek(&self, host: &Host, setup: &Setup, at_ms: u64) -> Snapshot {
-        self.look(host, setup, at_ms).0
+        self.snapshot(host, setup, at_ms).0
     }
 
-    fn look(&self, host: &Host, setup: &Setup, at_ms: u64) -> (Snapshot, HashMap<VmId, Seen>) {
+    fn snapshot(&self, host: &Host, setup: &Setup, at_ms: u64) -> (Snapshot, HashMap<VmId, Seen>) {
         let elapsed_ms = at_ms.saturating_sub(self.at_ms);
         let mut seen = HashMap::new();
         let mut vms = Vec::new();

@@ -1,10 +1,11 @@
-//! The watch: finds processes that map a VM's RAM. A process that does, and has not attached, bypasses our userfaultfd:
+//! Finds processes that map a VM's RAM. A process that does, and has not attached, bypasses our userfaultfd:
 //! it would read zeros where pages are far. A VM with such a process is not reclaimed from until it attaches or goes.
 //!
 //! Before: a VM came, or a limit was set. After: it is known which processes map which file, and which could not be
 //! examined.
-//! Threads: the engine's watch, the keeper's search; never one that takes orders, clients or requests, because reading
-//! another process's `/proc/PID/maps` needs a lock of that process, which a process in trouble may hold for ever.
+//! Threads: the engine's scan for foreign mappers, the keeper's search; never one that takes orders, clients or
+//! requests, because reading another process's `/proc/PID/maps` needs a lock of that process, which a process in
+//! trouble may hold for ever.
 //! Promise: a scan ends. A process that cannot be examined is skipped and named. A process that has not run since the
 //! last scan has the same map as then, and is not read again: the cost of a scan depends on the processes that have run
 //! meanwhile.
@@ -319,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_cannot_be_read_is_named_and_the_others_are_looked_at() {
+    fn a_process_that_cannot_be_read_is_named_and_the_others_are_read() {
         let children: Vec<_> =
             (0..3).map(|_| std::process::Command::new("sleep").arg("1000").spawn().expect("sleep")).collect();
         let pids: Vec<u32> = children.iter().map(std::process::Child::id).collect();
