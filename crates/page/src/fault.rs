@@ -11,7 +11,7 @@
 use std::io::{self, ErrorKind};
 
 use ballast_base::fill::{FaultKind, FillOutcome};
-use ballast_base::store::{GetOutcome, PageBytes, PageKey, Store};
+use ballast_base::store::{GetOutcome, PageBytes, PageKey};
 use ballast_base::{PageIdx, PageRange};
 
 use crate::copies::{StoreOf, free_copies};
@@ -232,9 +232,10 @@ fn fetch(word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf
     outcomes.into_iter().max_by_key(worst).unwrap_or(GetOutcome::Absent)
 }
 
-/// Bring back untouched far pages, from `first` on, as many as there are cells and the buffer holds. Stops at the first
-/// page that is not far, is locked, or whose store is busy. Returns the moves of the restored pages. All stay locked
-/// until the last one is installed, so keep a run short.
+/// Bring back untouched far pages of one store, from `first` on, as many as there are cells and the buffer holds. The
+/// store is asked once, for the run. Stops at the first page that is not far, is locked, is in another store, or that
+/// the store does not return. Returns the moves of the restored pages. All stay locked until the last one is installed,
+/// so keep a run short.
 ///
 /// # Errors
 /// The kernel refused in a way it never should; the pages are far as before.
@@ -245,32 +246,37 @@ pub fn restore_run<'a>(
     stores: &impl StoreOf,
     buffer: &mut [PageBytes],
 ) -> io::Result<Vec<Move>> {
-    let mut held: Vec<(PageKey, &dyn Store, Locked<'a>)> = Vec::with_capacity(buffer.len());
-    for (cell, out) in cells.zip(buffer.iter_mut()) {
+    let mut held: Vec<Locked<'a>> = Vec::new();
+    let mut handles = Vec::new();
+    for cell in cells.take(buffer.len()) {
         let word = cell.load();
-        let key = PageKey { page: PageIdx(first.page.0 + held.len() as u64), ..first };
         let far = word.state() == State::Far && !word.is_locked();
-        let Some(store) = stores.store_of(word).filter(|_| far) else { break };
+        let same = held.first().is_none_or(|lock| lock.word().store() == word.store());
+        if !far || !same || stores.store_of(word).is_none() {
+            break;
+        }
         let Some(mut lock) = cell.lock(word, word.in_state(State::Restoring)) else { break };
         // Every return below that sets no other word leaves this one.
         lock.set(word);
-        if store.get(key, word.handle(), out) != GetOutcome::Found {
-            // The next fault on the page finds out why.
-            break;
-        }
-        held.push((key, store, lock));
+        handles.push(word.handle());
+        held.push(lock);
     }
+    let Some(store) = held.first().and_then(|lock| stores.store_of(lock.word())) else { return Ok(Vec::new()) };
+    let (buffer, mut outcomes) = (&mut buffer[..held.len()], Vec::with_capacity(held.len()));
+    store.get_run(first, &handles, buffer, &mut outcomes);
+    // For the pages from the first one on that is not there, the next fault finds out why.
+    held.truncate(outcomes.iter().take_while(|outcome| **outcome == GetOutcome::Found).count());
     if held.is_empty() {
         return Ok(Vec::new());
     }
     // A page whose hole is filled already stays Far: a fault on it examines the file ([`restore`]).
     let filled = memory.install_run(first.page, &buffer[..held.len()])?;
-    let come_back = held.into_iter().take(filled).map(|(key, store, mut lock)| {
+    let come_back = (first.page.0..).zip(held).take(filled).map(|(page, mut lock)| {
         let from = lock.word();
         lock.set(Word::new(State::Resident, 0));
         let moved = Move { from, to: lock.word() };
         drop(lock);
-        store.free(key, from.handle());
+        store.free(PageKey { page: PageIdx(page), ..first }, from.handle());
         moved
     });
     Ok(come_back.collect())

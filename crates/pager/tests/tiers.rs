@@ -3,6 +3,7 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ballast_base::store::{FILE_STORE, RAM_STORE, RegionKey};
@@ -55,6 +56,32 @@ fn pages_go_to_a_third_store_and_come_back_with_every_byte() {
     rig.check_bytes();
     let copies = || rig.vm.stores.tiers().iter().map(|tier| tier.store.usage().pages).sum::<u64>();
     until("no copy is left", || copies() == 0);
+}
+
+#[test]
+fn a_thread_that_reads_a_slow_store_in_order_has_its_pages_by_runs_and_one_in_no_order_each_by_itself() {
+    let store = Arc::new(ThirdStore::new(AMPLE));
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![Tier::slow(THIRD, "third store", store.clone())], SOON);
+    rig.fill_all();
+    let asked = |order: &dyn Fn(u64) -> u64| {
+        wait_until_in_third(&rig);
+        rig.vm.hold(Hold::Shared, Some("test".into()));
+        rig.wait_for_quarantine();
+        let (far, before) = (count_in(&rig, THIRD), store.requests.load(Ordering::Acquire));
+        assert!((0..rig.pages).all(|at| rig.holds(order(at), 1)), "a byte was lost");
+        assert_eq!(count_in(&rig, THIRD), 0);
+        rig.check_census();
+        rig.vm.hold(Hold::Shared, None);
+        (store.requests.load(Ordering::Acquire) - before, far)
+    };
+    let (requests, far) = asked(&|at| at);
+    // A page that was busy is asked for twice, and its run ends there.
+    assert!(requests < far / 2, "{requests} requests for {far} pages");
+    let longest = store.longest.load(Ordering::Acquire);
+    assert!((10..=65).contains(&longest), "{longest} pages at once");
+    let pages = rig.pages;
+    let (requests, far) = asked(&|at| at * 2531 % pages);
+    assert!(requests >= far, "{requests} requests for {far} pages");
 }
 
 #[test]

@@ -16,6 +16,11 @@ use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 const STREAMS: usize = 8;
 /// Most pages that come with another one: 16 of them take some 35 us.
 pub const MOST: u64 = 16;
+/// The least of a stream.
+const LEAST: u64 = 2;
+/// Most and least pages ahead in a slow store, 512 and 64 KiB: there a request takes longer than the pages in it.
+const MOST_SLOW: u64 = 128;
+const LEAST_SLOW: u64 = 16;
 /// How far ahead of the last page the next far one is searched, in pages.
 const REACH: u64 = 64;
 
@@ -32,19 +37,33 @@ struct Stream {
     met: u64,
 }
 
-/// The order in which far pages are touched, as one fault worker sees it.
-#[derive(Debug, Default)]
+/// The order in which far pages are touched, as one fault worker sees it, or all slow workers of a VM.
+#[derive(Debug)]
 pub struct Readahead {
     streams: [Stream; STREAMS],
     faults: u64,
+    least: u64,
+    most: u64,
+}
+
+impl Default for Readahead {
+    fn default() -> Self {
+        Self { streams: Default::default(), faults: 0, least: LEAST, most: MOST }
+    }
 }
 
 impl Readahead {
+    /// The same for pages of slow stores.
+    pub fn slow() -> Self {
+        Self { least: LEAST_SLOW, most: MOST_SLOW, ..Self::default() }
+    }
+
     /// A fault on this far page of a region of `pages` pages. Returns how many far pages to restore with it, and the
     /// range to take them from.
     pub fn fault(&mut self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> (u64, PageRange) {
         let unit_end = (page + 1).next_multiple_of(PAGES_PER_UNIT);
-        let range = PageRange::of(PageIdx(page + 1), REACH).before(PageIdx(unit_end.min(pages)));
+        let reach = REACH.max(self.most);
+        let range = PageRange::of(PageIdx(page + 1), reach).before(PageIdx(unit_end.min(pages)));
         // The same fault again, because its page was not available.
         let is_it = |stream: &Stream| stream.met > 0 && (stream.region, stream.page) == (region, page);
         if self.streams.iter().any(|stream| stream.met == self.faults && is_it(stream)) {
@@ -54,13 +73,15 @@ impl Readahead {
         let leads_here = |stream: &&mut Stream| {
             stream.met > 0
                 && stream.region == region
-                && (stream.next..=stream.next + REACH).contains(&page)
+                // Also a page that was requested and has not come yet.
+                && (stream.page + 1..=stream.next + reach).contains(&page)
                 && !(stream.next..page).any(&is_far)
         };
+        let (least, most) = (self.least, self.most);
         let ahead = match self.streams.iter_mut().find(leads_here) {
             Some(stream) => {
-                stream.ahead = (stream.ahead * 2).clamp(2, MOST);
-                (stream.page, stream.next, stream.met) = (page, page + 1, self.faults);
+                stream.ahead = (stream.ahead * 2).clamp(least, most);
+                (stream.page, stream.next, stream.met) = (page, stream.next.max(page + 1), self.faults);
                 stream.ahead
             }
             None => {
@@ -70,6 +91,18 @@ impl Readahead {
             }
         };
         (ahead, range)
+    }
+
+    /// A fault on this page, which is in a slow store. Returns the pages to request together: those after the ones that
+    /// were requested last, if its thread reads in order, and none if not. Some of them may be there already.
+    pub fn request(&mut self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> PageRange {
+        let (ahead, none) = (self.fault(region, page, pages, is_far).0, PageRange::of(PageIdx(page + 1), 0));
+        let Some(last) = self.streams.iter_mut().find(|stream| ahead > 0 && stream.met == self.faults) else {
+            return none;
+        };
+        let range = PageRange::of(PageIdx(last.next), ahead).before(PageIdx(pages));
+        last.next = range.end().0;
+        range
     }
 
     /// The pages that came with the last fault end before this page.
@@ -127,6 +160,25 @@ mod tests {
         }
         assert!((0..100).all(|_| streams.fault(0, 2, PAGES, |_| true).0 == 0));
         assert_eq!(streams.fault(0, 3, PAGES, |_| true).0, 8);
+    }
+
+    #[test]
+    fn a_reader_that_overtakes_its_requests_has_the_next_pages_requested_each_once() {
+        let (mut streams, mut requested) = (Readahead::slow(), Vec::new());
+        // It faults on the last page that was requested, each time, which has not come yet.
+        let mut page = 0;
+        for _ in 0..20 {
+            let range = streams.request(0, page, PAGES, |_| true);
+            assert!(range.count() <= MOST_SLOW);
+            requested.extend(range.iter().map(|page| page.0));
+            page = requested.last().copied().unwrap_or(page + 1).max(page + 1).min(PAGES - 1);
+        }
+        assert!(requested.is_sorted_by(|a, b| a + 1 == *b), "{requested:?}");
+        assert!(requested.len() as u64 > 10 * MOST_SLOW, "{}", requested.len());
+        let mut streams = Readahead::slow();
+        assert!(
+            (0..PAGES).map(|at| at * 2531 % PAGES).all(|page| streams.request(0, page, PAGES, |_| true).is_empty())
+        );
     }
 
     #[test]

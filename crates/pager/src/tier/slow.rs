@@ -5,22 +5,56 @@
 //! Threads: [`WORKERS`](super::slow_queue::WORKERS) tasks per VM that has a slow store; each waits for the disk for up
 //! to a tenth of a second at a time. Promise: no fault on any other page waits for the disk. A fault taken here is
 //! served or, if the worker panics or the engine dies, raised again by a wake.
+//!
+//! *Readahead.* A thread that reads memory in order gets up to 64 pages by the request for the one that it waits for.
+//! The 64 after those are requested at the same time by another worker. A thread that is quicker than the store waits
+//! for one of these, and then the next ones are requested: so two requests are under way, through two connections, and
+//! at two nodes where a chunk ends. A thread in no order has nothing requested for it.
 
+use std::cell::RefCell;
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::fault::resolve::{resolve, target};
+use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageIdx, PageRange};
+use ballast_store::PageBytes;
+use ballast_sys::uffd::FaultKind;
+
+use super::slow_queue::{Ahead, Work};
+use crate::fault::resolve::{resolve, settle, target};
 use crate::fault::stages::Times;
 use crate::fault::stall::PendingFault;
 use crate::run::pool::blocking;
 use crate::run::queue::Next;
 use crate::vm::Vm;
+use crate::vm::region::Region;
 use crate::vm::stats::Counter;
-use crate::vm::view::View;
-use ballast_page::outcome::Served;
+use crate::vm::view::{RegionView, View};
+use ballast_page::copies::StoreOf;
+use ballast_page::fault::restore_run;
+use ballast_page::memory::Mapped;
+use ballast_page::outcome::{Move, Outcome, Served};
+use ballast_page::page_state::State;
 
 /// Pause after a page that is not available yet: its store is busy, or another thread has it.
 const RETRY: Duration = Duration::from_micros(200);
+
+/// Most pages that are read by one request: they are locked together.
+const READ_AT_ONCE: u64 = 65;
+
+thread_local! {
+    /// Pages that came by one request; a thread that never reads ahead has no memory for them.
+    static BUFFER: RefCell<Vec<PageBytes>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A worker that reads ahead does so until this is dropped, also by a panic.
+struct Reads<'a>(&'a Vm);
+
+impl Drop for Reads<'_> {
+    fn drop(&mut self) {
+        self.0.mail.slow.ahead_is_over();
+    }
+}
 
 /// Counts a fault as waiting until it is dropped, also by a panic.
 struct Waits<'a>(&'a Vm, &'a View);
@@ -43,13 +77,21 @@ impl SlowWorker {
         Self { vm, number }
     }
 
-    /// Serves one such fault; returns when to look for another.
+    /// Serves one such fault, or reads ahead; returns when to look for more.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = &self.vm;
         if vm.is_over() {
             return Next::Done;
         }
-        let Some((view, pending)) = vm.mail.slow.pop(self.number) else { return Next::Idle };
+        let (view, pending) = match vm.mail.slow.pop(self.number) {
+            None => return Next::Idle,
+            Some(Work::Fault(view, pending)) => (view, pending),
+            Some(Work::Ahead(ahead)) => {
+                let _reads = Reads(vm);
+                blocking(|| read_ahead(vm, &ahead));
+                return Next::Again;
+            }
+        };
         let waits = Waits(vm, &view);
         if view.is_closed() {
             // No other worker has this fault: it is raised again, for the thread that serves that memory next.
@@ -60,21 +102,124 @@ impl SlowWorker {
             return Next::Again;
         }
         std::mem::forget(waits);
-        vm.mail.slow.push(view, pending);
+        vm.mail.slow.put_back(view, pending);
         Next::At(now + RETRY)
     }
 }
 
 /// Serves one fault; returns false if it must be tried again.
-fn serve_one(vm: &Vm, view: &View, pending: &PendingFault) -> bool {
+fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
     // The disk takes much longer than reading the clock, so each restore is timed.
     let times = Times::start();
     let _serving = view.serving_from_disk();
     let Some((region, page, memory)) = target(vm, view, pending) else { return true };
     let was_slow = region.is_slow(page);
+    if was_slow && pending.fault.kind == FaultKind::Missing && region.granule_pages() == 1 {
+        let with = request_ahead(vm, view, &region, page);
+        if !with.is_empty() && came_with(vm, &region, page, with, pending, &times, &memory) {
+            vm.stats().add(Counter::FaultFile, 1);
+            return true;
+        }
+    }
     let resolved = resolve(vm, &region, page, pending, &memory, &vm.stores, &times);
     if was_slow && matches!(resolved, Some((Served::Restored | Served::Filled { .. }, _))) {
         vm.stats().add(Counter::FaultFile, 1);
     }
     resolved.is_some()
+}
+
+/// If the thread reads memory in order, has the next pages requested. Returns those to request with its page.
+fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx) -> PageRange {
+    let is_far = |page| is_slow_far(region, PageIdx(page));
+    let pages = vm.mail.slow.requested(region.number, page.0, region.pages().0, is_far);
+    let pages = PageRange::of(pages.start(), pages.count().min(vm.readahead_credits()));
+    let none = PageRange::of(page, 0);
+    let mut unit_end = (page.0 + 1).next_multiple_of(PAGES_PER_UNIT);
+    // A page that is on its way comes with the request that was made for it.
+    let with = match pages.start().0 == page.0 + 1 && !region.word(page).is_locked() {
+        true => PageRange::of(pages.start(), pages.count().div_ceil(2)).before(PageIdx(unit_end)),
+        false => none,
+    };
+    let mut rest = if with.is_empty() { pages } else { pages.from(with.end()) };
+    while !rest.is_empty() {
+        // All pages of a request are of one unit.
+        unit_end = (rest.start().0 + 1).next_multiple_of(PAGES_PER_UNIT);
+        let pages = rest.before(PageIdx(unit_end));
+        rest = rest.from(pages.end());
+        vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages });
+    }
+    with
+}
+
+/// Restores the page of a fault, and those of `with`, by one request. Returns whether that page came.
+fn came_with(
+    vm: &Vm,
+    region: &Region,
+    page: PageIdx,
+    with: PageRange,
+    pending: &PendingFault,
+    times: &Times,
+    memory: &RegionView<'_>,
+) -> bool {
+    let run = PageRange::new(page, with.end());
+    let moves = match restore_slow(region, run, &times.memory(memory), &times.stores(&vm.stores)) {
+        Ok(moves) => moves,
+        Err(error) => {
+            // The fault meets the same error and reports it.
+            tracing::debug!(vm = vm.state.name(), region = region.number, %page, "Reading ahead: {error}");
+            return false;
+        }
+    };
+    let [first, others @ ..] = &moves[..] else { return false };
+    times.restored(vm.stats(), pending.since);
+    settle(vm, region, page, pending, Outcome { moved: Some(*first), served: Ok(Served::Restored) });
+    vm.ledger().prefetched(region, PageIdx(page.0 + 1), others);
+    true
+}
+
+/// Brings pages back that a thread is about to want.
+fn read_ahead(vm: &Vm, ahead: &Ahead) {
+    // While this is held, the region is not unplugged.
+    let _serving = ahead.view.serving_from_disk();
+    let Some(region) = vm.region(ahead.region).filter(|region| !region.is_removed()) else { return };
+    let Some(memory) = ahead.view.of_region(&region) else { return };
+    let mut rest = ahead.pages;
+    while !vm.is_over() && !ahead.view.is_closed() {
+        let Some(first) = rest.iter().find(|page| is_slow_far(&region, *page)) else { return };
+        match restore_slow(&region, rest.from(first), &memory, &vm.stores) {
+            // The thread that wants the page will fault, and find out why.
+            Ok(moves) if moves.is_empty() => return,
+            Ok(moves) => {
+                vm.ledger().prefetched(&region, first, &moves);
+                rest = rest.from(PageIdx(first.0 + moves.len() as u64));
+            }
+            Err(error) => {
+                tracing::debug!(vm = vm.state.name(), region = region.number, %first, "Reading ahead: {error}");
+                return;
+            }
+        }
+    }
+}
+
+/// Is a page in a slow store, and held by no thread?
+fn is_slow_far(region: &Region, page: PageIdx) -> bool {
+    let word = region.word(page);
+    word.state() == State::Far && !word.is_locked() && region.is_slow(page)
+}
+
+/// Restores neighbouring far pages of one unit.
+fn restore_slow(
+    region: &Region,
+    pages: PageRange,
+    memory: &impl Mapped,
+    stores: &impl StoreOf,
+) -> io::Result<Vec<Move>> {
+    let cells = pages.iter().map(|page| region.granule(page).cell());
+    BUFFER.with_borrow_mut(|buffer| {
+        let count = pages.count().min(READ_AT_ONCE) as usize;
+        if buffer.len() < count {
+            buffer.resize(count, [0; PAGE_SIZE]);
+        }
+        restore_run(region.key(pages.start()), cells, memory, stores, &mut buffer[..count])
+    })
 }

@@ -1,12 +1,15 @@
-//! The queue of faults that wait for a disk.
+//! The queue of faults that wait for a disk or a network, and of pages to read ahead from there.
 //!
 //! Before: a fault worker met a page of a slow store. After: a slow worker takes the fault.
 //! Threads: any. Promise: a push never waits for a worker, and notifies one as long as one is idle. A fault counts as
-//! pending until it is served.
+//! pending until it is served, and goes before pages that no thread waits for.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ballast_base::PageRange;
+
+use crate::fault::readahead::Readahead;
 use crate::fault::stall::PendingFault;
 use crate::run::pool::Notifier;
 use crate::vm::stats::Stats;
@@ -15,33 +18,110 @@ use crate::vm::view::View;
 /// Most reads of one VM that are under way at a time.
 pub const WORKERS: usize = 4;
 
+/// Workers that read ahead at a time. The others are there for faults.
+const AHEAD_WORKERS: usize = 2;
+/// Requests to read ahead that wait. The oldest is out of date when there are more.
+const AHEAD_KEPT: usize = 4;
+
+/// What a slow worker does next.
+#[derive(Debug)]
+pub(crate) enum Work {
+    /// Serve this fault.
+    Fault(Arc<View>, PendingFault),
+    /// Bring back pages that a thread is about to want. [`SlowQueue::ahead_is_over`] follows.
+    Ahead(Ahead),
+}
+
+/// Pages of a region to bring back through a view.
+#[derive(Debug)]
+pub(crate) struct Ahead {
+    pub view: Arc<View>,
+    pub region: u32,
+    pub pages: PageRange,
+}
+
 /// Faults that wait for a disk.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct SlowQueue {
     queue: Mutex<Queue>,
+    /// The order in which pages of slow stores are touched.
+    readahead: Mutex<Readahead>,
     /// Notify the slow workers.
     pub(crate) notifiers: [Notifier; WORKERS],
+}
+
+impl Default for SlowQueue {
+    fn default() -> Self {
+        let readahead = Mutex::new(Readahead::slow());
+        Self { queue: Mutex::default(), readahead, notifiers: Default::default() }
+    }
 }
 
 #[derive(Debug, Default)]
 struct Queue {
     faults: VecDeque<(Arc<View>, PendingFault)>,
+    ahead: VecDeque<Ahead>,
+    /// Workers that read ahead.
+    reading: usize,
     /// Workers that found nothing.
     idle: Vec<usize>,
+}
+
+impl Queue {
+    fn pop(&mut self) -> Option<Work> {
+        if let Some((view, pending)) = self.faults.pop_front() {
+            return Some(Work::Fault(view, pending));
+        }
+        if self.reading >= AHEAD_WORKERS {
+            return None;
+        }
+        let ahead = self.ahead.pop_front()?;
+        self.reading += 1;
+        Some(Work::Ahead(ahead))
+    }
 }
 
 impl SlowQueue {
     /// Takes a fault over from its view's fault worker.
     pub(crate) fn take(&self, stats: Stats<'_>, view: &Arc<View>, pending: PendingFault) {
         view.stall.update(stats, |waiters| waiters.slow += 1);
-        self.push(view.clone(), pending);
+        self.notify_after(|queue| queue.faults.push_back((view.clone(), pending)));
     }
 
-    /// Adds a fault that counts as pending already.
-    pub(crate) fn push(&self, view: Arc<View>, pending: PendingFault) {
+    /// Puts a fault back that counts as pending already. The caller comes back for it.
+    pub(crate) fn put_back(&self, view: Arc<View>, pending: PendingFault) {
+        self.lock().faults.push_back((view, pending));
+    }
+
+    /// Has pages brought back that no fault waits for yet.
+    pub(crate) fn read_ahead(&self, ahead: Ahead) {
+        self.notify_after(|queue| {
+            queue.ahead.push_back(ahead);
+            if queue.ahead.len() > AHEAD_KEPT {
+                queue.ahead.pop_front();
+            }
+        });
+    }
+
+    /// A worker that had [`Work::Ahead`] has done it.
+    pub(crate) fn ahead_is_over(&self) {
+        self.lock().reading -= 1;
+    }
+
+    /// The pages to request after a fault on this page, as [`Readahead::request`] has it.
+    pub(crate) fn requested(&self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> PageRange {
+        let mut readahead = self.readahead.lock().unwrap_or_else(PoisonError::into_inner);
+        readahead.request(region, page, pages, is_far)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().expect("no panic while held")
+    }
+
+    fn notify_after(&self, change: impl FnOnce(&mut Queue)) {
         let idle = {
-            let mut queue = self.queue.lock().expect("no panic while held");
-            queue.faults.push_back((view, pending));
+            let mut queue = self.lock();
+            change(&mut queue);
             queue.idle.pop()
         };
         if let Some(idle) = idle {
@@ -49,13 +129,14 @@ impl SlowQueue {
         }
     }
 
-    /// The oldest fault, for this worker; if there is none, the worker is notified of the next.
-    pub(crate) fn pop(&self, worker: usize) -> Option<(Arc<View>, PendingFault)> {
-        let mut queue = self.queue.lock().expect("no panic while held");
-        let oldest = queue.faults.pop_front();
-        if oldest.is_none() && !queue.idle.contains(&worker) {
+    /// The oldest fault, for this worker, or pages to read ahead; if there is nothing, the worker is notified of the
+    /// next.
+    pub(crate) fn pop(&self, worker: usize) -> Option<Work> {
+        let mut queue = self.lock();
+        let next = queue.pop();
+        if next.is_none() && !queue.idle.contains(&worker) {
             queue.idle.push(worker);
         }
-        oldest
+        next
     }
 }

@@ -4,9 +4,9 @@
 use std::collections::HashSet;
 use std::io;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use ballast_base::Bytes;
+use ballast_base::{Bytes, PageIdx};
 use ballast_store::{GetOutcome, Handle, NullStore, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 
 /// Its number.
@@ -18,11 +18,25 @@ pub struct ThirdStore {
     inner: NullStore,
     asked: Mutex<HashSet<Handle>>,
     silent: AtomicBool,
+    /// Requests for pages, and the longest of them.
+    pub requests: AtomicU64,
+    pub longest: AtomicU64,
 }
 
 impl ThirdStore {
     pub fn new(budget: Bytes) -> Self {
-        Self { inner: NullStore::new(budget), asked: Mutex::default(), silent: AtomicBool::new(false) }
+        Self {
+            inner: NullStore::new(budget),
+            asked: Mutex::default(),
+            silent: AtomicBool::new(false),
+            requests: AtomicU64::new(0),
+            longest: AtomicU64::new(0),
+        }
+    }
+
+    /// Was this page asked for before?
+    fn asked(&self, handle: Handle) -> bool {
+        !self.asked.lock().expect("asked").insert(handle)
     }
 
     /// From now on it returns no page, or does again.
@@ -37,10 +51,22 @@ impl Store for ThirdStore {
     }
 
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        if self.asked.lock().expect("asked").insert(handle) || self.silent.load(Ordering::Acquire) {
+        self.requests.fetch_add(1, Ordering::AcqRel);
+        if !self.asked(handle) || self.silent.load(Ordering::Acquire) {
             return GetOutcome::Busy;
         }
         self.inner.get(key, handle, out)
+    }
+
+    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        self.requests.fetch_add(1, Ordering::AcqRel);
+        self.longest.fetch_max(handles.len() as u64, Ordering::AcqRel);
+        for ((page, handle), out) in (first.page.0..).zip(handles).zip(out) {
+            let key = PageKey { page: PageIdx(page), ..first };
+            // Every tenth page is busy in a run, too.
+            let silent = self.silent.load(Ordering::Acquire) || page.is_multiple_of(10) && !self.asked(*handle);
+            outcomes.push(if silent { GetOutcome::Busy } else { self.inner.get(key, *handle, out) });
+        }
     }
 
     fn free(&self, key: PageKey, handle: Handle) {
