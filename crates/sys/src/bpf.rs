@@ -137,6 +137,8 @@ pub struct Asm {
 impl Asm {
     const ALU64: u8 = 0x07;
     const JMP: u8 = 0x05;
+    /// A jump that the verifier need not follow to the end (Linux 6.9).
+    const MAY_GOTO: u8 = Self::JMP | 0xE0;
     const X: u8 = 0x08;
     const LDX_MEM: u8 = 0x61;
     const STX_MEM: u8 = 0x63;
@@ -205,6 +207,13 @@ impl Asm {
     pub fn jump(&mut self, to: Label) {
         self.jumps.push((self.insns.len(), to));
         self.push(Self::JMP, Reg::R0, 0, 0, 0);
+    }
+
+    /// Begin one more turn of a loop, or continue at the label if the program has had some millions of them. The
+    /// kernel's verifier then goes through the loop until it finds nothing new, and not once for each turn.
+    pub fn turn_or(&mut self, over: Label) {
+        self.jumps.push((self.insns.len(), over));
+        self.push(Self::MAY_GOTO, Reg::R0, 0, 0, 0);
     }
 
     /// Exit with this result.
@@ -352,6 +361,28 @@ impl Program {
         // long as it says. The kernel writes only the result.
         unsafe { bpf(PROG_TEST_RUN, &mut attr)? };
         Ok(attr.result)
+    }
+
+    /// How many instructions the kernel's verifier went through, and how many the program has.
+    #[cfg(test)]
+    pub(crate) fn verified(&self) -> io::Result<(u32, u32)> {
+        #[repr(C)]
+        struct Attr {
+            program: u32,
+            bytes: u32,
+            info: u64,
+        }
+        const OBJ_GET_INFO_BY_FD: libc::c_long = 15;
+        /// Words of `struct bpf_prog_info` up to `verified_insns`, and which one is the length in bytes.
+        const WORDS: usize = 55;
+        const XLATED_BYTES: usize = 5;
+        let mut info = [0_u32; WORDS];
+        let bytes = size_of_val(&info) as u32;
+        let mut attr = Attr { program: self.fd.as_raw_fd() as u32, bytes, info: info.as_mut_ptr() as u64 };
+        // SAFETY: `Attr` begins as `union bpf_attr` does for this command; the kernel writes at most as many bytes as
+        // it says to `info`, which outlives the call.
+        unsafe { bpf(OBJ_GET_INFO_BY_FD, &mut attr)? };
+        Ok((info[WORDS - 1], info[XLATED_BYTES] / size_of::<Insn>() as u32))
     }
 }
 

@@ -70,7 +70,7 @@ pub struct PinCheck {
 
 impl PinCheck {
     /// Load the program, and check that it tells held pages of this process from free ones: pages of 4 KiB and, if the
-    /// kernel makes them, large ones. Takes some tens of milliseconds.
+    /// kernel makes them, large ones. Takes some 10 ms, of which the kernel's verifier has one.
     ///
     /// # Errors
     /// Why it cannot be used here. A temporary lack (of memory for a huge page, say) is [`Unavailable::SelfTest`].

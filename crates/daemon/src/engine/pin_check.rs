@@ -2,8 +2,7 @@
 //!
 //! Before: the engine began; until there is a check, time alone says when a page may be evicted. After: the reclaim
 //! workers of all VMs ask the check.
-//! Threads: one of its own, because it takes some tens of milliseconds in which faults are to be served. Units:
-//! seconds.
+//! Threads: one of its own, because it takes some 10 ms in which faults are to be served. Units: seconds.
 //! Promise: each change is logged once.
 
 use std::sync::Arc;
@@ -12,7 +11,7 @@ use std::time::Duration;
 use anyhow::Context;
 use ballast_pager::reclaim::pinned::Pins;
 
-/// A missing condition may appear (memory for a huge page), and a check may be lost. A try costs 30 ms of CPU time.
+/// A missing condition may appear (memory for a huge page), and a check may be lost. A try costs 10 ms of CPU time.
 const EVERY: Duration = Duration::from_secs(60);
 
 /// Load it, and check it now and then.

@@ -43,7 +43,7 @@ enum Known {
 }
 
 impl Pins {
-    /// Finds out whether there is one. Takes some tens of milliseconds.
+    /// Finds out whether there is one. Takes some 10 ms.
     ///
     /// # Errors
     /// The reason why there is none; it is kept as well.

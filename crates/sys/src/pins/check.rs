@@ -66,6 +66,12 @@ impl Check {
         Ok(pins)
     }
 
+    /// See [`Program::verified`].
+    #[cfg(test)]
+    pub(super) fn verified(&self) -> io::Result<(u32, u32)> {
+        self.program.verified()
+    }
+
     /// An unused slot.
     fn slot(&self) -> (usize, MutexGuard<'_, ()>) {
         let free = self.slots.iter().enumerate().find_map(|(number, slot)| Some((number, slot.try_lock().ok()?)));

@@ -108,7 +108,7 @@ pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
     const FOLIO: i16 = -32 - PAGE_STRUCT as i16;
 
     let mut asm = Asm::default();
-    let [lost, start, next, done, bad, root, single, descend, sibling, leaf, entry, absent, large] =
+    let [lost, start, next, turn, done, bad, root, single, descend, sibling, leaf, entry, absent, large] =
         std::array::from_fn(|_| asm.label());
     // Copies kernel memory at R3 to the stack.
     let read = |asm: &mut Asm, to: i16, bytes: i32, failed: Label| {
@@ -163,13 +163,16 @@ pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
     read(&mut asm, HEAD, 8, lost);
     asm.store(Double, R6, slot::NODE, 0);
 
-    // For each page: R7 counts, R8 is its number.
-    asm.alu(Op::Mov, R7, -1);
-    asm.jump(next);
+    // For each page: R7 counts, R8 is its number. The count begins with what memory has, which is 0: to the verifier it
+    // may be any number, as it is in all later turns.
+    asm.load(Double, R7, R6, slot::NODE);
+    asm.jump(turn);
     asm.place(bad);
     asm.store(Double, R6, slot::NODE, 0);
     asm.place(next);
     asm.alu(Op::Add, R7, 1);
+    asm.place(turn);
+    asm.turn_or(done);
     asm.jump_if(If::Ge, R7, BATCH as i32, done);
     asm.load(Double, R1, R6, slot::COUNT);
     asm.jump_if(If::Ge, R7, R1, done);

@@ -197,3 +197,11 @@ fn many_threads_check_at_once() {
         }
     });
 }
+
+#[test]
+fn the_kernel_checks_the_program_in_one_turn_or_two_of_its_loop_not_in_one_for_each_page() {
+    let Some(check) = check() else { return };
+    let (verified, length) = check.check.verified().expect("ask the kernel");
+    // Each turn has several ways through it. With 32 turns that were all gone through it was 59 times the length.
+    assert!(verified < 8 * length, "{verified} instructions were checked of a program of {length}");
+}
