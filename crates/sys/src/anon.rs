@@ -1,5 +1,4 @@
-//! A private anonymous mapping: what an ordinary program's memory is to the kernel, and what the kernel itself can
-//! swap.
+//! A private anonymous mapping: the memory of an ordinary program, which the kernel itself can swap out.
 //!
 //! Before: nothing. After: `bench` measures the kernel's swap on it, beside Ballast.
 //! Threads: any; access is through atomics. Units: offsets are bytes from the start.
@@ -29,7 +28,7 @@ impl Anon {
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
         // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range; nothing is replaced.
         let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, prot, flags)? };
-        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap answered the null address"))?;
+        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap returned the null address"))?;
         let map = Self { base, len };
         match map.advise(Advice::LinuxNoHugepage) {
             // A kernel without huge pages does not know the advice.
@@ -41,7 +40,7 @@ impl Anon {
     /// Let the kernel merge its pages with equal ones (KSM).
     ///
     /// # Errors
-    /// The kernel cannot.
+    /// For example `EINVAL`: the kernel has no KSM.
     pub fn mergeable(&self) -> io::Result<()> {
         self.advise(Advice::LinuxMergeable)
     }
@@ -72,7 +71,7 @@ impl Anon {
         unsafe { &*self.base.as_ptr().add(offset).cast::<AtomicU64>() }
     }
 
-    /// Ask the kernel to reclaim all of it now (`MADV_PAGEOUT`), on this thread.
+    /// Have the kernel reclaim all of the mapping now (`MADV_PAGEOUT`), on the calling thread.
     pub fn page_out(&self) -> io::Result<()> {
         self.advise(Advice::LinuxPageOut)
     }

@@ -2,8 +2,8 @@
 //!
 //! Before: `pins` writes its program with [`Asm`]. After: the kernel has checked it, and [`Program::run`] runs it once,
 //! on the calling thread.
-//! Threads: any. Units: bytes. Promise: a program can only read what the kernel lets it, and write to its own [`Map`].
-//! A program that the kernel's verifier rejects is an error with the verifier's last words.
+//! Threads: any. Units: bytes. Promise: a program reads only what the kernel lets it read, and writes only to its map.
+//! If the kernel's verifier rejects a program, the error has the last lines of the verifier's log.
 
 use std::collections::HashMap;
 use std::io;
@@ -34,7 +34,7 @@ pub enum Reg {
     Fp,
 }
 
-/// Functions of the kernel that programs call (`linux/bpf.h`).
+/// Kernel functions (helpers) that programs call (`linux/bpf.h`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Call {
@@ -125,7 +125,7 @@ struct Insn {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Label(usize);
 
-/// A program in the making.
+/// A program under construction.
 #[derive(Debug, Default)]
 pub struct Asm {
     insns: Vec<Insn>,
@@ -197,13 +197,13 @@ impl Asm {
         self.push(Self::JMP | 0x80, Reg::R0, 0, 0, call as i32);
     }
 
-    /// Continue at the label if `a` compares so with `b`.
+    /// Jump to the label if the condition holds for `a` and `b`.
     pub fn jump_if(&mut self, how: If, a: Reg, b: impl Into<With>, to: Label) {
         self.jumps.push((self.insns.len(), to));
         self.push_with(Self::JMP | how as u8, a, 0, b.into());
     }
 
-    /// Continue at the label.
+    /// Jump to the label.
     pub fn jump(&mut self, to: Label) {
         self.jumps.push((self.insns.len(), to));
         self.push(Self::JMP, Reg::R0, 0, 0, 0);
@@ -227,13 +227,13 @@ impl Asm {
         for (at, label) in self.jumps {
             let place = self.places.get(&label).map(|place| *place as i64 - at as i64 - 1);
             let off = place.and_then(|off| i16::try_from(off).ok());
-            self.insns[at].off = off.ok_or_else(|| io::Error::other("a jump of a BPF program leads nowhere"))?;
+            self.insns[at].off = off.ok_or_else(|| io::Error::other("a jump of a BPF program has no target"))?;
         }
         Ok(self.insns)
     }
 }
 
-/// `bpf(2)` of one command, with its arguments laid out as the kernel expects them.
+/// Call `bpf(2)` with one command and its arguments, laid out as the kernel expects them.
 ///
 /// # Safety
 /// `attr` is the structure of the command, and the addresses in it are of live memory of the lengths it says.
@@ -258,7 +258,7 @@ pub fn create_array(entries: u32, value_bytes: u32) -> io::Result<OwnedFd> {
     const MMAPABLE: u32 = 1 << 10;
     let mut attr =
         Attr { map_type: ARRAY, key_size: 4, value_size: value_bytes, max_entries: entries, flags: MMAPABLE };
-    // SAFETY: `Attr` begins as `union bpf_attr` does for this command (what is missing counts as zero); no addresses.
+    // SAFETY: `Attr` begins as `union bpf_attr` does for this command (missing fields count as zero); no addresses.
     let fd = unsafe { bpf(MAP_CREATE, &mut attr)? };
     // SAFETY: the kernel just gave us this descriptor, and no other code knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
@@ -274,7 +274,7 @@ impl Program {
     /// Load a program for raw tracepoints. It is attached to none; it runs only when [`Program::run`] is called.
     ///
     /// # Errors
-    /// The kernel does not allow it, or its verifier rejects the program: the verifier's last words are in the error.
+    /// The kernel does not allow it, or its verifier rejects the program: the error has the last lines of its log.
     pub fn load(asm: Asm) -> io::Result<Self> {
         #[repr(C)]
         struct Attr {
@@ -325,7 +325,7 @@ impl Program {
         Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
     }
 
-    /// Run it once, with these arguments; returns its result.
+    /// Run it once with these arguments. Returns its result.
     pub fn run(&self, arguments: &[u64]) -> io::Result<u32> {
         #[repr(C)]
         struct Attr {
@@ -392,10 +392,10 @@ mod tests {
     use ballast_needs::skip;
 
     #[test]
-    fn a_program_runs_with_its_argument_and_answers() {
+    fn a_program_runs_with_its_argument_and_returns_a_result() {
         let mut asm = Asm::default();
         let (again, out) = (asm.label(), asm.label());
-        // Adds 2 for each of the argument, up to 8 times.
+        // Returns twice the argument, at most 16.
         asm.load(Width::Double, Reg::R6, Reg::R1, 0);
         asm.alu(Op::Mov, Reg::R7, 0);
         asm.place(again);

@@ -1,14 +1,14 @@
 //! The kernel's own description of its types (BTF, `/sys/kernel/btf/vmlinux`): the offsets of fields in structures.
 //!
-//! Before: nothing. After: `pins` knows the offsets of this very kernel.
-//! Threads: any. Units: bytes; the file has some 100,000 types in 5 MiB, which are read in some milliseconds and
-//! dropped again.
+//! Before: nothing. After: `pins` knows the offsets of the running kernel.
+//! Threads: any. Units: bytes. The file has some 100,000 types in 5 MiB; reading it takes some milliseconds, and its
+//! user drops it afterwards.
 //! Promise: a malformed file is an error that names the problem, never a panic and never an offset from outside the
 //! file.
 
 use std::io;
 
-/// The file.
+/// The file by which the kernel publishes its types.
 const PATH: &str = "/sys/kernel/btf/vmlinux";
 const MAGIC: u32 = 0xEB9F;
 /// Magic, version, flags, length of the header, then offset and length of types and of strings.
@@ -41,7 +41,7 @@ mod kind {
 #[derive(Debug)]
 pub struct Btf {
     bytes: Vec<u8>,
-    /// Where each type begins; number 0 is `void` and has no place.
+    /// Offset of each type in the file; number 0 is `void`, and its entry is a placeholder.
     types: Vec<usize>,
     strings: std::ops::Range<usize>,
 }
@@ -51,7 +51,7 @@ pub struct Btf {
 pub struct Field {
     /// Bytes from the start of the structure.
     pub offset: u64,
-    /// Its length in bytes; of an array, that of all its elements.
+    /// Its length in bytes; for an array, the length of all its elements.
     pub size: u64,
 }
 
@@ -65,24 +65,24 @@ struct Type {
     /// The offsets of members include their lengths in bits.
     has_bits: bool,
     size_or_type: u32,
-    /// Where its own data begins.
+    /// Offset of the data that follows the common part.
     data: usize,
 }
 
 impl Btf {
-    /// This kernel's.
+    /// Read the types of the running kernel.
     ///
     /// # Errors
-    /// The kernel has none (`CONFIG_DEBUG_INFO_BTF`), or it is not understood.
+    /// The kernel has no such file (`CONFIG_DEBUG_INFO_BTF`), or its format is unknown.
     pub fn of_kernel() -> io::Result<Self> {
         let bytes = std::fs::read(PATH).map_err(|error| io::Error::new(error.kind(), format!("{PATH}: {error}")))?;
         Self::parse(bytes)
     }
 
-    /// From the bytes of such a file.
+    /// Read the types from the bytes of such a file.
     ///
     /// # Errors
-    /// They are not of the format.
+    /// The bytes do not have the format.
     pub fn parse(bytes: Vec<u8>) -> io::Result<Self> {
         let word = |at: usize| u32_at(&bytes, at).ok_or_else(|| broken("it ends within its header"));
         // Magic, version and flags share the first word.
@@ -98,7 +98,7 @@ impl Btf {
                 .ok_or_else(|| broken("a section lies outside"))
         };
         let (in_types, strings) = (section(8)?, section(16)?);
-        // `void`, never looked at.
+        // The placeholder of `void`, which is never read.
         let mut types = vec![in_types.start];
         let mut at = in_types.start;
         while at < in_types.end {
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_cut_or_changed_is_refused_or_read_but_never_a_panic() {
+    fn a_cut_or_changed_file_is_refused_or_read_and_never_causes_a_panic() {
         let whole = small();
         for len in 0..whole.len() {
             assert!(Btf::parse(whole[..len].to_vec()).is_err(), "cut to {len}");

@@ -1,20 +1,21 @@
 //! Clocks of the kernel.
 //!
 //! Before: code needs a time that other processes share, or the cost of work. After: it has the time, or the CPU time
-//! used, whatever else the CPU ran meanwhile.
-//! Threads: any; each reads its own CPU time, and that of processes. Units: time. Promise: never goes back.
+//! used, which does not include what the CPU ran for others meanwhile.
+//! Threads: any; a thread reads its own CPU time, and that of any process. Units: time. Promise: a clock never goes
+//! back.
 
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Nanoseconds since the host started, without the time it slept: the clock that all processes share.
+/// Nanoseconds since the host started, without the time it was suspended: the clock that all processes share.
 pub fn monotonic_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }
 
-/// The same for a moment in the past.
+/// What [`monotonic_ns`] returned at a moment in the past.
 pub fn monotonic_ns_at(moment: Instant) -> u64 {
     monotonic_ns().saturating_sub(moment.elapsed().as_nanos() as u64)
 }
@@ -32,7 +33,7 @@ pub fn process_time(pid: u32) -> Option<Duration> {
     const SCHED: libc::clockid_t = 2;
     let clock = (!pid.cast_signed() << 3) | SCHED;
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the call writes one timespec, to where it is told.
+    // SAFETY: the call writes one timespec, to the variable above.
     let answer = unsafe { libc::clock_gettime(clock, &raw mut now) };
     (answer == 0).then(|| Duration::new(now.tv_sec as u64, now.tv_nsec as u32))
 }

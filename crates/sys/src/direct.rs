@@ -27,8 +27,8 @@ pub fn create_unnamed(dir: &Path, size: Bytes) -> io::Result<OwnedFd> {
     // EXCL: no process can give it a name later.
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::DIRECT | OFlags::EXCL | OFlags::CLOEXEC;
     let file = rustix::fs::open(dir, flags, Mode::RUSR | Mode::WUSR).map_err(|errno| match errno {
-        Errno::INVAL => refused(dir, "its file system does not do direct I/O (O_DIRECT)", errno),
-        Errno::OPNOTSUPP | Errno::ISDIR => refused(dir, "its file system makes no nameless files (O_TMPFILE)", errno),
+        Errno::INVAL => refused(dir, "its file system does not support direct I/O (O_DIRECT)", errno),
+        Errno::OPNOTSUPP | Errno::ISDIR => refused(dir, "its file system supports no unnamed files (O_TMPFILE)", errno),
         _ => refused(dir, "open", errno),
     })?;
     rustix::fs::ftruncate(&file, size.0)
@@ -44,8 +44,8 @@ pub fn reopen(fd: BorrowedFd<'_>, writable: bool) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, access | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// The same file as a place only (`O_PATH`): a descriptor that keeps the file, can be sent and reopened, and does
-/// nothing else. Neither this call nor its close waits for the file's disk or server.
+/// The same file as a place only (`O_PATH`): a descriptor that keeps the file and can be sent and reopened, but neither
+/// read nor written. Neither this call nor the descriptor's close waits for the file's disk or server.
 ///
 /// # Errors
 /// If there is no descriptor left, or no `/proc`.
@@ -54,7 +54,7 @@ pub fn place_of(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// A file for direct I/O. The thread that drops the last one does not wait for its close.
+/// A file for direct I/O. The thread that drops it does not wait for the close.
 #[derive(Debug)]
 pub struct DirectFile(Option<OwnedFd>);
 
@@ -75,7 +75,7 @@ impl Drop for DirectFile {
         let Some(fd) = self.0.take().map(IntoRawFd::into_raw_fd) else { return };
         // SAFETY: the descriptor was ours a moment ago, and has no other owner.
         let close = move || drop(unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(fd) });
-        // Without a thread it stays open until this process ends: that costs less than an endless wait.
+        // If no thread starts, the file stays open until this process ends: that costs less than an endless wait.
         let _ = std::thread::Builder::new().name("close".into()).spawn(close);
     }
 }
@@ -94,7 +94,7 @@ mod tests {
     use ballast_needs::skip;
 
     #[test]
-    fn a_nameless_file_is_sparse_and_leaves_no_trace_in_its_directory() {
+    fn an_unnamed_file_is_sparse_and_leaves_no_trace_in_its_directory() {
         let dir = tempfile::tempdir().expect("a directory");
         let made = create_unnamed(dir.path(), Bytes(1 << 30));
         let Ok(file) = made.inspect_err(|error| skip("o_direct", error)) else { return };
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_keeps_the_file_and_is_good_for_nothing_else() {
+    fn a_place_keeps_the_file_and_can_be_reopened_but_not_read_or_written() {
         let dir = tempfile::tempdir().expect("a directory");
         let made = create_unnamed(dir.path(), Bytes(1 << 20));
         let Ok(file) = made.inspect_err(|error| skip("o_direct", error)) else { return };
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_by_name() {
+    fn an_error_names_the_directory_that_cannot_hold_the_file() {
         let error = create_unnamed(Path::new("/proc/self"), Bytes(4096)).expect_err("accepted").to_string();
         assert!(error.contains("/proc/self"), "{error}");
         let error = create_unnamed(Path::new("/no/such/directory"), Bytes(4096)).expect_err("accepted").to_string();

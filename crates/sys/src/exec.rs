@@ -1,8 +1,8 @@
 //! Exec in place: this process becomes another program and keeps descriptors that the caller names.
 //!
 //! Before: the caller has recorded the numbers of its descriptors. After: the next program has them under these
-//! numbers, beside its standard ones and no others; or the caller goes on as before.
-//! Threads: one. Exec ends all others, and waits for each that is in an uninterruptible system call.
+//! numbers, the standard descriptors, and no others. If the exec fails, the caller continues as before.
+//! Threads: one. Exec ends all other threads, and waits for each one that is in an uninterruptible system call.
 //! Units: descriptors are numbers here, because an exec passes on numbers.
 
 use std::ffi::{CString, OsStr};
@@ -34,7 +34,8 @@ pub fn duplicate(number: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(new) })
 }
 
-/// Close all but the standard descriptors that the next exec would pass on: those that the last exec did.
+/// Close the descriptors that the last exec passed on, and the next one would: all that are not close-on-exec, except
+/// the standard ones.
 ///
 /// # Errors
 /// The kernel could not list them; then none is closed.
@@ -53,7 +54,7 @@ pub fn close_kept() -> io::Result<()> {
     Ok(())
 }
 
-/// Become this program, with these arguments after its name. Returns only if that fails.
+/// Replace this program by another one, with these arguments after its name. Returns only if that fails.
 pub fn become_program(program: &OsStr, args: &[&OsStr]) -> io::Error {
     let strings = std::iter::once(&program).chain(args).map(|string| CString::new(string.as_bytes()));
     let strings = match strings.collect::<Result<Vec<_>, _>>() {

@@ -8,18 +8,18 @@ use std::collections::HashMap;
 
 use crate::memfd::FileId;
 
-/// Ranges by file, ascending and apart.
+/// Ranges by file, in ascending order. No two of a file overlap or touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileRanges(HashMap<FileId, Vec<(u64, u64)>>);
 
 impl FromIterator<(FileId, u64, u64)> for FileRanges {
-    /// From files, first bytes, and the bytes after the last ones.
+    /// From tuples: a file, the first byte, and the byte after the last one.
     fn from_iter<T: IntoIterator<Item = (FileId, u64, u64)>>(ranges: T) -> Self {
         let mut files: HashMap<FileId, Vec<(u64, u64)>> = HashMap::new();
         for (file, start, end) in ranges.into_iter().filter(|(_, start, end)| start < end) {
             let ranges = files.entry(file).or_default();
             match ranges.last_mut() {
-                // In the order of addresses most follow each other.
+                // Callers list ranges by address; most of them then follow each other in the file, too.
                 Some((_, last)) if *last == start => *last = end,
                 _ => ranges.push((start, end)),
             }
@@ -37,7 +37,7 @@ impl FromIterator<(FileId, u64, u64)> for FileRanges {
 }
 
 impl FileRanges {
-    /// Has it no byte?
+    /// Does it have no byte?
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -77,7 +77,7 @@ impl FileRanges {
         self
     }
 
-    /// Those of its ranges that are of these files.
+    /// Keep only the ranges of these files.
     pub fn retain(&mut self, keep: impl Fn(FileId) -> bool) {
         self.0.retain(|file, _| keep(*file));
     }
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_ranges_all_between_them_is_taken() {
+    fn too_many_ranges_of_a_file_become_one() {
         let many = of(&[(1, 0, 1), (1, 5, 1), (1, 9, 1), (2, 3, 1)]);
         assert_eq!(many.clone().at_most(3), many);
         assert_eq!(many.at_most(2), of(&[(1, 0, 10), (2, 3, 1)]));

@@ -1,4 +1,5 @@
-//! Files of huge pages that a pool consists of: their file system, the node of their pages, and who else has them.
+//! Files of huge pages that a pool consists of: their file system, the node of their pages, and whether another process
+//! has them.
 //!
 //! Before: `reserve` wants memory that outlives every process. After: files in a hugetlbfs of our own.
 //! Threads: any; [`on_node`] is about the calling thread alone. Units: bytes.
@@ -14,7 +15,7 @@ use ballast_base::{Bytes, HUGE_SIZE};
 
 use crate::memfd;
 
-/// Make a hugetlbfs of 2 MiB pages at this directory, unless it is one. Only its owner may enter it.
+/// Mount a hugetlbfs of 2 MiB pages at this directory, unless one is there. Only its owner may enter it.
 ///
 /// # Errors
 /// This process may not mount, or the kernel has no such file system. Caused by the setting.
@@ -49,7 +50,7 @@ pub fn close_door(door: &Path) -> io::Result<bool> {
         match error.raw_os_error() {
             Some(libc::EBUSY) => return Ok(false),
             Some(libc::ENOENT) => return Ok(true),
-            // Also said of what is no mount: its directory alone is left.
+            // The kernel also returns this for a directory that is no mount: only the directory is left.
             Some(libc::EINVAL) if !is_mount(door)? => {}
             _ => return Err(error),
         }
@@ -77,7 +78,7 @@ fn mount_call(source: &CStr, target: &Path, flags: libc::c_ulong, options: Optio
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Allocate the pages for this thread from this node alone; `None`: from any.
+/// Allocate the calling thread's pages from this node alone; `None` allows every node.
 ///
 /// # Errors
 /// There is no such node, or the kernel has no NUMA.
@@ -151,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_takes_pages_from_a_node_that_there_is() {
+    fn a_thread_takes_pages_from_an_existing_node_only() {
         std::thread::spawn(|| {
             on_node(Some(0)).expect("every host has node 0");
             on_node(None).expect("any");

@@ -12,7 +12,7 @@ use ballast_base::{HUGE_SIZE, Hva};
 use crate::uffd::{FillOutcome, HUGETLB_FEATURES};
 use crate::{Mapping, Uffd};
 
-/// What a place of such a file has.
+/// What the file has at the place of one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// No page.
@@ -32,7 +32,7 @@ pub struct Presence {
 }
 
 impl Presence {
-    /// For this mapping of such files, whose lengths and offsets are all multiples of 2 MiB.
+    /// Prepare to ask about this mapping of such files, whose lengths and offsets are all multiples of 2 MiB.
     ///
     /// # Errors
     /// This process may not use userfaultfd, or the kernel has none for huge pages (before Linux 5.13).
@@ -63,7 +63,7 @@ impl Presence {
                     return Ok(Place::Page);
                 }
                 FillOutcome::NotInFile => return Ok(Place::Hole),
-                // It is there, and nothing was mapped.
+                // The page is in the file, and the kernel did not map it.
                 FillOutcome::Failed => return Ok(Place::Failed),
                 FillOutcome::Retry => std::thread::yield_now(),
                 FillOutcome::Gone => return Err(io::Error::other("a mapping of our own is not registered")),
@@ -72,7 +72,7 @@ impl Presence {
     }
 }
 
-/// More huge pages for the host's pool while this lives, for tests and benches; returned afterwards.
+/// More huge pages for the host's pool while this value lives, for tests and benches. Drop returns them.
 #[derive(Debug)]
 pub struct PoolLoan {
     setting: &'static str,
@@ -80,14 +80,15 @@ pub struct PoolLoan {
 }
 
 impl PoolLoan {
-    /// Files with the number of pages that the pool has reserved, and of those it may take from the host beyond that.
+    /// File with the number of pages that the pool has reserved.
     const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+    /// File with the number of pages that the pool may take from the host beyond those.
     const SURPLUS: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
-    /// Let `pages` more be taken as they are touched. They return to the host as they are freed.
+    /// Let the pool take `pages` more as they are touched. They return to the host as they are freed.
     ///
     /// # Errors
-    /// This user may not, or the kernel has no huge pages.
+    /// This user may not change the pool, or the kernel has no huge pages.
     pub fn new(pages: u64) -> io::Result<Self> {
         Self::of(Self::SURPLUS, pages)
     }
@@ -95,11 +96,11 @@ impl PoolLoan {
     /// Reserve `pages` more now. They return to the pool as they are freed, so that later touches find used memory.
     ///
     /// # Errors
-    /// The same, or if the host has fewer.
+    /// As for [`Self::new`], or the host has fewer.
     pub fn reserved(pages: u64) -> io::Result<Self> {
         let loan = Self::of(Self::RESERVED, pages)?;
         if Self::read(Self::RESERVED)? < pages {
-            return Err(io::Error::new(io::ErrorKind::OutOfMemory, format!("the host has not {pages} huge pages")));
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, format!("the host lacks {pages} huge pages")));
         }
         Ok(loan)
     }
@@ -115,7 +116,7 @@ impl PoolLoan {
 
     fn change(setting: &str, to: impl Fn(u64) -> u64) -> io::Result<()> {
         let file = std::fs::File::options().read(true).write(true).open(setting)?;
-        // Several test programs may do so at once; the lock ends with the descriptor.
+        // Several test programs may change it at once; the lock ends with the descriptor.
         rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)?;
         std::fs::write(setting, to(Self::read(setting)?).to_string())
     }

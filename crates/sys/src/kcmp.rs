@@ -2,11 +2,11 @@
 //!
 //! Before: a process was seen to map guest RAM. After: it is known whether its touches are an attached VMM's, because
 //! the two have the same page tables and so the same userfaultfds.
-//! Threads: any, but the kernel takes a lock of both processes, which a process in trouble may hold for long.
+//! Threads: any, but the kernel takes a lock of both processes, which a process that hangs may hold for long.
 
 use std::io;
 
-/// Returns whether these processes share their memory (`CLONE_VM`). False if one of them is gone.
+/// Do these processes share their memory (`CLONE_VM`)? False if one of them is gone.
 ///
 /// # Errors
 /// The kernel cannot tell (it has no `kcmp`: `CONFIG_KCMP`), or does not let this user ask.

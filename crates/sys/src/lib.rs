@@ -1,7 +1,7 @@
-//! The kernel doorway: every raw system call of Ballast, and nearly all of its unsafe code, is in this crate.
+//! The interface to the kernel: every raw system call of Ballast, and nearly all of its unsafe code, is in this crate.
 //!
-//! Before: `base` gives it units. After: `heat`, `store`, `pager`, `client` and `daemon` see meanings, not errno
-//! values.
+//! Before: `base` gives it units. After: `heat`, `store`, `pager`, `client` and `daemon` match on outcomes instead of
+//! errno values.
 //! Threads: everything here may be called from any thread unless a function says otherwise.
 //! Promise: a result that the kernel normally returns is an outcome to match on; an error is a broken expectation.
 

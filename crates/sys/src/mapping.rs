@@ -2,8 +2,9 @@
 //!
 //! Before: `memfd` gives the file. After: page-state words, store arenas and test guests live in mappings.
 //! Threads: a mapping may be used from any thread; concurrent access is through atomics or raw copies.
-//! Promise: no Rust reference to plain memory inside a mapping is ever formed; only references to atomics are, and a
-//! range outside the mapping panics instead of being touched. A mapping of 2 MiB or more begins at a multiple of 2 MiB.
+//! Promise: no Rust reference to plain memory inside a mapping is ever formed, only references to atomics. A function
+//! that gets a range outside the mapping panics and does not touch it. A mapping of 2 MiB or more begins at a multiple
+//! of 2 MiB.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -41,14 +42,14 @@ impl Mapping {
     /// of their files.
     ///
     /// # Errors
-    /// There is none, or the kernel refuses one; then nothing is mapped.
+    /// There is no piece, or the kernel refuses one; then nothing is mapped.
     pub fn shared_pieces<F: AsFd>(pieces: &[(F, u64, usize)]) -> io::Result<Self> {
         if let [(file, offset, len)] = pieces {
             return Self::shared(file, *offset, *len);
         }
         let len = pieces.iter().try_fold(0usize, |sum, (_, _, len)| sum.checked_add(*len));
         let len = len.filter(|len| *len > 0).ok_or(io::ErrorKind::InvalidInput)?;
-        let base = NonNull::new(reserve_aligned(len)?.cast()).ok_or_else(|| io::Error::other("mmap answered null"))?;
+        let base = NonNull::new(reserve_aligned(len)?.cast()).ok_or_else(|| io::Error::other("mmap returned null"))?;
         // From here on an error unmaps it with the rest.
         let mapping = Self { base, len };
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
@@ -78,7 +79,7 @@ impl Mapping {
             }
             mapped?
         };
-        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap answered the null address"))?;
+        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap returned the null address"))?;
         Ok(Self { base, len })
     }
 
@@ -87,7 +88,7 @@ impl Mapping {
         self.len
     }
 
-    /// A mapping is never empty (the kernel refuses to make one); here because `len` is.
+    /// Always false: the kernel refuses to make an empty mapping.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -38,8 +38,8 @@ pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     }
 }
 
-/// Have `len` bytes from `offset` on allocated before they are written; they read as zeros. On a disk, later writes
-/// then need no space.
+/// Allocate `len` bytes from `offset` on before they are written; they read as zeros. On a disk, later writes then need
+/// no space.
 pub fn allocate(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     Ok(rustix::fs::fallocate(&fd, FallocateFlags::KEEP_SIZE, offset, len)?)
 }
@@ -83,7 +83,7 @@ pub fn next_data(fd: impl AsFd, offset: u64) -> io::Result<Option<(u64, u64)>> {
 }
 
 /// The first run of present bytes in `offset..end`, cut at `end`; both are whole pages. The cost depends on the range
-/// alone, while the kernel's own search for a hole would go on to the end of a full file, 20 ns a page.
+/// alone. The kernel's `SEEK_HOLE` would search a full file to its end, at 20 ns a page.
 pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
     let start = match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
         Ok(start) if start < end => start,
@@ -189,7 +189,7 @@ pub fn ram_page(fd: impl AsFd) -> io::Result<Option<Bytes>> {
 /// Check that guest RAM can be in this file. Returns the size of its pages.
 ///
 /// # Errors
-/// Why not, as the end of a sentence that begins with the file.
+/// The reason, as the end of a sentence that begins with the file.
 pub fn check_ram_file(fd: impl AsFd) -> Result<Bytes, String> {
     let page = ram_page(fd).map_err(|error| format!("looking at its file: {error}"))?;
     let page = page.ok_or("its file is not shared memory (a memfd, or a file in a tmpfs or a hugetlbfs)")?;
@@ -203,7 +203,7 @@ pub fn check_ram_file(fd: impl AsFd) -> Result<Bytes, String> {
 /// its pages.
 ///
 /// # Errors
-/// Why not, as the end of a sentence that begins with the RAM.
+/// The reason, as the end of a sentence that begins with the RAM.
 pub fn check_ram_pages(fd: impl AsFd, addr: u64, offset: u64, len: u64) -> Result<Bytes, String> {
     let page = check_ram_file(fd)?;
     if [addr, offset, len].iter().any(|value| !value.is_multiple_of(page.0)) {
@@ -224,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_of_pages_is_told_within_its_range_whatever_follows() {
+    fn a_run_of_pages_ends_within_its_range_whatever_follows() {
         let at = |page: u64| page * PAGE_SIZE as u64;
         let file = File::from(create("ballast-test", Bytes(at(16))).expect("memfd"));
         for page in [2, 3, 4, 7, 8, 9, 10, 11, 12, 13, 14, 15] {

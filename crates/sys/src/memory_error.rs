@@ -1,13 +1,13 @@
 //! Memory errors: lets this process survive when the host's memory fails under a file that it maps.
 //!
 //! Before: [`Surviving`] says what the bytes of a mapping become when they are lost, and [`install`] was called.
-//! After: a touch of a lost page, which would end this process (`SIGBUS`) and each successor, finds other bytes there,
-//! in the mapping and in the file, and a waiter is told of the loss.
+//! After: a touch of a lost page, which would end this process (`SIGBUS`) and each successor, finds the new bytes in
+//! the mapping and in the file, and a waiter is notified of the loss.
 //! Threads: the handler runs on the thread that touched the page. It takes no lock but its own, allocates nothing, and
 //! calls only async-signal-safe functions.
 //! Units: bytes; the kernel loses a page of 4 KiB, or up to 2 MiB if it cannot split a huge one.
-//! Promise: no process, this one or one that opens the file after its death, ever sees a hole in the place of a lost
-//! page, unless zeros are what it is to become. A memory error anywhere else ends the process as before.
+//! Promise: no process, this one or one that opens the file after its death, ever sees a hole in place of a lost page,
+//! unless the page is to become zeros. A memory error anywhere else ends the process as before.
 //!
 //! The order of the steps lets a thread that touches the page at the same moment see the old page or the new one, and
 //! lose no write: an empty file is mapped over the page, so that every touch enters the handler and waits; the lost
@@ -28,25 +28,25 @@ use slot::{Slot, WORDS};
 
 mod slot;
 
-/// After this number of signals in a row for a readable page, the handler cannot help.
+/// Signals in a row for readable pages after which the handler gives up: it cannot help then.
 const MOST_SPURIOUS: u32 = 1000;
 
 /// Held by the handler that replaces a page.
 static BUSY: AtomicBool = AtomicBool::new(false);
-/// What is mapped meanwhile: an empty file, every touch of which is a `SIGBUS` as well.
+/// An empty file, mapped over a page while its bytes are replaced: every touch of it is a `SIGBUS` as well.
 static NOTHING: AtomicI32 = AtomicI32::new(-1);
 /// Becomes readable with every loss.
 static NOTIFY_FD: AtomicI32 = AtomicI32::new(-1);
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 static SPURIOUS: AtomicU32 = AtomicU32::new(0);
-/// The bytes of one page, for the holder of [`BUSY`]: a signal's stack may be small.
+/// A buffer of one page for the holder of [`BUSY`]: a signal's stack may be small.
 static ROOM: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
 
 /// The result of replacing pages.
 #[derive(PartialEq, Eq)]
 enum Replaced {
     Done,
-    /// The file still has them: the kernel cannot split the huge page that they are part of.
+    /// The file still has the pages: the kernel cannot split the huge page that they are part of.
     Stuck,
     /// The kernel refused. The journal says what is not finished.
     Failed,
@@ -76,7 +76,7 @@ fn replace(slot: &Slot, from: usize, to: usize) -> Replaced {
     Replaced::Done
 }
 
-/// Map a part of a file over what is mapped there.
+/// Map a part of a file in place of the current mapping.
 fn map(addr: usize, len: usize, fd: i32, offset: i64) -> bool {
     let flags = libc::MAP_SHARED | libc::MAP_NORESERVE | libc::MAP_FIXED;
     // SAFETY: the range is inside a registered mapping, which a thread is touching, so it stays mapped; and no
@@ -110,7 +110,7 @@ fn write_page(fill: &Fill, fd: i32, offset: i64) -> bool {
         };
         word.store(value, Ordering::Relaxed);
     }
-    // SAFETY: the room is as long as stated and lives for ever.
+    // SAFETY: the buffer is as long as stated, and static.
     let written = unsafe { libc::pwrite(fd, ROOM.as_ptr().cast(), PAGE_SIZE, offset) };
     written == PAGE_SIZE as isize
 }
@@ -120,7 +120,7 @@ fn errno() -> i32 {
     unsafe { *libc::__errno_location() }
 }
 
-/// Can the page at this address be read? The kernel tries it for us, in a call that has no effect whatever it reads.
+/// Can the page at this address be read? The kernel tries it, in a call that has no effect whatever it reads.
 fn is_readable(addr: usize) -> bool {
     const NO_SUCH_WAY: i32 = -1;
     const LEN: usize = 8;
@@ -130,8 +130,7 @@ fn is_readable(addr: usize) -> bool {
     answer == 0 || errno() != libc::EFAULT
 }
 
-/// Has the file no page at this offset, which is inside it? Then nothing can be lost there: the kernel has no memory
-/// for it.
+/// Is there a hole at this offset, which is inside the file? Then nothing can be lost there: it has no memory.
 fn is_hole(fd: i32, offset: u64) -> bool {
     // SAFETY: a system call on a descriptor, without pointers.
     unsafe { libc::lseek(fd, offset as i64, libc::SEEK_HOLE) == offset as i64 }
@@ -144,12 +143,12 @@ fn is_file_readable(fd: i32, offset: u64) -> bool {
     unsafe { libc::pread(fd, (&raw mut byte).cast(), 1, offset as i64) == 1 }
 }
 
-/// Make the page at this address one that can be touched. Returns false if it is not ours, or cannot be replaced. The
-/// caller is [`BUSY`]. `is_known`: the kernel said that the memory failed.
+/// Make the page at this address readable again. Returns false if it is not ours, or cannot be replaced. The caller is
+/// [`BUSY`]. `is_known`: the kernel reported that the memory failed.
 fn mend(addr: usize, is_known: bool) -> bool {
     let page = addr & !(PAGE_SIZE - 1);
     if is_readable(page) {
-        // Another thread met it first.
+        // Another thread has replaced it already.
         return SPURIOUS.fetch_add(1, Ordering::Relaxed) < MOST_SPURIOUS;
     }
     let Some(slot) = Slot::find(page) else { return false };
@@ -190,7 +189,7 @@ extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mu
         return;
     }
     let before = errno();
-    // The latter: the page could not be swapped in; or the kernel does not distinguish memory errors.
+    // `BUS_ADRERR`: the page could not be swapped in; or the kernel does not distinguish memory errors.
     if code == libc::BUS_MCEERR_AR || code == libc::BUS_ADRERR {
         while BUSY.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             // SAFETY: no arguments.
@@ -211,7 +210,7 @@ extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mu
     pass_on(signal, info, context);
 }
 
-/// Write a line to standard error, as a signal handler may.
+/// Write a line to standard error by async-signal-safe calls alone.
 fn say(text: &str, addr: usize) {
     let mut line = [b'0'; 20];
     line[1] = b'x';
@@ -225,10 +224,10 @@ fn say(text: &str, addr: usize) {
     }
 }
 
-/// Have those that wait for losses look again.
+/// Notify the threads that wait for losses; they query again.
 pub fn notify() {
     let (notify_fd, one) = (NOTIFY_FD.load(Ordering::Acquire), 1u64);
-    // SAFETY: eight bytes that live during the call; a descriptor that is none is refused.
+    // SAFETY: eight bytes that live during the call; the kernel refuses a number that is no descriptor.
     unsafe { libc::write(notify_fd, (&raw const one).cast(), 8) };
 }
 
@@ -252,8 +251,8 @@ fn pass_on(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) 
     }
 }
 
-/// From now on this process survives memory errors in registered mappings. Returns a descriptor that becomes readable
-/// (an eventfd) when something was lost. Only the first call has an effect.
+/// Install the handler: from now on this process survives memory errors in registered mappings. Returns an eventfd that
+/// becomes readable when a page was lost. Only the first call has an effect.
 pub fn install() -> io::Result<OwnedFd> {
     static ONCE: OnceLock<Result<OwnedFd, i32>> = OnceLock::new();
     let made = ONCE.get_or_init(|| {
@@ -347,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_page_becomes_what_was_said_in_mapping_and_file_and_the_pages_around_it_stay() {
+    fn a_lost_page_gets_its_new_bytes_in_mapping_and_file_and_the_pages_around_it_stay() {
         let Some(Rig { file, journal, map, uffd, .. }) = setup() else { return };
         let notify_fd = install().expect("again");
         let word = |page: usize| map.words(page * PAGE_SIZE, 1)[0].load(Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Which NUMA node a page is on, and moving a process's pages from node to node: `move_pages(2)`.
+//! Locates and moves pages of a process among NUMA nodes: `move_pages(2)`.
 //!
 //! Before: the caller has addresses of another process (`ballast-tier`, inside a guest). After: it knows the result for
 //! each page.
@@ -66,8 +66,7 @@ fn call(pid: u32, pages: &[u64], nodes: Option<&[i32]>) -> io::Result<Option<Vec
         let error = io::Error::last_os_error();
         return match error.raw_os_error() {
             Some(libc::ESRCH) => Ok(None),
-            // None of them had to be moved; or memory for the call itself is short. The status words tell what is
-            // known.
+            // No page had to be moved, or memory for the call itself is short. The status words say what is known.
             Some(libc::ENOENT | libc::ENOMEM) => Ok(Some(status.into_iter().map(Place::of).collect())),
             _ => Err(error),
         };
@@ -75,10 +74,10 @@ fn call(pid: u32, pages: &[u64], nodes: Option<&[i32]>) -> io::Result<Option<Vec
     Ok(Some(status.into_iter().map(Place::of).collect()))
 }
 
-/// Where these pages are; `None` if the process is gone.
+/// Returns where these pages are; `None` if the process is gone.
 ///
 /// # Errors
-/// Not permitted, or a kernel without NUMA.
+/// This user may not ask about the process, or the kernel has no NUMA.
 pub fn locate(pid: u32, pages: &[u64]) -> io::Result<Option<Vec<Place>>> {
     let mut found = Vec::with_capacity(pages.len());
     for part in pages.chunks(MOST_PAGES) {
@@ -90,11 +89,12 @@ pub fn locate(pid: u32, pages: &[u64]) -> io::Result<Option<Vec<Place>>> {
 
 /// Move these pages to a node; `None` if the process is gone.
 ///
-/// The kernel moves pages in lists. If a list fails in part it does not say which pages stayed, and stops there: so
-/// their places are read afterwards.
+/// The kernel moves pages in lists. If a list fails in part, the kernel stops and does not say which pages stayed. So
+/// this reads their places afterwards.
 ///
 /// # Errors
-/// Not permitted, no such node, or one that the process may not use (its cpuset), or a kernel without NUMA.
+/// This user may not move pages of the process, there is no such node, the process may not use it (its cpuset), or the
+/// kernel has no NUMA.
 pub fn move_pages(pid: u32, pages: &[u64], node: u32) -> io::Result<Option<Vec<Place>>> {
     let to = i32::try_from(node).map_err(|_| io::ErrorKind::InvalidInput)?;
     let mut found = Vec::with_capacity(pages.len());

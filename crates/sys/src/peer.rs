@@ -6,7 +6,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// The supplementary groups the peer had when it connected (Linux 4.13).
+/// The supplementary groups that the peer had when it connected (`SO_PEERGROUPS`, since Linux 4.13).
 pub fn groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
     const FEW: usize = 32;
     let mut groups = vec![0u32; FEW];

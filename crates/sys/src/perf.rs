@@ -5,9 +5,9 @@
 //! meanwhile. Units: a ring in pages. Promise: each record of the kernel is taken once and in order; its own records
 //! count what it could not write; impossible positions are skipped and counted, never read.
 //!
-//! The load-latency event needs Intel's PEBS, which in a guest needs a vPMU from the host; without one, opening reports
-//! it. It has been opened nowhere yet: the live test uses the event for page faults, which comes through the same ring
-//! in the same layout.
+//! The load-latency event needs Intel's PEBS, which in a guest needs a vPMU from the host. Without one, opening returns
+//! [`Opened::NoEvent`]. No machine has sampled the event yet: the live test uses the event for page faults, whose
+//! samples come through the same ring in the same layout.
 
 use std::io;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -36,15 +36,15 @@ const LOAD_LATENCY: u64 = 0x1cd;
 const CLOSE_ON_EXEC: libc::c_ulong = 1 << 3;
 const EXCLUDE_KERNEL: u64 = 1 << 5;
 const EXCLUDE_HYPERVISOR: u64 = 1 << 6;
-/// The sampled instruction is requested to be the exact one: this selects PEBS.
+/// Requests the exact instruction of a sample: this selects PEBS.
 const PRECISE: u64 = 2 << 15;
 
 /// What is sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Each fault on a page of its memory: a source that every kernel has, and a poor one.
+    /// Page faults. Every kernel has this event, but it does not show accesses to mapped pages.
     PageFaults,
-    /// Loads that took at least this number of core cycles, so that hits of a cache are left out. Demeter has 64 ns
+    /// Loads that took at least this number of core cycles, so that cache hits are left out. Demeter uses 64 ns
     /// (§3.2.2).
     LoadLatency {
         /// The threshold. The hardware takes 16 bits.
@@ -55,11 +55,11 @@ pub enum Event {
 /// The result of opening.
 #[derive(Debug)]
 pub enum Opened {
-    /// It samples.
+    /// The event is open and samples.
     Sampler(Sampler),
     /// This machine, or this guest, does not have the event.
     NoEvent,
-    /// This user may not (`perf_event_paranoid`).
+    /// This user may not sample (`perf_event_paranoid`).
     NotPermitted,
 }
 
@@ -90,7 +90,7 @@ struct Attributes {
 
 const _: () = assert!(size_of::<Attributes>() == 112);
 
-/// An open event of one thread, and its ring.
+/// An open event of one thread or one CPU, and its ring.
 #[derive(Debug)]
 pub struct Sampler {
     ring: Mapping,
@@ -110,20 +110,20 @@ pub struct Drained {
 }
 
 impl Sampler {
-    /// Sample one of `period` events of a thread, in user space: the caller's if `thread` is 0. The ring has `pages`, a
-    /// power of two.
+    /// Sample one of `period` events of a thread in user space. `thread` 0 is the calling thread. The ring has `pages`
+    /// pages, a power of two.
     ///
     /// # Errors
-    /// The thread is gone, there is no such ring, or the kernel has no memory for it.
+    /// The thread is gone, a ring cannot have that size, or the kernel has no memory for it.
     pub fn open(event: Event, thread: u32, period: u64, pages: usize) -> io::Result<Opened> {
         let any_cpu = -1;
         Self::open_on(event, thread as libc::pid_t, any_cpu, period, pages)
     }
 
-    /// The same of all that runs on a CPU: each sample names its process.
+    /// The same for all threads that run on a CPU: each sample names its process.
     ///
     /// # Errors
-    /// There is no such CPU or ring, or the kernel has no memory for it.
+    /// There is no such CPU, a ring cannot have that size, or the kernel has no memory for it.
     pub fn open_cpu(event: Event, cpu: u32, period: u64, pages: usize) -> io::Result<Opened> {
         let any_thread = -1;
         let cpu = libc::c_int::try_from(cpu).map_err(|_| io::ErrorKind::InvalidInput)?;
@@ -133,7 +133,7 @@ impl Sampler {
     fn open_on(event: Event, thread: libc::pid_t, cpu: libc::c_int, period: u64, pages: usize) -> io::Result<Opened> {
         if !pages.is_power_of_two() || pages > MOST_PAGES || period == 0 {
             let text =
-                format!("a ring of {pages} pages, one in {period}: a power of two up to {MOST_PAGES}, and not 0");
+                format!("a ring of {pages} pages, one in {period}: needs a power of two up to {MOST_PAGES}, and not 0");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let (kind, config, config1, precise) = match event {
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_ring_tells_how_many_samples_it_had_no_room_for() {
+    fn a_full_ring_counts_the_samples_it_had_no_space_for() {
         let Some(mut sampler) = page_faults(1) else { return };
         let (memory, mut seen) = (memory(200), Seen::default());
         (0..199).for_each(|page| write(&memory, page));
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_that_the_machine_lacks_is_an_outcome_and_a_ring_that_cannot_be_is_an_error() {
+    fn an_event_that_the_machine_lacks_is_an_outcome_and_an_impossible_ring_is_an_error() {
         // With PEBS it opens, and has nothing yet.
         match Sampler::open(Event::LoadLatency { cycles: 192 }, 0, 4093, 8).expect("opened or not") {
             Opened::Sampler(mut sampler) => assert_eq!(sampler.drain(|_| ()).damaged, None),

@@ -7,7 +7,7 @@
 //! does with it meanwhile; and the check writes to no memory of the kernel.
 //!
 //! The kernel counts references to a page: one for the page cache, one for each mapping, one for each other holder (a
-//! device, direct I/O, a system call that has not returned, the list of a CPU on which new pages wait to be sorted). It
+//! device, direct I/O, a system call that has not returned, a CPU's batch of pages on their way to the LRU lists). It
 //! does not export these counts to user space, so a BPF program reads them (`pins/program.rs`). The program starts from
 //! this process's own descriptor and follows the kernel's pointers: the file's tree of pages, the page, its counts. The
 //! kernel itself describes the offsets in its structures ([`Btf`]). All of it happens within one run, under RCU: memory
@@ -22,8 +22,7 @@
 //! in one instant; they are read in turn, six readings of some 20 ns, and all must agree. A holder could escape only if
 //! the folio were mapped and unmapped again as many times, and each time within one of those gaps.
 //!
-//! A page that looks held and is not (a CPU's list, a migration that is just tried) only stays, and is checked again
-//! later.
+//! A page that looks held and is not (a CPU's batch, a migration under way) only stays, and is checked again later.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -47,7 +46,7 @@ pub use found::Pin;
 /// Why there is no pin check.
 #[derive(Debug, thiserror::Error)]
 pub enum Unavailable {
-    /// The kernel does not describe its types, or they are not as this code knows them.
+    /// The kernel does not describe its types, or they differ from what this code knows.
     #[error("the kernel's layout is not known: {0}")]
     Layout(String),
     /// The kernel does not let this process load it.
@@ -73,7 +72,8 @@ impl PinCheck {
     /// kernel makes them, large ones. Takes some 10 ms, of which the kernel's verifier has one.
     ///
     /// # Errors
-    /// Why it cannot be used here. A temporary lack (of memory for a huge page, say) is [`Unavailable::SelfTest`].
+    /// The reason why it cannot be used here. A temporary lack, for example of memory for a huge page, is
+    /// [`Unavailable::SelfTest`].
     pub fn new() -> Result<Self, Unavailable> {
         let btf = Btf::of_kernel().map_err(|error| Unavailable::Layout(error.to_string()))?;
         let layout = Layout::of(&btf).map_err(Unavailable::Layout)?;
@@ -95,10 +95,10 @@ impl PinCheck {
         self.check.pins(file, pages, self.knows_large)
     }
 
-    /// Have every CPU sort the pages on its lists, unless that was done within the last second. Each list has up to 31
-    /// pages that were last filled, or found touched, on its CPU, and holds a reference to them. It takes some tens of
-    /// microseconds on each CPU that has any. Call it when pages look held that are probably only on a list; returns
-    /// whether it was done, so that another check may give another result.
+    /// Drain the batches of every CPU (`lru_add_drain_all`), unless that was done within the last second. Each batch
+    /// has up to 31 pages that were last filled, or found touched, on its CPU, and holds a reference to each. A drain
+    /// takes some tens of microseconds on each CPU that has any. Call it when pages look held that are probably only in
+    /// a batch. Returns whether it drained, so that another check may give another result.
     pub fn drain_if_due(&self) -> bool {
         const EVERY: Duration = Duration::from_secs(1);
         let Ok(mut last) = self.drained_at.try_lock() else { return false };
@@ -110,13 +110,13 @@ impl PinCheck {
         true
     }
 
-    /// Can it check large folios? Else their pages are all [`Pin::Unknown`].
+    /// Can it check large folios? If not, all their pages are [`Pin::Unknown`].
     pub fn knows_large(&self) -> bool {
         self.knows_large
     }
 }
 
-/// The message for a kernel that refuses.
+/// The message for a refusal by the kernel.
 fn why_refused(error: &io::Error) -> String {
     let lockdown = std::fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default();
     if lockdown.contains("[confidentiality]") {

@@ -1,8 +1,8 @@
-//! Presence: the kernel tells who is alive. A name is a byte's place in a file. Each holder of the name has a lock on
-//! that byte, which lasts until the last descriptor of that opening of the file is closed.
+//! Presence: the kernel tells which processes are alive. A name is the place of a byte in a file. Each holder of the
+//! name has a lock on that byte, which lasts until the last descriptor of that opening of the file is closed.
 //!
-//! Before: a process has an opening of its own of a file that others have, too. After: the others can ask whether any
-//! process still has it, or a message that is on its way to one.
+//! Before: a process has an opening of its own of a file that others have, too. After: the others can ask whether a
+//! process, or a message on its way to one, still has that opening.
 //! Threads: any. Units: a name is 64 bits, of which 62 count.
 //! Promise: no process has to be alive to remove a lock. A lock that another process sets can make a dead holder look
 //! alive, never a living one dead.
@@ -38,7 +38,7 @@ pub fn announce(file: impl AsFd, name: u64) -> io::Result<()> {
 /// The same, after waiting until no process holds the name exclusively.
 ///
 /// # Errors
-/// As of [`announce`].
+/// As for [`announce`].
 pub fn announce_after(file: impl AsFd, name: u64) -> io::Result<()> {
     loop {
         match control(&file, libc::F_OFD_SETLKW, &mut lock_of(name, libc::F_RDLCK)) {
@@ -48,8 +48,8 @@ pub fn announce_after(file: impl AsFd, name: u64) -> io::Result<()> {
     }
 }
 
-/// Take this name alone, until this opening announces it again. Returns false if another opening announces it. The file
-/// must be open for writing.
+/// Take this name exclusively, until this opening announces it again. Returns false if another opening announces it.
+/// The file must be open for writing.
 ///
 /// # Errors
 /// The file has no locks.
@@ -79,7 +79,7 @@ mod tests {
     use ballast_base::Bytes;
 
     #[test]
-    fn one_is_there_until_the_last_descriptor_of_its_opening_is_closed_wherever_that_is() {
+    fn a_name_is_present_until_the_last_descriptor_of_its_opening_is_closed_in_any_process() {
         let file = memfd::create("ballast-test", Bytes(0)).expect("memfd");
         let opened = |writable| memfd::reopen(file.as_fd(), writable).expect("reopen");
         let (asks, one, other) = (opened(true), opened(false), opened(true));
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn one_has_a_name_alone_if_no_other_opening_has_it() {
+    fn an_opening_takes_a_name_exclusively_if_no_other_opening_has_it() {
         let file = memfd::create("ballast-test", Bytes(0)).expect("memfd");
         let [one, other] = [(); 2].map(|()| memfd::reopen(file.as_fd(), true).expect("reopen"));
         announce(&one, 0).expect("announce");

@@ -1,15 +1,15 @@
 //! Priority: which of our threads run before guests.
 //!
-//! Before: a guest's thread, or an operator, waits for what a thread is about to do. After: the scheduler gives it a
-//! CPU before threads that compute. Threads: each asks for itself alone. Units: nice values.
-//! Promise: it is a request only: without the right to it (`CAP_SYS_NICE`) a thread waits its turn like others. A
-//! thread or program that it starts begins at nice 0.
+//! Before: a guest's thread, or an operator, waits for the work of a thread. After: the scheduler gives this thread a
+//! CPU before threads that compute. Threads: a call is about the calling thread. Units: nice values.
+//! Promise: a call is a request only: without `CAP_SYS_NICE` a thread is scheduled like others. A thread or program
+//! that it starts begins at nice 0.
 
 use rustix::process::setpriority_process;
 
-/// Nice value of a thread that a guest's thread waits for and that runs for microseconds. Not -20: the kernel
-/// distributes threads over CPUs by weight, counts a worker that runs a tenth of the time at -20 as nine guests, and
-/// leaves its CPU to it and one of them. At -8 it counts as half a guest.
+/// Nice value of a thread that a guest's thread waits for and that runs for microseconds. -20 would be too much: the
+/// kernel distributes threads over CPUs by weight, counts a worker that runs a tenth of the time at -20 as nine guests,
+/// and leaves its CPU to it and one of them. At -8 it counts as half a guest.
 const BEFORE_GUESTS: i32 = -8;
 
 /// From now on the calling thread runs before guests.
@@ -22,7 +22,7 @@ pub fn run_first() {
     let _ = setpriority_process(None, BEFORE_GUESTS);
 }
 
-/// From now on it runs beside guests again.
+/// From now on the calling thread runs beside guests again.
 pub fn run_beside() {
     let _ = setpriority_process(None, 0);
 }

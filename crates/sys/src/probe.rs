@@ -1,4 +1,4 @@
-//! Probes of the kernel: each feature is really tried, on memory of our own.
+//! Probes of the kernel: each feature is tried, on memory of our own.
 //!
 //! Before: nothing; no daemon is needed. After: `ballast doctor` prints it, tests ask what to skip.
 //! Threads: any. It takes a few milliseconds; up to 16 MiB of memory are used for that long.
@@ -29,9 +29,9 @@ pub struct Feature {
     pub since: &'static str,
     /// What Ballast loses without it.
     pub without: &'static str,
-    /// Must it be there to manage a VM?
+    /// Does Ballast need it to manage a VM?
     pub required: bool,
-    /// The finding: a version, a setting, an error, or advice.
+    /// Detail of the finding: a version, a setting, an error, or advice.
     pub detail: String,
 }
 
@@ -155,7 +155,7 @@ pub fn probe() -> Vec<Feature> {
         OPTIONAL,
         "Linux 6.7",
         kernel::pagemap_scan(),
-        "what was mapped huge is not known: it stays in 4 KiB once reclaimed",
+        "it is unknown which memory was mapped huge: it stays in 4 KiB pages once reclaimed",
     );
     add("io_uring", OPTIONAL, "Linux 5.1", kernel::io_uring(), "no file store");
     add(
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_other_tests_of_this_crate_use_is_found() {
+    fn features_that_the_other_tests_of_this_crate_use_are_found() {
         // Those tests fail if these are missing, so a probe that says no there is wrong.
         for feature in probe().iter().filter(|feature| feature.required) {
             assert_eq!(feature.present, Presence::Yes, "{}: {}", feature.name, feature.detail);
@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn probing_leaves_no_descriptor_behind() {
-        // Other tests of this process open and close descriptors meanwhile, so growth is looked for over many rounds.
+        // Other tests of this process open and close descriptors meanwhile; growth shows over many rounds.
         const ROUNDS: usize = 20;
         let before = open_descriptors();
         for _ in 0..ROUNDS {

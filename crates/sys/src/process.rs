@@ -36,7 +36,7 @@ impl Process {
         Self::find(std::process::id())?.ok_or_else(|| io::Error::other("/proc does not show this process"))
     }
 
-    /// Has its first thread ended, or is it about to? Then all others have, or will.
+    /// Has its first thread ended, or is it exiting? Then all other threads have ended, or will.
     pub fn is_dying(self) -> bool {
         matches!(is_over(&format!("/proc/{}/stat", self.pid)), Ok(true))
     }
@@ -64,7 +64,7 @@ impl Thread {
         is_over(&self.stat())
     }
 
-    /// Does it sleep in a system call until that is over? If it is killed, it does nothing after that.
+    /// Is it in an uninterruptible sleep (`D`), or gone? If it is killed meanwhile, it does nothing after that sleep.
     ///
     /// # Errors
     /// The kernel could not tell.
@@ -86,7 +86,7 @@ fn read_stat(path: &str) -> io::Result<Option<String>> {
 }
 
 /// A field of a `stat`, counted from the state. The state follows a name that may contain anything, including spaces
-/// and parentheses, up to the last closing one.
+/// and parentheses; the last closing one ends it.
 fn field(stat: &str, number: usize) -> Option<u64> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(number)?.parse().ok()
 }
@@ -94,7 +94,7 @@ fn field(stat: &str, number: usize) -> Option<u64> {
 /// Is the thread with this `stat` gone, or has it left its last system call?
 fn is_over(path: &str) -> io::Result<bool> {
     const EXITING: u64 = 0x4;
-    /// It is on its way from its last system call to its end, and will not return from the kernel.
+    /// `PF_SIGNALED`: a signal has killed it, and it will not return from the kernel.
     const SIGNALED: u64 = 0x400;
     let Some(stat) = read_stat(path)? else { return Ok(true) };
     let is_dead = stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']));

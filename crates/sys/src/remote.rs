@@ -21,11 +21,11 @@ pub(crate) const MADV_COLLAPSE: i32 = 25;
 pub enum Collapsed {
     /// Every unit of the range is mapped by one entry now.
     Done,
-    /// Some page was in use: try again later.
+    /// A page was in use: try again later.
     Busy,
     /// There is a hole, and the kernel leaves it.
     Hole,
-    /// No free huge page, or the memory cgroup has no space for one.
+    /// There is no free huge page, or the memory cgroup has no space for one.
     NoMemory,
     /// It cannot be mapped huge: not aligned, registered for write-protection, or forbidden for the process.
     Never,
@@ -90,7 +90,7 @@ impl Remote {
     }
 
     /// The parts of a range whose pages are mapped and were touched since they were protected with
-    /// [`crate::Uffd::protect`], or mapped since then (Linux 7.3). Of a process that is gone there are none.
+    /// [`crate::Uffd::protect`], or mapped since then (Linux 7.3). A process that is gone has none.
     pub fn accessed(&self, start: Hva, len: u64) -> io::Result<Vec<(Hva, Hva)>> {
         let found = match scan(&self.pagemap, (start.0, start.0 + len), PAGE_IS_PRESENT | PAGE_IS_ACCESSED) {
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Vec::new(),
@@ -99,8 +99,8 @@ impl Remote {
         Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
     }
 
-    /// The physical address of each page of a range, as many as `out` has; `None` for one that is not mapped, or that
-    /// the caller may not know.
+    /// Write the physical addresses of the pages from `start` on to `out`; `None` for a page that is not mapped, or
+    /// whose address the caller may not know.
     pub fn physical(&self, start: Hva, out: &mut [Option<u64>]) -> io::Result<()> {
         const PRESENT: u64 = 1 << 63;
         const FRAME: u64 = (1 << 55) - 1;
@@ -159,7 +159,7 @@ struct ScanRegion {
 const PAGEMAP_SCAN: u64 = 0xC060_6610;
 const _: () = assert!(size_of::<ScanArg>() == 0x60 && size_of::<ScanRegion>() == 24);
 
-/// The pieces of `start..end` whose page-table entries are of all these categories. `PAGE_IS_*` as in `linux/fs.h`.
+/// The pieces of `start..end` whose page-table entries have all these categories (`PAGE_IS_*` of `linux/fs.h`).
 pub(crate) fn scan(pagemap: impl AsFd, (start, end): (u64, u64), category: u64) -> io::Result<Vec<(u64, u64)>> {
     const BATCH: usize = 64;
     let mut found = Vec::new();
@@ -229,7 +229,7 @@ mod tests {
             map.copy_in(3 * 4096 + 7, &[1]);
             let read = [9, 10].map(|page| map.words(page * 4096, 1)[0].load(Ordering::Relaxed));
             assert_eq!(read, [0, 0]);
-            // An unmapped page is not protected: its next touch is a fault that is read.
+            // An unmapped page is not protected: its next touch is a fault for the reader of the userfaultfd.
             map.zap(12 * 4096, 4096).expect("zap");
             let touched = [(page(3), page(4)), (page(9), page(11))];
             assert_eq!(remote.accessed(start, len).expect("scan"), touched);
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_registered_for_accesses_is_mapped_huge_again_only_when_it_is_given_back() {
+    fn a_range_registered_for_accesses_is_mapped_huge_again_only_after_it_is_unregistered() {
         let Some(uffd) = seeing_accesses() else { return };
         let Some((_fd, map, remote)) = two_units() else { return };
         let (start, unit) = (Hva(map.addr() as u64), HUGE_SIZE as u64);
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_collapsed_is_mapped_huge_and_a_zap_leaves_it_unmapped_until_it_is_collapsed_again() {
+    fn a_collapsed_unit_is_mapped_huge_and_after_a_zap_it_is_unmapped_until_the_next_collapse() {
         let Some((_fd, map, remote)) = two_units() else { return };
         let (start, unit) = (Hva(map.addr() as u64), HUGE_SIZE as u64);
         assert_eq!(remote.huge(start, 2 * unit).expect("scan"), [(start, start + unit)]);

@@ -1,7 +1,7 @@
 //! Reads and writes of files through io_uring, with a limit on the wait.
 //!
-//! Before: `store` has an extent to write, or one to read, and a buffer of its own. After: the buffer is returned with
-//! the kernel's result; or the wait was given up, and the buffer stays here until the kernel is done with it.
+//! Before: `store` has an extent to write, or one to read, and a buffer of its own. After: the caller has the buffer
+//! again, and the kernel's result. If it gave up the wait, the buffer stays here until the kernel is done with it.
 //! Threads: a ring belongs to the thread that made it. Units: offsets and lengths are bytes.
 //! Promise: memory that the kernel may still read or write is never freed: transfers own their buffer and their file,
 //! and a ring that is dropped while the kernel works leaks those buffers instead.
@@ -35,12 +35,11 @@ impl Buffer {
     /// A buffer of zeros.
     ///
     /// # Errors
-    /// `InvalidInput` if `len` is 0 or absurd, `OutOfMemory` if there is no memory for it.
+    /// `InvalidInput` if `len` is 0 or larger than a layout can be, `OutOfMemory` if there is no memory for it.
     pub fn new(len: usize) -> io::Result<Self> {
         let layout = Layout::from_size_align(len, Self::ALIGN).ok().filter(|layout| layout.size() > 0);
-        let layout = layout.ok_or_else(|| {
-            io::Error::new(io::ErrorKind::InvalidInput, format!("a buffer of {len} bytes was asked for"))
-        })?;
+        let layout = layout
+            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, format!("a buffer cannot have {len} bytes")))?;
         // SAFETY: the layout is not of size 0 (checked above).
         let start = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) });
         Ok(Self { start: start.ok_or(io::ErrorKind::OutOfMemory)?, layout })
@@ -52,7 +51,7 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.layout.size()) }
     }
 
-    /// The bytes, to be changed.
+    /// The bytes, mutable.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as above, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.layout.size()) }
@@ -80,15 +79,15 @@ pub enum Direction {
 pub struct Transfer {
     /// The file.
     pub file: Arc<DirectFile>,
-    /// Which way.
+    /// Its direction.
     pub direction: Direction,
-    /// Where in the file `buffer[0]` belongs.
+    /// Offset in the file of `buffer[0]`.
     pub offset: u64,
     /// The buffer.
     pub buffer: Buffer,
     /// Bytes at the start of the buffer that an earlier, short transfer has done.
     pub done: usize,
-    /// Where in the buffer the transfer ends.
+    /// Offset in the buffer where the transfer ends.
     pub end: usize,
 }
 
@@ -96,7 +95,7 @@ pub struct Transfer {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(usize);
 
-/// What to do when an abandoned transfer is over.
+/// The action for the end of an abandoned transfer.
 type Late = Box<dyn FnOnce() + Send>;
 
 struct Flight {
@@ -125,7 +124,8 @@ impl Ring {
     /// # Errors
     /// The kernel refuses: switched off (`kernel.io_uring_disabled`), a seccomp filter, no memory, no descriptors.
     pub fn new(transfers: u32) -> io::Result<Self> {
-        // Completions are handled only while this thread waits for them (6.1); on older kernels at any time.
+        // The kernel handles completions only while this thread waits for them (since Linux 6.1); older kernels do at
+        // any time.
         let uring = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
@@ -160,13 +160,13 @@ impl Ring {
         Ok(Ticket(free))
     }
 
-    /// Have the kernel begin the started transfers. `wait` offers again what it cannot take now.
+    /// Submit the started transfers to the kernel. `wait` submits those again that it cannot take now.
     pub fn submit(&mut self) {
         let _ = self.uring.submit();
     }
 
-    /// Wait for a transfer. Returns it with the bytes done by this start of it, or the error; `None` if it is not over
-    /// within `timeout`: then `abandon` it, or wait again.
+    /// Wait for a transfer. Returns it with the bytes that this start of it has done, or the error. Returns `None` if
+    /// it is not over within `timeout`: then `abandon` it, or wait again.
     pub fn wait(&mut self, ticket: &Ticket, timeout: Duration) -> Option<(Transfer, io::Result<usize>)> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -198,7 +198,7 @@ impl Ring {
         }
     }
 
-    /// Note which transfers are over, and release those that were abandoned.
+    /// Take the results of transfers that are over, and release those that were abandoned.
     pub fn reap(&mut self) {
         let mut late = Vec::new();
         for completion in self.uring.completion() {
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read_back_and_several_transfers_go_at_once() {
+    fn written_bytes_are_read_back_and_several_transfers_run_at_once() {
         let Some(mut ring) = ring() else { return };
         let file = Arc::new(memfd::create("ballast-test", Bytes(1 << 20)).expect("memfd").into());
         let tickets: Vec<_> = (0..4u8)
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transfer_that_is_not_over_in_time_is_given_up_and_let_go_when_it_is() {
+    fn a_transfer_that_is_not_over_in_time_is_abandoned_and_released_when_it_is_over() {
         let Some(mut ring) = ring() else { return };
         let (reader, writer) = rustix::pipe::pipe().expect("pipe");
         let reader = Arc::new(reader.into());

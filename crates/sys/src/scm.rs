@@ -1,7 +1,8 @@
 //! Datagrams with file descriptors over Unix sockets (SCM_RIGHTS).
 //!
 //! Before: two processes share a `SOCK_SEQPACKET` socket. After: one call sends or receives a whole message with its
-//! descriptors, so there is no framing code and a peer that dies leaves no half message behind.
+//! descriptors.
+//! Threads: any. Units: bytes. Promise: a message arrives whole or not at all, also if the peer dies.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -12,12 +13,12 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 
-/// Most descriptors one message may carry.
+/// Most descriptors that one message may carry.
 pub const MAX_FDS: usize = 64;
-/// The kernel's own limit. The buffer fits as many, because the kernel closes those that do not fit, and closing may
-/// block.
+/// The kernel's own limit (`SCM_MAX_FD`). The buffer has space for all of them, because the kernel closes those that do
+/// not fit, and a close may block.
 const KERNEL_MAX_FDS: usize = 253;
-/// Most bytes one message may carry.
+/// Most bytes that one message may carry.
 pub const MAX_MESSAGE: usize = 64 * 1024;
 
 /// A received message.
@@ -73,8 +74,8 @@ pub fn receive(socket: impl AsFd) -> io::Result<Option<Received>> {
     receive_or(socket, drop)
 }
 
-/// Receive one message of a peer that sends no descriptors, or fail with `WouldBlock` at once if there is none. This
-/// process never gets descriptors that the peer sends against that rule, because closing one can take for ever.
+/// Receive one message of a peer that sends no descriptors, or fail with `WouldBlock` at once if there is none. If the
+/// peer sends descriptors all the same, this process does not get them, because a close can block without end.
 /// `Ok(None)` means the peer has closed.
 ///
 /// # Errors
@@ -94,8 +95,8 @@ pub fn try_receive_bytes(socket: impl AsFd) -> io::Result<Option<Vec<u8>>> {
     Ok((len > 0).then_some(bytes))
 }
 
-/// The same as [`receive`] for a thread that must not wait. The descriptors of a message that is dropped whole go to
-/// `refuse`, because closing one of unknown origin (a socket that lingers, a file of a dead server) can take for ever.
+/// The same as [`receive`] for a thread that must not close descriptors of unknown origin. Those of a message that is
+/// dropped go to `refuse`, because a close (of a socket that lingers, a file of a dead server) can block without end.
 pub fn receive_or(socket: impl AsFd, refuse: impl FnOnce(Vec<OwnedFd>)) -> io::Result<Option<Received>> {
     let mut bytes = vec![0; MAX_MESSAGE];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_MAX_FDS))];
@@ -147,7 +148,7 @@ mod tests {
         let mut refused = 0;
         let error = receive_or(&b, |fds| refused = fds.len()).expect_err("too many descriptors");
         assert_eq!((error.kind(), refused), (io::ErrorKind::InvalidData, MAX_FDS + 1));
-        // A peer that should send no descriptors, and one that does all the same.
+        // One message without descriptors, and one with a descriptor that was not expected.
         send(&a, b"plain", &[]).expect("send");
         assert_eq!(try_receive_bytes(&b).expect("receive").expect("open"), b"plain");
         let weak = std::os::unix::net::UnixStream::pair().expect("pair");

@@ -3,9 +3,9 @@
 //! Before: the keeper wants an engine. After: the program runs, with one descriptor of the caller's as standard input.
 //! Threads: any; the caller waits until the program's `exec`, and no longer. The program begins at the caller's nice
 //! value, even if threads that the caller starts do not (`priority`).
-//! Promise: a child of `fork` has a copy of every descriptor and closes most of them in `exec`, and a close can wait
-//! for a server that does not reply (the file systems FUSE and overlay flush). This child never has copies: it shares
-//! the table until it makes its own, of the standard descriptors and one more.
+//! Promise: the child never copies or closes descriptors of this process. A child of `fork` has a copy of each and
+//! closes most of them in `exec`, and a close can wait for a server that does not reply (the file systems FUSE and
+//! overlay flush). This child shares the table until it makes its own, of the standard descriptors and one more.
 //!
 //! Linux before 6.11 (and stable kernels of that time) copies the first 64 descriptors all the same, and closes them.
 
@@ -36,7 +36,7 @@ impl Child {
     /// The number is no pid.
     pub fn known(pid: u32, pidfd: OwnedFd) -> io::Result<Self> {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-        let pid = pid.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no pid"))?;
+        let pid = pid.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the number is no pid"))?;
         Ok(Self { pid, pidfd })
     }
 
@@ -106,7 +106,7 @@ impl Starter {
     /// Start this program with these arguments, this environment, and `stdin` as its standard input.
     ///
     /// # Errors
-    /// As for `fork`; or of the `exec`.
+    /// The errors of `fork` and of the `exec`.
     pub fn start(&mut self, program: &Path, args: &[&str], stdin: BorrowedFd<'_>) -> io::Result<Child> {
         let string = |bytes: &[u8]| CString::new(bytes).map_err(io::Error::from);
         let program = string(program.as_os_str().as_bytes())?;
@@ -144,7 +144,7 @@ impl Starter {
         match failure.errno().load(Ordering::Acquire) {
             0 => Ok(child),
             errno => {
-                // It has nothing to wait for.
+                // The child exits at once, so this does not wait long.
                 let _ = rustix::process::waitpid(Some(pid), WaitOptions::empty());
                 Err(io::Error::from_raw_os_error(errno))
             }
@@ -152,10 +152,11 @@ impl Starter {
     }
 }
 
-/// The child: leaves the shared descriptor table, takes its standard input, becomes the program.
+/// Runs in the child: leaves the shared descriptor table, takes its standard input, becomes the program.
 ///
-/// # Safety Only in a process of one thread whose memory no other process uses. `argv` and `envp` are lists of C
-/// strings that end with a null pointer, and `argv` is not empty.
+/// # Safety
+/// The process has one thread, and no other process uses its memory. `argv` and `envp` are lists of C strings that end
+/// with a null pointer, and `argv` is not empty.
 unsafe fn become_program(
     slot: libc::c_int,
     nice: libc::c_int,
@@ -164,8 +165,8 @@ unsafe fn become_program(
     failed: &AtomicI32,
 ) -> ! {
     let first = slot as libc::c_uint + 1;
-    // SAFETY: system calls about this process and its descriptors; the lists are as the caller promised. Closing with
-    // UNSHARE makes a table of the remaining descriptors, without touching the others.
+    // SAFETY: system calls about this process and its descriptors; the lists are as the caller promised. A close with
+    // UNSHARE makes a table of the remaining descriptors and does not touch the others.
     unsafe {
         libc::setpriority(libc::PRIO_PROCESS, 0, nice);
         if libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE) == 0

@@ -2,7 +2,7 @@
 //!
 //! Before: a client creates the descriptor over its own address space and passes it on. After: the engine registers
 //! ranges, reads faults and resolves them, from another process.
-//! Threads: any; the kernel serialises. Units: addresses are in the address space of the process that created it.
+//! Threads: any; the kernel serialises calls. Units: addresses are in the process that created the descriptor.
 //! Promise: `EEXIST`, `ENOENT`, `EAGAIN`, `ESRCH` are outcomes. `UFFDIO_COPY`'s byte count stays signed until it has
 //! been checked, because kernels from about 6.15 on report a zero-progress `EAGAIN` differently.
 
@@ -52,7 +52,7 @@ pub const HUGETLB_FEATURES: u64 = feature::MISSING_HUGETLBFS | feature::MINOR_HU
 /// Features by which the kernel records touches: see [`Uffd::protect`].
 pub const ACCESS_FEATURES: u64 = feature::RWP | feature::RWP_ASYNC;
 
-/// Most faults in one read.
+/// Most faults in one read: 64 messages of 32 bytes are 2 KiB of stack.
 pub const READ_AT_ONCE: usize = 64;
 
 /// One fault.
@@ -60,7 +60,7 @@ pub const READ_AT_ONCE: usize = 64;
 pub struct Fault {
     /// Start of the page that was touched.
     pub addr: Hva,
-    /// What the kernel found when it raised the fault; the page may have changed since.
+    /// The kind of the fault when the kernel raised it; the page may have changed since.
     pub kind: FaultKind,
     /// The thread that waits.
     pub thread: u32,
@@ -124,7 +124,7 @@ impl Uffd {
     }
 
     /// The same for a descriptor that has [`ACCESS_FEATURES`]: [`Uffd::protect`] may then be used. Until it is
-    /// unregistered the range cannot be newly mapped huge, nor be registered without this.
+    /// unregistered, the range cannot be newly mapped huge, and cannot be registered with [`Self::register`].
     pub fn register_for_accesses(&self, start: Hva, len: u64) -> io::Result<()> {
         self.register_as(REGISTER_MODE_MISSING | REGISTER_MODE_MINOR | REGISTER_MODE_RWP, start, len)
     }
@@ -153,9 +153,9 @@ impl Uffd {
     /// Unregister a range and wake its waiters: the kernel serves its faults again, holes as zeros.
     pub fn unregister(&self, start: Hva, len: u64) -> io::Result<()> {
         let answer = self.ioctl(UFFDIO_UNREGISTER, &mut RangeArg { start: start.0, len });
-        // The kernel wakes the waiters first and unregisters then, and no lock keeps a fault out in between (Linux 6.6
-        // to 7.3 at least). Without this nothing would ever wake that thread: its page cannot be mapped through us any
-        // more.
+        // The kernel first wakes the waiters and then unregisters, and no lock excludes a fault in between (Linux 6.6
+        // to 7.3 at least). Without this call nothing would ever wake the thread of such a fault: its page cannot be
+        // mapped through this descriptor any more.
         answer.and(self.wake(start, len))
     }
 
@@ -177,7 +177,8 @@ impl Uffd {
     }
 
     /// Put several base pages into the file at this hole and map them; wake the waiters. Returns how many were put,
-    /// from the first on, and the outcome of the one after them: `Done` if there is none.
+    /// from the first on, and the outcome of the one after them: `Retry` means to continue there, `Done` that there is
+    /// none.
     pub fn copy_pages(&self, dst: Hva, pages: &[[u8; PAGE_SIZE]]) -> io::Result<(usize, FillOutcome)> {
         let len = size_of_val(pages) as u64;
         let mut arg = CopyArg { dst: dst.0, src: pages.as_ptr() as u64, len, mode: 0, copied: 0 };
@@ -201,7 +202,7 @@ impl Uffd {
     }
 
     /// Map the base pages of a range that are in the file; wake the waiters. Returns how many were mapped, from the
-    /// first on, and the outcome of the one after them: `Retry` means to go on from there, `Done` if there is none.
+    /// first on, and the outcome of the one after them: `Retry` means to continue there, `Done` that there is none.
     pub fn map_run(&self, dst: Hva, pages: u64) -> io::Result<(u64, FillOutcome)> {
         let len = pages * PAGE_SIZE as u64;
         let mut arg = FillArg { range: RangeArg { start: dst.0, len }, mode: 0, done: 0 };
@@ -284,7 +285,7 @@ impl Uffd {
         usize::try_from(read).map_err(|_| io::Error::last_os_error())
     }
 
-    /// How many threads wait for faults that were read, by any process.
+    /// Number of threads that wait for faults that a process has read.
     pub fn unanswered(&self) -> io::Result<u64> {
         let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", self.0.as_raw_fd()))?;
         let field = |name| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
@@ -311,7 +312,7 @@ fn outcome(answer: io::Result<()>, done: i64) -> io::Result<FillOutcome> {
             _ => Ok(FillOutcome::Retry),
         },
         Some(libc::EFAULT) => Ok(FillOutcome::NotInFile),
-        // The host, or the memory cgroup that is charged, is short of memory for a moment: reclaim ends that.
+        // The host, or the charged memory cgroup, is short of memory for a moment. Reclaim ends that.
         Some(libc::ENOMEM | libc::EINTR) => Ok(FillOutcome::Retry),
         Some(libc::ENOENT | libc::ESRCH) => Ok(FillOutcome::Gone),
         // `UFFDIO_CONTINUE` returns this for a page in the file that the kernel marked as poisoned, or could not swap
@@ -392,7 +393,7 @@ mod tests {
         // SAFETY: the buffer is ours and as long as stated.
         let read = unsafe { libc::preadv2(uffd.as_fd().as_raw_fd(), &raw const vector, 1, -1, libc::RWF_NOWAIT) };
         if read < 0 && io::Error::last_os_error().raw_os_error() != Some(libc::EAGAIN) {
-            return skip("kernel-6.10", "userfaultfds have no read that never waits");
+            return skip("kernel-6.10", "this kernel has no read of a userfaultfd that never waits");
         }
         rustix::fs::fcntl_setfl(&uffd, rustix::fs::OFlags::empty()).expect("clear O_NONBLOCK");
         uffd.read_faults(&mut faults).expect("read");
@@ -400,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_of_pages_is_put_up_to_the_first_that_is_there() {
+    fn copy_pages_fills_up_to_the_first_page_that_is_there() {
         let Some((_fd, map, uffd)) = setup() else { return };
         let addr = Hva(map.addr() as u64);
         assert_eq!(uffd.copy_page(addr + 2 * 4096, &[9; PAGE_SIZE]).expect("copy"), FillOutcome::Done);

@@ -1,7 +1,7 @@
 //! Zap: drop this process's page-table entries of many ranges, with few interruptions of the other CPUs.
 //!
 //! Before: the caller chose pages to unmap. After: their bytes are unchanged in their files, and a touch faults.
-//! Threads: any; threads that touch the ranges meanwhile fault or do not, each for itself. Units: addresses and bytes.
+//! Threads: any; a thread that touches the ranges meanwhile may or may not fault. Units: addresses and bytes.
 //! Promise: when a call returns, no CPU uses an old translation any more.
 //!
 //! Each `madvise` of a mapped range ends in a TLB flush on every CPU on which the process runs, and the caller waits
@@ -36,12 +36,12 @@ pub unsafe fn zap(ranges: &[(usize, usize)]) -> Vec<(usize, io::Error)> {
     failed
 }
 
-/// All in one call. Returns false if the kernel refuses (before Linux 6.13 it does), or did not do all of it.
+/// Zap all in one call. Returns false if the kernel refuses (before Linux 6.13 it does), or did not do all of it.
 ///
 /// # Safety
 /// As [`zap`].
 unsafe fn together(ranges: &[(usize, usize)]) -> bool {
-    // Opened each time: in a fork, a kept one would be another process's.
+    // It is opened each time: in a child of fork, a kept one would be that of the parent.
     let Ok(this) = pidfd_open(getpid(), PidfdFlags::empty()) else { return false };
     let vectors: Vec<libc::iovec> =
         ranges.iter().map(|&(start, len)| libc::iovec { iov_base: start as *mut _, iov_len: len }).collect();
@@ -53,7 +53,7 @@ unsafe fn together(ranges: &[(usize, usize)]) -> bool {
     usize::try_from(done).is_ok_and(|done| done == ranges.iter().map(|range| range.1).sum())
 }
 
-/// One range.
+/// Zap one range.
 ///
 /// # Safety
 /// As [`zap`].
@@ -73,7 +73,7 @@ mod tests {
     use crate::Mapping;
 
     #[test]
-    fn what_can_be_zapped_is_and_what_cannot_is_told() {
+    fn valid_ranges_are_zapped_and_the_others_are_returned() {
         let fd = crate::memfd::create("ballast-test", Bytes(3 * PAGE_SIZE as u64)).expect("memfd");
         let map = Mapping::shared(&fd, 0, 3 * PAGE_SIZE).expect("map");
         let words = [0, 1, 2].map(|page| &map.words(page * PAGE_SIZE, 1)[0]);

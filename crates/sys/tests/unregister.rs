@@ -1,5 +1,5 @@
-//! Memory that is unregistered while threads touch it leaves none of them waiting. Against the real kernel, which wakes
-//! first and then unregisters. Needs userfaultfd.
+//! Test against the real kernel, which first wakes waiters and then unregisters: memory that is unregistered while
+//! threads touch it leaves none of them waiting. Needs userfaultfd.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use ballast_sys::{Mapping, Uffd, memfd};
 
 const PAGES: usize = 64;
 const LEN: u64 = (PAGES * PAGE_SIZE) as u64;
-/// How long the test goes on. The race window is some hundred nanoseconds, or as long as the unregistering thread is
+/// Duration of the test. The race window is some hundred nanoseconds, or as long as the unregistering thread is
 /// preempted.
 const SPAN: Duration = Duration::from_secs(5);
 
@@ -26,7 +26,7 @@ fn a_thread_that_touches_memory_where_accesses_were_watched_goes_on_as_well() {
     touched_while_given_back("rwp", REQUIRED_FEATURES | ACCESS_FEATURES, Uffd::register_for_accesses);
 }
 
-/// Two threads touch page after page while memory is registered, unmapped and unregistered, again and again. Nobody
+/// Two threads touch page after page, while memory is registered, unmapped and unregistered repeatedly. No thread
 /// serves their faults, so only the unregistering can end a wait.
 fn touched_while_given_back(kind: &str, features: u64, register: fn(&Uffd, Hva, u64) -> io::Result<()>) {
     let Some((uffd, _)) = Uffd::create(features).ok().filter(|(_, granted)| *granted == features) else {
@@ -51,7 +51,7 @@ fn touched_while_given_back(kind: &str, features: u64, register: fn(&Uffd, Hva, 
         let round = || {
             register(&uffd, start, LEN).expect("register");
             map.zap(0, map.len()).expect("zap");
-            // In two steps: to cut a mapping in two takes the kernel longer.
+            // In two steps: the kernel takes longer if it has to split a mapping.
             uffd.unregister(start, LEN / 2).expect("unregister");
             uffd.unregister(start + LEN / 2, LEN / 2).expect("unregister");
             let (before, since) = (counts(), Instant::now());
@@ -70,7 +70,7 @@ fn touched_while_given_back(kind: &str, features: u64, register: fn(&Uffd, Hva, 
             rounds += 1;
         }
         done.store(true, Ordering::Relaxed);
-        // So that the threads end, whatever was found.
+        // The threads must end, whatever the result is.
         uffd.wake(start, LEN).expect("wake");
         left_waiting
     });

@@ -1,7 +1,7 @@
 //! The data of the handler of memory errors: one slot for each mapping that is to survive them.
 //!
 //! Before: code maps a file and says what its pages become when they are lost. After: the handler finds the mapping by
-//! an address in it, and a waiter finds out which losses there were.
+//! an address in it, and a waiter learns which pages were lost.
 //! Threads: any. A signal handler calls [`Slot::find`] and what follows from it, so slots are never freed, and nothing
 //! here waits. Units: bytes; pages of 4 KiB.
 //! Promise: the handler sees a slot only in a consistent state, and never one of a mapping that is gone.
@@ -17,7 +17,7 @@ use ballast_base::PAGE_SIZE;
 use crate::Mapping;
 
 pub(super) const WORDS: usize = PAGE_SIZE / 8;
-/// Losses of one mapping that are listed one by one; beyond that, only their number.
+/// Losses of one mapping that are listed one by one; a longer list would only repeat what their number says.
 const TOLD: usize = 16;
 
 /// What a lost page becomes.
@@ -25,10 +25,10 @@ const TOLD: usize = 16;
 pub enum Fill {
     /// A hole, which reads as zeros.
     Zeros,
-    /// The same eight bytes all over.
+    /// These eight bytes, repeated over the page.
     Pattern(u64),
-    /// The content of this copy at that time. A process that finds that another one has replaced the page already
-    /// leaves it.
+    /// The content of this copy at the time of the loss. A process that finds that another one has replaced the page
+    /// already leaves it.
     Copy(Arc<PageCopy>),
 }
 
@@ -43,7 +43,7 @@ impl Default for PageCopy {
 }
 
 impl PageCopy {
-    /// The words of it.
+    /// Its words.
     pub fn words(&self) -> &[AtomicU64] {
         &self.0
     }
@@ -72,7 +72,7 @@ pub fn in_journal(word: u64) -> Option<(u64, u64)> {
 /// The losses of a mapping since the last query.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Losses {
-    /// Offsets in the file of the first lost pages.
+    /// Offsets of the lost pages in the file; if there are more than 16, those of the last 16.
     pub offsets: Vec<u64>,
     /// The number of lost pages in all.
     pub pages: u64,
@@ -104,7 +104,7 @@ static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(null_mut());
 #[derive(Debug)]
 pub struct Surviving {
     slot: &'static Slot,
-    /// What the slot points to. Boxed, so that it stays where it is.
+    /// The array that the slot points to. It is boxed, so that its address stays.
     _fills: Box<[(usize, Fill)]>,
     _survival: (Arc<OwnedFd>, Option<(Arc<Surviving>, usize)>),
     /// Last: after the unmap, the handler must not replace pages of the next mapping there.
@@ -149,7 +149,7 @@ impl Surviving {
         Self { slot, _fills: fills, _survival: (file, journal), mapping }
     }
 
-    /// Its pages that were lost and replaced since then.
+    /// The number of its pages that were lost since it was registered.
     pub fn lost(&self) -> u64 {
         self.slot.lost.load(Ordering::Acquire)
     }
@@ -232,7 +232,7 @@ impl Slot {
     /// The new content of the page at this offset in the mapping.
     pub(super) fn fill(&self, within: usize) -> &Fill {
         let (fills, count) = (self.fills.load(Ordering::Acquire), self.fill_count.load(Ordering::Acquire));
-        // SAFETY: the thread that runs this touched the mapping, so its owner, which has these in a box, lives.
+        // SAFETY: the thread that runs this touched the mapping, so its owner, which has the fills in a box, lives.
         let fills = unsafe { std::slice::from_raw_parts(fills, count) };
         fills.iter().find(|(end, _)| within < *end).or(fills.last()).map_or(&Fill::Zeros, |(_, fill)| fill)
     }

@@ -2,7 +2,7 @@
 //!
 //! Before: [`crate::perf`] copies bytes out of a ring that the kernel writes. After: a source of heat has addresses.
 //! Threads: none. Units: bytes; nanoseconds of perf's clock. Promise: pure; no bytes cause a panic or a read outside of
-//! them. Damage ends the reading: the start of the next record is unknown then.
+//! them. A damaged record ends the reading, because the start of the next one is unknown.
 //!
 //! The kernel writes the fields of a sample in a fixed order, those that [`FIELDS`] asks for (`perf_event_open(2)`):
 //!
@@ -29,11 +29,11 @@ const LOST_SAMPLES: u32 = 13;
 pub struct Sample {
     /// Address of the instruction.
     pub ip: u64,
-    /// Its process, and its thread.
+    /// Its process.
     pub pid: u32,
     /// Its thread.
     pub tid: u32,
-    /// By perf's clock.
+    /// Time by perf's clock.
     pub time_ns: u64,
     /// The accessed virtual address of the process. 0 if the event has none.
     pub address: u64,
@@ -54,11 +54,11 @@ pub enum Record {
     Throttled,
     /// It has started it again.
     Unthrottled,
-    /// A record of a kind without accesses.
+    /// A record of another kind, which has no accesses.
     Other(u32),
 }
 
-/// A record that cannot be one.
+/// A malformed record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Damaged {
     /// Where it begins, among the bytes that were read.
@@ -69,7 +69,7 @@ pub struct Damaged {
 
 impl fmt::Display for Damaged {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Reading perf's ring: the record at byte {} cannot be one of {} bytes", self.offset, self.size)
+        write!(f, "Reading perf's ring: the record at byte {} cannot have {} bytes", self.offset, self.size)
     }
 }
 
@@ -80,7 +80,7 @@ pub fn records(bytes: &[u8]) -> Records<'_> {
     Records { bytes, offset: 0 }
 }
 
-/// See [`records`].
+/// The iterator that [`records`] returns.
 #[derive(Clone, Debug)]
 pub struct Records<'a> {
     bytes: &'a [u8],
@@ -114,7 +114,7 @@ fn sample(body: &[u8]) -> Option<Sample> {
 fn record(kind: u32, body: &[u8]) -> Option<Record> {
     Some(match kind {
         SAMPLE => Record::Sample(sample(body)?),
-        // Before the number: which event it was.
+        // The identity of the event precedes the number.
         LOST => Record::Lost(long(body, 8)?),
         LOST_SAMPLES => Record::Lost(long(body, 0)?),
         THROTTLE => Record::Throttled,
@@ -137,8 +137,8 @@ impl Iterator for Records<'_> {
     }
 }
 
-/// The place of the bytes between `tail` and `head`, which only grow, in a ring of `size` bytes: up to two pieces.
-/// `None` if they are impossible: more than the ring has, or of no ring's size.
+/// The places of the bytes between `tail` and `head`, which only grow, in a ring of `size` bytes: up to two pieces.
+/// `None` if that is impossible: they are more than the ring has, or no ring has this size.
 pub fn pieces(tail: u64, head: u64, size: usize) -> Option<[Range<usize>; 2]> {
     let new = usize::try_from(head.wrapping_sub(tail)).ok().filter(|new| *new <= size && size.is_power_of_two())?;
     let from = (tail % size as u64) as usize;
@@ -182,7 +182,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_the_kernel_writes_is_read_in_order(list in proptest::collection::vec(any_record(), 0..20)) {
+        fn records_that_the_kernel_writes_are_read_in_order(list in proptest::collection::vec(any_record(), 0..20)) {
             let bytes: Vec<u8> = list.iter().flat_map(|record| written(*record)).collect();
             let read: Result<Vec<Record>, Damaged> = records(&bytes).collect();
             prop_assert_eq!(read, Ok(list));
@@ -236,7 +236,7 @@ mod tests {
         }
 
         #[test]
-        fn positions_that_cannot_be_are_refused(tail: u64, head: u64, size in 0usize..5000) {
+        fn impossible_positions_are_refused(tail: u64, head: u64, size in 0usize..5000) {
             if let Some([first, second]) = pieces(tail, head, size) {
                 let wraps = first.end == size && second.end <= first.start;
                 prop_assert!(first.end <= size && (second.is_empty() || wraps));
@@ -268,6 +268,6 @@ mod tests {
         bytes[6] = 48;
         bytes.truncate(48);
         assert_eq!(records(&bytes).next(), Some(Err(short)));
-        assert_eq!(short.to_string(), "Reading perf's ring: the record at byte 0 cannot be one of 48 bytes");
+        assert_eq!(short.to_string(), "Reading perf's ring: the record at byte 0 cannot have 48 bytes");
     }
 }

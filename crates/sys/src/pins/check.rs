@@ -1,4 +1,4 @@
-//! Runs the program of the pin check: a batch of pages in, the findings for each out.
+//! Runs the program of the pin check: it takes a batch of pages, and returns the findings for each.
 //!
 //! Before: `program` is written for this kernel. After: `own` has tested it, and `pins` offers it.
 //! Threads: any, as many at once as there are slots. Units: pages of a file. Promise: a page in an unexpected state is
@@ -17,7 +17,7 @@ use super::slot::{self, BATCH};
 use crate::Mapping;
 use crate::bpf::{self, Program};
 
-/// Threads that can look at the same time.
+/// Threads that can check at the same time; others wait.
 pub(super) const SLOTS: usize = 8;
 
 /// The loaded program and its map.
@@ -39,7 +39,7 @@ impl Check {
         Ok(Self { program, map, stride, slots: Default::default() })
     }
 
-    /// See [`super::PinCheck::look`]; of large folios, only if they are known.
+    /// As [`super::PinCheck::pins`]; pages of large folios are judged only if `knows_large`.
     pub(super) fn pins(&self, file: impl AsFd, pages: &[u64], knows_large: bool) -> io::Result<Vec<Pin>> {
         const WORDS: usize = slot::FOUND_BYTES as usize / 8;
         let mut pins = Vec::with_capacity(pages.len());
@@ -61,7 +61,7 @@ impl Check {
             let found = |index: usize| Found::read(&words[place(index) / 8..][..WORDS]);
             pins.extend(batch.iter().enumerate().map(|(index, page)| found(index).judge(*page, knows_large)));
         }
-        // A holder that let go of a page has written to it before; the caller reads the bytes after this.
+        // A holder that released a page has written to it before; the caller reads the bytes after this.
         fence(Ordering::Acquire);
         Ok(pins)
     }

@@ -1,7 +1,7 @@
 //! The findings of the pin check's program for one page, and their meaning.
 //!
-//! Before: `program` wrote it into a slot of the map. After: `check` returns the meaning.
-//! Threads: any. Units: offsets are bytes from the start of what was found of this page; counts are the kernel's.
+//! Before: `program` wrote the findings into a slot of the map. After: `check` returns their meaning.
+//! Threads: any. Units: offsets are bytes from the start of the findings for this page; counts are the kernel's.
 //! Promise: a page in an unexpected state is [`Pin::Unknown`].
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,7 +37,7 @@ pub enum Pin {
     Mapped,
     /// Its memory failed (the kernel holds a reference for that), so that it cannot be read either.
     Failed,
-    /// It has this number of references more than the page cache and the mappings.
+    /// It has this number of references beyond those of the page cache and the mappings.
     Held(u32),
     /// It changed during the check, or could not be checked.
     Unknown,
@@ -56,7 +56,7 @@ pub(super) struct Found {
     pub(super) what: i32,
     pub(super) order: u32,
     pub(super) index: u64,
-    /// In the kernel's encoding: one less than there are.
+    /// The kernel's encoding: the number of mappings, minus one.
     pub(super) mapcount: i32,
     pub(super) refs: [i32; 3],
     pub(super) mappings: [i32; 3],
@@ -81,7 +81,7 @@ impl Found {
 
     /// The meaning for page number `page` of the file; for a large folio only if the self-test included one.
     pub(super) fn judge(&self, page: u64, knows_large: bool) -> Pin {
-        /// Larger folios do not exist.
+        /// Order of the largest folio that can exist.
         const LARGEST_ORDER: u32 = 20;
         let beyond = |refs: i32, expected: i64| match i64::from(refs) - expected {
             0 => Pin::Free,
@@ -90,7 +90,7 @@ impl Found {
         };
         match self.what {
             ABSENT => Pin::Absent,
-            // For a large folio the first page has this; the others count as usual.
+            // The flag of a large folio is about its first page; the other pages are judged as usual.
             PAGE | LARGE if self.failed && self.index == page => Pin::Failed,
             PAGE if self.index == page => {
                 let mapped = i64::from(self.mapcount) + 1;

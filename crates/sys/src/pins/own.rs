@@ -1,4 +1,4 @@
-//! The self-test of the pin check, on memory of this process; and the draining of the CPUs' lists.
+//! The self-test of the pin check, on memory of this process; and the drain of the CPUs' batches of pages.
 //!
 //! Before: the program is loaded. After: it is known to tell held pages from free ones, or it is not used.
 //! Threads: any. Units: bytes, pages. Promise: leaves nothing behind.
@@ -14,7 +14,7 @@ use super::found::Pin;
 use super::program::CHUNK;
 use crate::{Mapping, memfd};
 
-/// Check until the result is as expected: the kernel itself holds pages for a moment.
+/// Check again until the result is as expected: the kernel itself holds pages for a moment.
 pub(super) fn expect(
     (check, drain, knows_large): (&Check, &Drain, bool),
     what: &str,
@@ -34,7 +34,7 @@ pub(super) fn expect(
     Err(format!("{what}: {pins:?}"))
 }
 
-/// Mapped, zapped, absent and held pages.
+/// Test mapped, zapped, absent and held pages.
 pub(super) fn test_pages(check: &Check, drain: &Drain) -> Result<(), String> {
     // More pages than a node of the tree has slots, so that there is more than one level.
     const PAGES: u64 = 4 * CHUNK as u64 * CHUNK as u64;
@@ -57,8 +57,8 @@ pub(super) fn test_pages(check: &Check, drain: &Drain) -> Result<(), String> {
     expect((check, drain, false), "a page that was held", &file, &USED, |pins| pins.iter().all(|pin| *pin == Pin::Free))
 }
 
-/// The same of a large folio. Returns false if none was available: then the kernel makes none by itself, and its pool
-/// of huge pages is empty.
+/// Test a large folio. Returns false if none was available: then the kernel makes none by itself, and its pool of huge
+/// pages is empty.
 pub(super) fn test_large(check: &Check, drain: &Drain) -> Result<bool, String> {
     const PAGES: [u64; 3] = [0, 7, 511];
     let failed = |error: io::Error| error.to_string();
@@ -78,14 +78,14 @@ pub(super) fn test_large(check: &Check, drain: &Drain) -> Result<bool, String> {
     Ok(true)
 }
 
-/// Memory of our own.
+/// A memfd of this size, and a mapping of it.
 pub(super) fn own_memory(size: Bytes) -> io::Result<(OwnedFd, Mapping)> {
     let file = memfd::create("ballast-pin-check", size)?;
     let map = Mapping::shared(&file, 0, size.0 as usize)?;
     Ok((file, map))
 }
 
-/// The same as one large folio; `None` if there is none.
+/// The same as one large folio; `None` if the kernel has none.
 pub(super) fn own_large_folio() -> io::Result<Option<(OwnedFd, Mapping)>> {
     let (file, map) = own_memory(Bytes(HUGE_SIZE as u64))?;
     map.populate(0, HUGE_SIZE)?;
@@ -102,7 +102,7 @@ pub(super) fn own_large_folio() -> io::Result<Option<(OwnedFd, Mapping)>> {
     Ok(map.populate(0, HUGE_SIZE).is_ok().then_some((file, map)))
 }
 
-/// A page that is held through a pipe while this lives.
+/// A page that a pipe holds while this value lives.
 #[derive(Debug)]
 pub(super) struct Held {
     _pipe: (OwnedFd, OwnedFd),
@@ -119,10 +119,10 @@ impl Held {
     }
 }
 
-/// `madvise(MADV_COLLAPSE)` of memory of our own.
+/// Call `madvise(MADV_COLLAPSE)` on memory of our own.
 fn collapse(addr: usize, len: usize) -> io::Result<()> {
     const MADV_COLLAPSE: i32 = 25;
-    /// The kernel returns EAGAIN when a page was busy for a moment.
+    /// Calls before the last error counts: the kernel returns EAGAIN when a page was busy for a moment.
     const TRIES: u32 = 20;
     let mut result = Ok(());
     for _ in 0..TRIES {
@@ -138,7 +138,7 @@ fn collapse(addr: usize, len: usize) -> io::Result<()> {
     result
 }
 
-/// Drains the lists of the CPUs: `MADV_COLLAPSE` begins with that (`lru_add_drain_all` in `madvise_collapse`,
+/// Drains the batches of the CPUs: `MADV_COLLAPSE` begins with that (`lru_add_drain_all` in `madvise_collapse`,
 /// `mm/khugepaged.c`), whatever else it does. For a huge page of our own that is mapped as one it does nothing else.
 /// (Since Linux 7.3 the range must have a whole huge page, else the call returns before that.)
 #[derive(Debug)]
@@ -154,7 +154,7 @@ impl Drain {
     }
 
     pub(super) fn drain(&self) {
-        // The self-test has found out whether this drains the lists, also if there is no huge page.
+        // The self-test has shown that this drains the batches, also if there is no huge page.
         let _ = collapse(self.map.addr(), HUGE_SIZE);
     }
 }

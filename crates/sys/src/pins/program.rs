@@ -2,7 +2,7 @@
 //!
 //! Before: `pins` wrote a descriptor and page numbers into a slot. After: it judges the findings.
 //! Threads: none of its own. Units: bytes in structures, pages in files.
-//! Promise: it is written for the very kernel it runs on, from that kernel's description of its types; or not at all.
+//! Promise: it is made only for the kernel it runs on, from that kernel's description of its types.
 
 use std::os::fd::BorrowedFd;
 
@@ -82,7 +82,7 @@ impl Layout {
     }
 }
 
-/// Results of a run.
+/// Result of a run that wrote its findings for every page.
 pub(super) const DONE: u32 = 0;
 
 /// Entries of a file's tree, as `linux/xarray.h` has them: the lowest bits give the kind. `x1` is a value (a page
@@ -182,8 +182,8 @@ pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
     asm.alu(Op::Add, R1, slot::PAGES);
     asm.load(Double, R8, R1, 0);
 
-    // R9 = the node that the last page was in, if this one is in it, too. It does not matter if the page has left it: a
-    // held page does not leave its node.
+    // R9 = the node of the last page, if this page is in it, too. A page that has left the node does no harm: a held
+    // page does not leave its node.
     asm.load(Double, R9, R6, slot::NODE);
     asm.jump_if(If::Eq, R9, 0, root);
     asm.load(Double, R1, R6, slot::SHIFT);
@@ -193,7 +193,7 @@ pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
     asm.load(Double, R3, R6, slot::PREFIX);
     asm.jump_if(If::Eq, R2, R3, descend);
 
-    // Else from the root.
+    // Else start at the root.
     asm.place(root);
     asm.store(Double, R6, slot::NODE, 0);
     asm.load(Double, R9, Fp, HEAD);
@@ -216,7 +216,7 @@ pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
     asm.jump_if(If::Ne, R8, 0, absent);
     asm.jump(entry);
 
-    // Down the tree, unrolled: for the verifier a loop in a loop is many times the work.
+    // Descend the tree, unrolled: a nested loop costs the verifier many times the work.
     asm.place(descend);
     for _ in 0..LEVELS {
         asm.load(Double, R1, R6, slot::SHIFT);

@@ -16,7 +16,7 @@ fn check() -> Option<PinCheck> {
     PinCheck::new().inspect_err(|why| skip("pin-check", why)).ok()
 }
 
-/// Check until the result is as expected: the kernel itself holds pages for a moment.
+/// Check again until the result is as expected: the kernel itself holds pages for a moment.
 fn expect(
     check: &PinCheck,
     what: &str,
@@ -27,8 +27,8 @@ fn expect(
     super::own::expect((&check.check, &check.drain, check.knows_large), what, file, pages, expected)
 }
 
-/// Run `around` again and again on a thread of its own, while these pages are checked many times; returns the findings.
-/// The first check comes after the first run of `around`.
+/// Run `around` repeatedly on a thread of its own, while this thread checks these pages many times. Returns the
+/// findings. The first check comes after the first run of `around`.
 fn check_while(check: &PinCheck, file: impl AsFd, pages: &[u64], around: impl Fn(u64) + Sync) -> Vec<Pin> {
     const CHECKS: u64 = 20_000;
     let (over, around) = (&AtomicBool::new(false), &around);
@@ -51,7 +51,7 @@ fn check_while(check: &PinCheck, file: impl AsFd, pages: &[u64], around: impl Fn
 }
 
 #[test]
-fn counts_mean_what_they_must() {
+fn counts_are_judged_as_free_mapped_held_failed_or_unknown() {
     const NR: i32 = 512;
     let page = |refs, mapcount| {
         let found = Found {
@@ -79,7 +79,7 @@ fn counts_mean_what_they_must() {
     };
     let judge = |refs, mappings| large(refs, mappings).judge(1023, true);
     assert_eq!(judge([NR; 3], [-1; 3]), Pin::Free);
-    assert_eq!(judge([NR, 0, 0], [5, 0, 0]), Pin::Free, "as many as it has pages: nobody else is there");
+    assert_eq!(judge([NR, 0, 0], [5, 0, 0]), Pin::Free, "as many as it has pages: there is no other holder");
     assert_eq!(judge([NR + 1; 3], [0; 3]), Pin::Free, "one mapping");
     assert_eq!([judge([NR + 1; 3], [-1; 3]), judge([NR + 3; 3], [0; 3])], [Pin::Held(1), Pin::Held(2)]);
     for changed in 0..3 {
@@ -94,11 +94,7 @@ fn counts_mean_what_they_must() {
     assert_eq!(Found { order: 0, ..good }.judge(512, true), Pin::Unknown);
     assert_eq!(Found { failed: true, ..good }.judge(512, true), Pin::Failed);
     let held = Found { failed: true, ..large([NR + 1; 3], [-1; 3]) };
-    assert_eq!(
-        held.judge(513, true),
-        Pin::Held(1),
-        "the failure is another page's, which can be read no more; this one can"
-    );
+    assert_eq!(held.judge(513, true), Pin::Held(1), "the memory of another page failed; this one can still be read");
     assert_eq!(Found { what: found::NOTHING, ..good }.judge(512, true), Pin::Unknown);
     assert_eq!(Found { what: found::ABSENT, ..good }.judge(0, false), Pin::Absent);
 }
@@ -111,7 +107,7 @@ fn a_held_page_is_never_called_free_while_its_neighbours_and_the_files_tree_come
     let at = |page: u64| page as usize * PAGE_SIZE;
     map.words(0, 1)[0].store(1, Ordering::Relaxed);
     let _held = Held::new(&map, 0).expect("vmsplice");
-    // The only page in its node, and at times the only one in the tree, which is then of one level less, or two.
+    // The only page in its node. At times it is the only one in the tree, which then has one or two levels less.
     let found = check_while(&check, &file, &[0], |round| {
         let far = 1 << (round % 20);
         map.words(at(far), 1)[0].store(1, Ordering::Relaxed);
@@ -119,7 +115,7 @@ fn a_held_page_is_never_called_free_while_its_neighbours_and_the_files_tree_come
         memfd::punch(&file, at(far) as u64, PAGE_SIZE as u64).expect("punch");
     });
     assert!(found.iter().all(|pin| !pin.may_go()), "{:?}", found.iter().find(|pin| pin.may_go()));
-    // Its holder, and perhaps the list of the CPU that filled it.
+    // Its holder, and perhaps the batch of the CPU that filled it.
     assert!(found.iter().any(|pin| matches!(pin, Pin::Held(_))), "{:?}", found.first());
 }
 
@@ -159,7 +155,7 @@ fn pages_of_registered_buffers_are_held() {
 }
 
 #[test]
-fn huge_pages_of_the_pool_are_told_held_from_free() {
+fn held_and_free_huge_pages_of_the_pool_are_told_apart() {
     let Some(check) = check().filter(PinCheck::knows_large) else { return };
     let ready = PoolLoan::new(2).and_then(|loan| {
         let file = memfd::create_huge("ballast-test", Bytes(2 * HUGE_SIZE as u64))?;

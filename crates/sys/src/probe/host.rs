@@ -1,4 +1,6 @@
-//! Looking at the machine's settings and devices. Only reads.
+//! Probes of the machine's settings and devices.
+//!
+//! Before: nothing. After: [`super::probe`] lists the findings. Threads: any. Promise: nothing is written.
 
 use std::fs;
 use std::io;
@@ -8,12 +10,12 @@ use crate::meminfo;
 
 use super::finding::{Finding, Presence, no, refused, unknown, yes};
 
-/// The word in brackets of a settings file such as `always [never]`.
 /// The kernel's release, such as `6.12.9`.
 pub fn kernel_release() -> String {
     fs::read_to_string("/proc/sys/kernel/osrelease").map_or_else(|_| "unknown".into(), |text| text.trim().to_owned())
 }
 
+/// The word in brackets of a settings file such as `always [never]`.
 pub(super) fn selected(path: &str) -> io::Result<String> {
     let text = fs::read_to_string(path)?;
     let word = text.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(word, _)| word.to_owned());
@@ -35,7 +37,7 @@ pub(super) fn readable(path: &str) -> Finding {
     }
 }
 
-/// DAMON's sysfs interface, and whether it is set to page out memory already: that would take guest RAM as well.
+/// DAMON's sysfs interface, and whether a scheme pages out memory already: it would page out guest RAM as well.
 pub(super) fn damon() -> Finding {
     const THREADS: &str = "/sys/kernel/mm/damon/admin/kdamonds";
     let Ok(threads) = fs::read_dir(THREADS) else { return no("DAMON's sysfs interface is not there") };

@@ -1,4 +1,7 @@
-//! Trying what the kernel offers, on memory and descriptors of our own that are gone when each function returns.
+//! Probes of kernel features, on memory and descriptors of our own.
+//!
+//! Before: nothing. After: [`super::probe`] lists the findings. Threads: any.
+//! Promise: memory and descriptors of a probe are released when its function returns.
 
 use std::fs;
 use std::io;
@@ -57,7 +60,7 @@ pub(super) fn seek_data() -> Finding {
     });
     match tried {
         Ok((true, false)) => yes(""),
-        Ok(answers) => no(format!("answered {answers:?} for a page and a hole")),
+        Ok(answers) => no(format!("returned {answers:?} for a page and a hole")),
         Err(error) => refused("lseek", &error),
     }
 }
@@ -77,13 +80,13 @@ pub(super) fn minor_round_trip() -> Finding {
     });
     match tried {
         Ok(Some(FillOutcome::Done)) => yes(""),
-        Ok(Some(outcome)) => no(format!("UFFDIO_CONTINUE answered {outcome:?}")),
+        Ok(Some(outcome)) => no(format!("UFFDIO_CONTINUE returned {outcome:?}")),
         Ok(None) => no("required userfaultfd features are missing"),
         Err(error) => unknown(format!("trying it: {error}")),
     }
 }
 
-/// A shared mapping with room for one aligned huge page.
+/// A shared mapping of one aligned huge page's size.
 struct HugeSpot {
     fd: OwnedFd,
     map: Mapping,
@@ -103,7 +106,7 @@ impl HugeSpot {
     }
 
     fn collapse(&self) -> io::Result<()> {
-        // The kernel says EAGAIN when a page was busy for a moment.
+        // Calls before the last error counts: the kernel returns EAGAIN when a page was busy for a moment.
         const TRIES: usize = 5;
         let start = self.map.ptr(0, HUGE_SIZE);
         let mut error = io::Error::from_raw_os_error(libc::EAGAIN);
@@ -129,7 +132,7 @@ pub(super) fn collapse() -> Finding {
     }
 }
 
-/// Registered for missing faults, a range with holes must not be collapsed: a hole may be a far page.
+/// The kernel must not collapse a range with holes that is registered for missing faults: a hole may be a far page.
 pub(super) fn collapse_spares_holes() -> Finding {
     let tried = || -> io::Result<(io::Result<()>, u64)> {
         let spot = HugeSpot::new()?;
@@ -141,7 +144,7 @@ pub(super) fn collapse_spares_holes() -> Finding {
     match tried() {
         Ok((Ok(()), 1)) => yes("the call succeeded and left the holes"),
         Ok((Err(error), 1)) if error.raw_os_error() == Some(libc::EAGAIN) => unknown(format!("trying it: {error}")),
-        Ok((Err(error), 1)) => yes(format!("refused, as it must be: {error}")),
+        Ok((Err(error), 1)) => yes(format!("refused, as it must: {error}")),
         Ok((_, pages)) => no(format!("holes were filled: 1 page became {pages}")),
         Err(error) => unknown(format!("trying it: {error}")),
     }
@@ -155,7 +158,7 @@ pub(super) fn process_collapse() -> Finding {
     match tried() {
         Ok(Collapsed::Done) => yes(""),
         Ok(Collapsed::Busy) => unknown("a page was busy"),
-        Ok(outcome) => no(format!("process_madvise answered {outcome:?}")),
+        Ok(outcome) => no(format!("process_madvise returned {outcome:?}")),
         Err(error) => refused("process_madvise", &error),
     }
 }
@@ -187,7 +190,7 @@ pub(super) fn pagemap_scan() -> Finding {
     };
     match tried() {
         Ok(true) => yes(""),
-        Ok(false) => no("it answered something else than the one page that is present"),
+        Ok(false) => no("it did not return the one page that is present"),
         Err(error) => refused("ioctl", &error),
     }
 }
@@ -213,7 +216,7 @@ pub(super) fn io_uring() -> Finding {
 pub(super) fn pin_check() -> Finding {
     match PinCheck::new() {
         Ok(check) if check.knows_large() => yes(""),
-        Ok(_) => yes("of pages of 4 KiB; no huge page was available to try it on"),
+        Ok(_) => yes("for pages of 4 KiB; no huge page was available to test it"),
         Err(error @ Unavailable::SelfTest(_)) => unknown(error.to_string()),
         Err(error) => no(error.to_string()),
     }
@@ -225,7 +228,7 @@ mod tests {
     use ballast_needs::skip;
 
     #[test]
-    fn a_collapse_without_userfaultfd_fills_holes_so_the_probe_would_notice() {
+    fn a_collapse_without_userfaultfd_fills_holes_so_the_probe_can_fail() {
         let spot = HugeSpot::new().expect("an aligned place");
         assert_eq!(memfd::resident(&spot.fd).expect("stat").0, 1);
         match spot.collapse() {

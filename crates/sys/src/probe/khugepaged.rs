@@ -2,13 +2,13 @@
 //!
 //! Before: guest RAM is in a shared memory file, and some of its holes are far pages. After: it is known whether the
 //! kernel may collapse such a range by itself, with zeros in the holes.
-//! Threads: any. Promise: if it cannot be known, the result is that it may.
+//! Threads: any. Promise: if that cannot be known, the result is that the kernel may.
 //!
 //! Since Linux 6.4 a collapse respects a registration for missing faults. Older kernels fill the holes: khugepaged does
-//! so on its own in shared memory files that it may make huge. Seen on Linux 6.1, with holes in one page of four:
+//! so on its own in shared memory files that it may make huge. This was seen on Linux 6.1, with one hole in four pages:
 //! unless `enabled` is `never`, it fills them with a `shmem_enabled` of `always` and `within_size`, and with `advise`
-//! after `MADV_HUGEPAGE`, which QEMU uses; not with `never` and `deny`. The mount option `huge=` of a tmpfs overrides
-//! that.
+//! after `MADV_HUGEPAGE`, which QEMU uses. It does not fill them with `never` and `deny`. The mount option `huge=` of a
+//! tmpfs overrides `shmem_enabled`, except `force` and `deny`.
 
 use std::fs;
 
@@ -19,7 +19,7 @@ use super::kernel::collapse_spares_holes;
 /// The settings that decide it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Khugepaged {
-    /// Does a collapse fill the holes of a registered range? Tried; `None` if it could not be tried (Linux before 6.1).
+    /// Does a collapse fill the holes of a registered range? `None` if it could not be tried (Linux before 6.1).
     pub fills: Option<bool>,
     /// The kernel's release.
     pub release: String,
@@ -29,14 +29,14 @@ pub struct Khugepaged {
     pub shmem: Option<String>,
 }
 
-/// What decides whether a shared memory file may become huge.
+/// The setting that decides whether a shared memory file may become huge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind<'a> {
     /// By `shmem_enabled`: a memfd.
     Memfd,
     /// By the mount option `huge=` of its tmpfs; `None` if the mount has none.
     Tmpfs(Option<&'a str>),
-    /// Its mount is not seen from here.
+    /// This process does not see its mount.
     Unknown,
 }
 
@@ -67,13 +67,13 @@ impl Khugepaged {
             Kind::Memfd => shmem_is(),
             Kind::Tmpfs(None | Some("never")) => return None,
             Kind::Tmpfs(Some(huge)) => format!("its tmpfs is mounted with huge={huge}: mount it with huge=never"),
-            Kind::Unknown => "how its tmpfs is mounted is not seen: use a memfd".into(),
+            Kind::Unknown => "the mount of its tmpfs is not seen: use a memfd".into(),
         };
         Some(format!("khugepaged of Linux {} fills holes of guest RAM with zeros, and {what}", self.release))
     }
 }
 
-/// Does a collapse fill the holes of a registered range? Tries it, on memory of its own; `None` if it cannot be tried.
+/// Does a collapse fill the holes of a registered range? Tries it on memory of its own; `None` if it cannot be tried.
 pub fn fills_holes() -> Option<bool> {
     match collapse_spares_holes().0 {
         Presence::Yes => Some(false),
@@ -99,7 +99,7 @@ pub fn huge_option(mountinfo: &str, major: u32, minor: u32) -> Option<Option<&st
     Some(options.split(',').find_map(|option| option.strip_prefix("huge=")))
 }
 
-/// The same of the tmpfs that is mounted there now.
+/// The same for the tmpfs of this device that is mounted now.
 pub fn mount_of(major: u32, minor: u32) -> Option<Option<String>> {
     let mountinfo = fs::read_to_string("/proc/self/mountinfo").ok()?;
     huge_option(&mountinfo, major, minor).map(|huge| huge.map(str::to_owned))
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_in_a_tmpfs_goes_by_its_mount_unless_all_may_or_none() {
+    fn a_file_in_a_tmpfs_follows_its_mount_unless_force_or_deny_holds_for_all_files() {
         let at = |shmem| with(Some(true), "6.1.0", "always", shmem);
         for (kind, expected) in [
             (Kind::Tmpfs(None), [false, false, false, true]),
