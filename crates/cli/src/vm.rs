@@ -218,7 +218,7 @@ fn guest_addresses(vm: &VmStat) -> String {
     };
     let mut rows: Vec<_> = vm.regions.iter().flat_map(seen).collect();
     if rows.is_empty() {
-        return "where the guest sees its memory is not known\n".into();
+        return "the guest-physical addresses of its memory are not known\n".into();
     }
     rows.sort_unstable();
     let mut table = show::table(&["GUEST-PHYSICAL", ">SIZE", ">REGION", ">OFFSET"]);

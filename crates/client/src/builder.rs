@@ -74,16 +74,16 @@ impl Builder {
     }
 
     /// May the kernel or a device write to guest RAM for a while without touching it through the page table (reads with
-    /// O_DIRECT, or from FUSE, virtiofs, 9p or CIFS past the page cache; vhost)? If so, and the engine cannot see who
-    /// holds a page, no page is evicted before the full quarantine time. Default: true, which is always safe. False is
-    /// a promise: call [`Client::may_pin`] before the first such access.
+    /// O_DIRECT, or from FUSE, virtiofs, 9p or CIFS past the page cache; vhost)? If so, and the engine cannot check
+    /// whether a page is held, no page is evicted before the full quarantine time. Default: true, which is always safe.
+    /// False is a promise: call [`Client::may_pin`] before the first such access.
     pub fn may_pin(mut self, may_pin: bool) -> Self {
         self.may_pin = may_pin;
         self
     }
 
-    /// How many threads of the engine serve this process's faults, 1 to 8. Default: `$BALLAST_FAULT_WORKERS`, else one
-    /// for each 8 CPUs the process may use, but no more than one for each 16 GiB of RAM it attaches with.
+    /// Number of the engine's threads that serve this process's faults, 1 to 8. Default: `$BALLAST_FAULT_WORKERS`, else
+    /// one for each 8 CPUs the process may use, but no more than one for each 16 GiB of RAM it attaches with.
     pub fn fault_workers(mut self, workers: usize) -> Self {
         self.fault_workers = Some(workers);
         self
@@ -100,8 +100,8 @@ impl Builder {
         self
     }
 
-    /// Called when the engine reports that the guest's memory can no longer be kept right. Runs on the service thread;
-    /// the guest must not run on afterwards. Default: print the reason and abort the process.
+    /// Set the handler for a report that the engine can no longer keep the guest's memory right. It runs on the service
+    /// thread. Afterwards the guest must not run any more. Default: print the reason and abort the process.
     pub fn on_fail_stop(mut self, handler: impl Fn(&str) + Send + Sync + 'static) -> Self {
         self.fail_stop = Arc::new(handler);
         self
@@ -191,7 +191,7 @@ fn start(shared: Arc<Shared>) -> std::io::Result<()> {
             match std::panic::catch_unwind(turn) {
                 Ok(()) => return,
                 Err(_) => {
-                    announce("the service thread met a bug and starts again");
+                    announce("the service thread hit a bug and starts again");
                     shared.link.down();
                     std::thread::sleep(Duration::from_millis(100));
                 }

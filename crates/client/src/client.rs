@@ -2,7 +2,8 @@
 //!
 //! Before: `builder` has attached. After: the keeper has replied, or the engine has dropped its far copies.
 //! Threads: any VMM thread. Units: bytes; addresses of this process.
-//! Promise: `Ok` means that it is done. After an error the memory in question is unchanged.
+//! Promise: `Ok` means that it is done. After an error the memory in question is unchanged; the only exception is
+//! [`DiscardError::Failed`].
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -46,9 +47,9 @@ impl Client {
         lock(&self.shared.table).total()
     }
 
-    /// RAM was hot-plugged: call before the guest can see it. While the keeper is away this succeeds at once, and the
-    /// region is announced with the next attach message. It waits while far pages of an earlier VM are
-    /// written back into this file, as attaching does.
+    /// Announce hot-plugged RAM; call it before the guest can see the RAM. While there is no keeper this succeeds at
+    /// once, and the next attach message announces the region. It waits while far pages of an earlier VM are written
+    /// back into this file, as attaching does.
     pub fn add_region(&self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Result<(), RequestError> {
         self.add_ram(Ram::one(fd, hva, len, file_offset))
     }
@@ -85,7 +86,8 @@ impl Client {
             });
             match answer {
                 Ok(Asked::Again) => {
-                    // Else the attach message after a keeper's death would contain it, and so would the next request.
+                    // If it stayed in the table, an attach message after a keeper's death and the next request would
+                    // both announce it.
                     region = lock(&shared.table).take(hva);
                     if region.is_none() {
                         return Err(RequestError::Invalid(format!(
@@ -103,10 +105,10 @@ impl Client {
         }
     }
 
-    /// Tell where the guest sees the region at `hva`, once the VMM knows. It replaces earlier ranges; no range means
-    /// that it is not known. While there is no keeper this waits, for a minute at most.
+    /// Tell the guest-physical ranges of the region at `hva`, once the VMM knows them. They replace earlier ranges; an
+    /// empty list means that they are not known. While there is no keeper this waits, for a minute at most.
     pub fn set_guest_ranges(&self, hva: Hva, ranges: &[GuestRange]) -> Result<(), RequestError> {
-        /// How long to wait for a missing keeper.
+        /// Longest wait for a missing keeper.
         const WAIT: Duration = Duration::from_secs(60);
         let _quiet = visit::enter();
         let region = self.regions().into_iter().find(|region| region.0 == hva);
@@ -128,9 +130,10 @@ impl Client {
         lock(&self.shared.table).iter().map(|region| (region.hva(), region.ram.span.len.0)).collect()
     }
 
-    /// RAM is about to be unplugged: call before unmapping it, and unmap after this returns, whatever it returns.
+    /// Remove RAM that is about to be unplugged: call it before the unmap, and unmap after it returns, whatever it
+    /// returns.
     pub fn remove_region(&self, hva: Hva) -> Result<(), RequestError> {
-        /// No more than this number of keepers die during one unplug.
+        /// Keepers that are asked in turn: more do not die during one unplug.
         const MOST_KEEPERS: usize = 8;
         let _quiet = visit::enter();
         let shared = &self.shared;
@@ -139,11 +142,12 @@ impl Client {
         }
         let mut answer = Ok(Asked::Later);
         let mut unlisted = false;
-        // If the keeper dies before it replies, its successor may have been told of the region: ask that one too.
+        // If the keeper dies before it replies, its successor may have the region from an attach message: ask it too.
         for _ in 0..MOST_KEEPERS {
             let timing = shared.timing;
             answer = shared.link.ask(&ClientToKeeper::RemoveRegion(hva), &[], timing.answer, false, |state| {
-                // If there is no keeper, the next attach message must not contain it; else it stays until the reply.
+                // If there is no keeper, the next attach message must not contain the region; otherwise it stays until
+                // the reply.
                 if state.phase != link::Phase::Up {
                     unlisted = lock(&shared.table).remove(hva);
                 }
@@ -179,10 +183,11 @@ impl Client {
         self.shared.link.may_pin(self.shared.timing.answer)
     }
 
-    /// This process is about to hand its RAM on: to a program that it executes, or to another VMM that opens the file.
+    /// Prepare to hand this process's RAM on: to a program that it executes, or to another VMM that opens the file.
     /// Restores every far page, and reclaims none from now on, for this reason, which stays as after [`Client::pin`].
-    /// `Ok` means that all pages are in their files; without it, do not go on. It takes a second for some 100,000 far
-    /// pages, and gives up when no page was restored for 30 seconds (no memory, or a store that does not respond).
+    /// `Ok` means that all pages are in their files; without it, do not hand the RAM on. It takes a second for some
+    /// 100,000 far pages, and gives up when no page was restored for 30 seconds (no memory, or a store that does not
+    /// respond).
     pub fn bring_back(&self, reason: &str) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let (shared, limit) = (&self.shared, self.shared.timing.handshake);
@@ -216,9 +221,9 @@ impl Client {
         parts.into_iter().try_for_each(populate)
     }
 
-    /// The VMM is about to free these ranges (balloon, free page reporting, virtio-mem): whole pages, each range inside
-    /// one region, at most 1024 ranges. Free the memory only after `Ok`; after an error it still holds what it held,
-    /// and must be kept.
+    /// Announce that the VMM is about to free these ranges (balloon, free page reporting, virtio-mem): whole pages,
+    /// each range inside one region, at most 1024 ranges. Free the memory only after `Ok`. After an error keep it: its
+    /// content is unchanged, except after [`DiscardError::Failed`].
     pub fn discard(&self, ranges: &[Range]) -> Result<(), DiscardError> {
         let _quiet = visit::enter();
         if ranges.is_empty() {
@@ -236,11 +241,11 @@ impl Client {
             }
         }
         let waiting_on =
-            || announce("an engine took a discard and does not answer; the VMM thread waits on for safety");
+            || announce("an engine has read a discard and does not reply; for safety the VMM thread keeps waiting");
         self.shared.control.discard(ranges.to_vec(), self.shared.timing.answer, waiting_on)
     }
 
-    /// Which parts of `[hva, hva + len)` are announced RAM.
+    /// The parts of `[hva, hva + len)` that are announced RAM.
     pub fn overlap(&self, hva: Hva, len: u64) -> Vec<Range> {
         let _quiet = visit::enter();
         lock(&self.shared.table).overlap(hva, len)
@@ -252,9 +257,9 @@ impl Client {
         lock(&self.shared.table).of_file(file, offset, len)
     }
 
-    /// These addresses are about to be unmapped or mapped over. Regions covered whole are removed as by
-    /// [`Client::remove_region`]; a part of a region is never zapped again and so never reclaimed. Its far pages are
-    /// restored first, by touches of this thread: the next mapping there may be the same RAM, and raises no faults.
+    /// Announce that these addresses are about to be unmapped or mapped over. Regions covered whole are removed as by
+    /// [`Client::remove_region`]; a part of a region is never zapped again and so never reclaimed. Touches of this
+    /// thread first restore its far pages: the next mapping there may be the same RAM, and raises no faults.
     pub fn unmapping(&self, hva: Hva, len: u64) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let (whole, parts) = lock(&self.shared.table).unmapping(hva, len);
@@ -262,7 +267,7 @@ impl Client {
             if populate((hva, len)).is_ok() {
                 continue;
             }
-            // One unreadable page must not keep the others far. A memory error may be why it is mapped over.
+            // One unreadable page must not keep the others far. A memory error may be the reason for the new mapping.
             for at in (hva.0..hva.0 + len).step_by(ballast_base::PAGE_SIZE) {
                 let _ = populate((Hva(at), ballast_base::PAGE_SIZE as u64));
             }

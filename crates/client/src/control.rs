@@ -33,7 +33,7 @@ impl Pair {
         Ok(Self { ours, theirs })
     }
 
-    /// Send without waiting. `Ok(false)`: the queue is full, because no engine has read for long.
+    /// Send without waiting. `Ok(false)`: the queue is full, because no engine has read it for some time.
     pub fn send(&self, message: &ClientToEngine) -> io::Result<bool> {
         match scm::send(&self.ours, &wire::encode(message), &[]) {
             Ok(()) => Ok(true),
@@ -45,8 +45,8 @@ impl Pair {
     /// Take back every message that no engine has read.
     fn take_back(&self) -> Vec<Vec<u8>> {
         let mut messages = Vec::new();
-        // `theirs` is blocking (engines share its file description), so ask first. If an engine reads the message
-        // between the question and the read, MSG_DONTWAIT returns an error instead of waiting.
+        // `theirs` is blocking, because engines share its file description. MSG_DONTWAIT returns an error instead of
+        // waiting when no message is left.
         let mut buffer = vec![0; scm::MAX_MESSAGE];
         while let Ok((len, _)) =
             rustix::net::recv(&self.theirs, buffer.as_mut_slice(), rustix::net::RecvFlags::DONTWAIT)
@@ -91,8 +91,8 @@ impl State {
         }
     }
 
-    /// Take the unread copies of one waiter back; the other messages are put back in their order. Returns whether every
-    /// copy ever sent on this socket was still unread.
+    /// Take back the unread copies of one waiter, and send the other messages again in their order. Returns whether
+    /// every copy ever sent on this socket was still unread.
     fn recall(&mut self, id: u64) -> bool {
         let Some(pair) = self.pair.clone() else { return true };
         let Some(waiter) = self.waiters.iter_mut().find(|waiter| waiter.id == id) else { return true };
@@ -110,14 +110,14 @@ impl State {
     }
 }
 
-/// Why a discard did not happen. The memory must not be freed then; its content is unchanged.
+/// Why a discard failed. The memory must not be freed then.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscardError {
-    /// Caused by the VMM: these are not whole pages inside one announced region each.
+    /// Caused by the VMM: a range is not whole pages inside one announced region. The memory is unchanged.
     #[error("Discarding memory: {0}")]
     Invalid(String),
-    /// No engine has read the message in time, and it was taken back.
-    #[error("Discarding memory: no engine answered within {0:?}; the memory was left as it is")]
+    /// No engine has read the message in time, and it was taken back. The memory is unchanged.
+    #[error("Discarding memory: no engine replied within {0:?}; the memory was left as it is")]
     NoAnswer(Duration),
     /// The engine met an error. Some of the memory may read as zeros now.
     #[error("Discarding memory: {0}")]
@@ -137,8 +137,8 @@ impl ControlSocket {
         lock(&self.state).pair.clone()
     }
 
-    /// Use a new socket from now on. Messages that no engine read on the old one are taken back and sent on the new
-    /// one.
+    /// Use a new socket from now on. Messages that no engine has read on the old one are taken back, and the discards
+    /// that still wait are sent on the new one.
     pub fn replace(&self, pair: std::sync::Arc<Pair>) {
         let mut state = lock(&self.state);
         if let Some(old) = state.pair.replace(pair) {
@@ -161,11 +161,11 @@ impl ControlSocket {
         }
     }
 
-    /// Tell the engine and wait. Repeats the message, because an engine may die between reading and replying.
+    /// Send a discard to the engine and wait. Repeats the message, because an engine may die between read and reply.
     ///
-    /// After `timeout` without a reply the message is taken back. If that fails, because some engine has read it and
-    /// may act on it at any time, this waits on (and reports that through `announce`): a discard that takes effect
-    /// after the guest has reused the page would destroy data.
+    /// After `timeout` without a reply the message is taken back. If that fails, because an engine has read it and may
+    /// act on it at any time, this keeps waiting and reports that through `announce`: a discard that takes effect after
+    /// the guest has reused the page would destroy data.
     pub fn discard(&self, ranges: Vec<Range>, timeout: Duration, announce: impl Fn()) -> Result<(), DiscardError> {
         const FIRST_REPEAT: Duration = Duration::from_millis(200);
         let mut state = lock(&self.state);
@@ -297,7 +297,7 @@ mod tests {
                 let mut random = 0x9E37_79B9_7F4A_7C15_u64;
                 while !over.load(Ordering::Relaxed) {
                     random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    // Absent for longer or shorter than the discards wait: the two race in every way.
+                    // It is absent for longer or shorter than the discards wait: the two race in every way.
                     std::thread::sleep(Duration::from_micros(random >> 51));
                     let mut buffer = vec![0; scm::MAX_MESSAGE];
                     let got = rustix::net::recv(&pair.theirs, buffer.as_mut_slice(), rustix::net::RecvFlags::DONTWAIT);

@@ -1,4 +1,7 @@
-//! Why an attachment or a request to the keeper failed. Operators read these, so they give advice where there is any.
+//! Errors of attachments and of requests to the keeper.
+//!
+//! Before: the keeper, the kernel or a check said no. After: the VMM, and C code through `ffi`, report the error.
+//! Promise: an operator can read each one; it gives advice where there is any.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,10 +11,10 @@ use ballast_base::wire::WireError;
 /// Attaching failed; the VMM is not managed and nothing in it was changed.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// Caused by the VMM: its description cannot be right.
+    /// Caused by the VMM: its description is invalid.
     #[error("Attaching to Ballast: {0}")]
     Config(String),
-    /// The kernel gives no userfaultfd.
+    /// The kernel refuses to create a userfaultfd.
     #[error(
         "Attaching to Ballast: creating a userfaultfd (needs access to /dev/userfaultfd, or CAP_SYS_PTRACE, or \
          vm.unprivileged_userfaultfd=1)"
@@ -39,7 +42,7 @@ pub enum AttachError {
     #[error("Attaching to Ballast: the keeper {0}")]
     NoAnswer(&'static str),
     /// The keeper's reply is invalid.
-    #[error("Attaching to Ballast: the keeper's answer is not understood")]
+    #[error("Attaching to Ballast: the keeper's reply is invalid")]
     Protocol(#[from] WireError),
     /// A resource of this process ran out.
     #[error("Attaching to Ballast: {what}")]
@@ -55,7 +58,7 @@ pub enum AttachError {
 /// A request to the keeper did not succeed.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
-    /// Caused by the VMM: the request cannot be right.
+    /// Caused by the VMM: the request is invalid.
     #[error("{0}")]
     Invalid(String),
     /// The keeper refused, for this reason.

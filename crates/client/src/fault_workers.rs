@@ -1,6 +1,6 @@
 //! The number of engine threads that may serve this process's faults at a time: one for each userfaultfd of the client.
 //!
-//! Before: the VMM attaches. After: the number, which stays as long as the process lives.
+//! Before: the VMM attaches. After: the number is known, and stays as long as the process lives.
 //! Promise: small VMs and small hosts have one.
 
 use ballast_base::units::GIB;
@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_asked_for_is_taken_or_refused() {
+    fn a_requested_number_is_taken_or_refused() {
         assert_eq!(count(None, Some("3"), 1, 0), Ok(3));
         assert_eq!(count(Some(2), Some("3"), 1, 0), Ok(2), "the VMM knows better than the environment");
         assert_eq!(count(None, Some(""), 1, 0), Ok(1), "said nothing");

@@ -1,6 +1,8 @@
 //! The C interface of the client; `include/ballast.h` declares it in C.
 //!
-//! Promise: no panic crosses into C; every failure is a negative errno (or NULL) plus a text from `ballast_last_error`.
+//! Before: a VMM in C calls. After: [`Client`] does the work. Threads: any VMM thread. Units: bytes; addresses of this
+//! process. Promise: no panic crosses into C; every failure is a negative errno (or NULL) plus a text from
+//! `ballast_last_error`.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -12,7 +14,7 @@ use ballast_base::guest::{GuestRange, MAX_GUEST_RANGES};
 
 use crate::{AttachError, Builder, Bytes, Client, DiscardError, Hva, Ram, RamExtent, RequestError, chain};
 
-/// `struct ballast_config`. It can grow: `size` says which fields the caller knows.
+/// `struct ballast_config`. It can grow: `size` names the caller's version, and another version is refused.
 #[repr(C)]
 #[derive(Debug)]
 pub struct BallastConfig {
@@ -26,8 +28,8 @@ pub struct BallastConfig {
     pub limit: u64,
     /// Reason why the VM must never be reclaimed, or NULL.
     pub pinned: *const c_char,
-    /// Not 0: a promise that nothing writes to guest RAM past the page table (O_DIRECT, vhost, reads from FUSE past the
-    /// page cache) before `ballast_may_pin`.
+    /// A value other than 0 promises that nothing writes to guest RAM past the page table (O_DIRECT, vhost, reads from
+    /// FUSE past the page cache) before `ballast_may_pin`.
     pub never_pins: c_int,
 }
 
@@ -60,7 +62,7 @@ pub struct BallastExtent {
 /// `BALLAST_UNKNOWN`.
 pub const UNKNOWN: u64 = u64::MAX;
 
-/// `struct ballast_ram`. It can grow: `size` says which fields the caller knows, and is the distance to the next one.
+/// `struct ballast_ram`. It can grow: `size` names the caller's version, and another version is refused.
 #[repr(C)]
 #[derive(Debug)]
 pub struct BallastRam {
@@ -102,7 +104,7 @@ thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::new(CString::default());
 }
 
-/// A failure to be returned to C: errno and text.
+/// A failure that C gets as errno and text.
 struct Failure(c_int, String);
 
 impl From<AttachError> for Failure {
@@ -148,7 +150,7 @@ fn invalid(text: &str) -> Failure {
     Failure(libc::EINVAL, text.to_owned())
 }
 
-/// Run `body`; note its failure, a panic included, for `ballast_last_error`.
+/// Run `body`; keep the text of its failure, also of a panic, for `ballast_last_error`.
 fn guarded<T>(body: impl FnOnce() -> Result<T, Failure>) -> Result<T, c_int> {
     let result = catch_unwind(AssertUnwindSafe(body))
         .unwrap_or_else(|_| Err(Failure(libc::EFAULT, "a bug in the Ballast client".into())));
@@ -292,7 +294,7 @@ unsafe fn configured(config: *const BallastConfig) -> Result<Builder, Failure> {
     Ok(builder)
 }
 
-/// RAM was hot-plugged that consists of several extents, or whose guest-physical address is known.
+/// Announce hot-plugged RAM that consists of several extents, or whose guest-physical address is known.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `added` points to RAM.
@@ -306,7 +308,7 @@ pub unsafe extern "C" fn ballast_add_ram(client: *const Client, added: *const Ba
     })
 }
 
-/// RAM was hot-plugged.
+/// Announce hot-plugged RAM.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `added` points to a region.
@@ -320,7 +322,7 @@ pub unsafe extern "C" fn ballast_add_region(client: *const Client, added: *const
     })
 }
 
-/// Tell where the guest sees a region.
+/// Tell the guest-physical ranges of a region.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `ranges` points to `count` ranges, or `count` is 0.
@@ -349,7 +351,7 @@ pub unsafe extern "C" fn ballast_set_guest_ranges(
     })
 }
 
-/// RAM is about to be unmapped.
+/// Remove RAM that is about to be unmapped.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`].
@@ -359,7 +361,7 @@ pub unsafe extern "C" fn ballast_remove_region(client: *const Client, address: *
     status(|| Ok(unsafe { borrow(client)? }.remove_region(Hva(address as u64))?))
 }
 
-/// Memory is about to be freed; free it only after 0.
+/// Announce that memory is about to be freed; free it only after 0.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `ranges` points to `count` ranges.
@@ -381,7 +383,7 @@ pub unsafe extern "C" fn ballast_discard(client: *const Client, ranges: *const B
     })
 }
 
-/// No page may be reclaimed from now on.
+/// From now on no page may be reclaimed.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `reason` is a NUL-terminated string.
@@ -394,7 +396,7 @@ pub unsafe extern "C" fn ballast_pin(client: *const Client, reason: *const c_cha
     })
 }
 
-/// This process is about to hand its RAM on (`exec`): bring every page back.
+/// Restore every page, because this process is about to hand its RAM on (`exec`).
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `reason` is a NUL-terminated string.
@@ -407,7 +409,7 @@ pub unsafe extern "C" fn ballast_bring_back(client: *const Client, reason: *cons
     })
 }
 
-/// The kernel or a device may write to guest RAM past the page table from now on.
+/// From now on the kernel or a device may write to guest RAM past the page table.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`].

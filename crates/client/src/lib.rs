@@ -21,8 +21,8 @@
 //! ```
 //!
 //! There is no detach: pages may be far, and only the engine can restore them. A client stays attached until its
-//! process exits; dropping a [`Client`] changes nothing (the userfaultfds must stay open, because the kernel answers
-//! faults of a closed one with zeros).
+//! process exits. To drop a [`Client`] changes nothing: the userfaultfds must stay open, because the kernel resolves
+//! faults of a closed one with zeros.
 
 mod builder;
 mod client;

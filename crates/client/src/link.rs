@@ -1,7 +1,8 @@
 //! Requests over the attach socket, and the state that must survive the keeper: VM id, escrow files, pinned reason,
 //! may-pin flag.
 //!
-//! Before: a VMM thread adds, removes or pins. After: the keeper has replied, or the next attach message will say it.
+//! Before: a VMM thread adds, removes or pins. After: the keeper has replied, or the next attach message contains the
+//! change.
 //! Threads: VMM threads ask, one at a time; the service thread changes the phase and delivers replies.
 //! Promise: a request never waits longer than its limit; a late reply never counts for a later request.
 
@@ -33,7 +34,7 @@ pub(crate) enum Phase {
 /// The files that are kept for the next keeper.
 #[derive(Debug)]
 pub(crate) struct Escrow {
-    /// How many files there are of which store.
+    /// The number of files of each store.
     pub stores: Vec<StoreFiles>,
     /// The state file, then the files of the stores.
     pub files: Vec<OwnedFd>,
@@ -55,7 +56,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// Is this still the socket to the keeper? (Another one means another keeper, which was told everything at attach.)
+    /// Is this still the socket to the keeper? Another socket means another keeper, which has had an attach message.
     fn is_on(&self, socket: &Arc<OwnedFd>) -> bool {
         self.socket.as_ref().is_some_and(|now| Arc::ptr_eq(now, socket))
     }
@@ -122,7 +123,7 @@ impl Link {
         lock(&self.state).socket.clone()
     }
 
-    /// The state, to compose an attach message from; nothing can be added or pinned meanwhile.
+    /// Lock the state to compose an attach message. Nothing can be added or pinned while the lock is held.
     pub fn begin(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
@@ -184,7 +185,7 @@ impl Link {
         }
     }
 
-    /// Make sure that the keeper knows that this VM may pin; asks at most once successfully.
+    /// Make sure that the keeper knows that this VM may pin. Once a keeper has confirmed it, this asks no more.
     pub fn may_pin(&self, limit: Duration) -> Result<(), RequestError> {
         if self.may_pin_confirmed.load(Ordering::Acquire) {
             return Ok(());
@@ -194,9 +195,8 @@ impl Link {
         Ok(())
     }
 
-    /// Make `change` to the content of the next attach message, and if the keeper is there, ask it and wait at most
-    /// `limit`. With `waits`, wait for a missing keeper too (and then ask it, or find that its attach message had the
-    /// change).
+    /// Make `change` to the content of the next attach message. If there is a keeper, ask it and wait at most `limit`.
+    /// With `waits`, also wait for a missing keeper: its attach message has the change.
     pub fn ask(
         &self,
         message: &ClientToKeeper,
@@ -208,7 +208,7 @@ impl Link {
         self.ask_while(message, fds, limit, waits, change, &|| false)
     }
 
-    /// The same, but whenever `limit` is over, a keeper that is there is waited for as long as `goes_on` returns true.
+    /// The same, but when `limit` is over, wait for the same keeper for another `limit` if `goes_on` returns true.
     pub fn ask_while(
         &self,
         message: &ClientToKeeper,
@@ -231,7 +231,7 @@ impl Link {
         if let (Phase::Up, Some(socket)) = (state.phase, state.socket.clone()) {
             match scm::send(socket.as_fd(), &wire::encode(message), fds) {
                 Ok(()) => state.sent += 1,
-                // This keeper does not read, and will not see the request.
+                // This keeper does not read its socket, and will not see the request.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(RequestError::NoAnswer),
                 // It is gone; the service thread will notice soon.
                 Err(_) => return self.settle(state, &socket, until, waits),
@@ -249,7 +249,7 @@ impl Link {
             }
             if state.is_on(&socket) {
                 return match state.answer.clone() {
-                    // A keeper has no reason to say so about any other request.
+                    // No other request may have this reply.
                     Ok(Asked::Again) if !matches!(message, ClientToKeeper::AddRegion { .. }) => {
                         Err(RequestError::NoAnswer)
                     }

@@ -17,14 +17,14 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 
 use crate::ram::RamExtent;
 
-/// How long there may be no response: an engine takes as long to follow another one.
+/// Longest time without a response: an engine may take as long to replace another one.
 const SILENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Why a VM gets no memory of the pool.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    /// No response. Caused by the setting.
+    /// There was no response. The setting causes it.
     #[error("asking for memory at {socket}: {source}; is ballastd running?")]
     Silent {
         /// The socket.
@@ -35,15 +35,15 @@ pub enum PoolError {
     /// The pool has too little, or the request is impossible.
     #[error("the pool gave no memory: {0}")]
     Refused(String),
-    /// The response is not understood. Caused by a daemon of another version.
-    #[error("the pool's answer: {0}")]
+    /// The reply is invalid. A daemon of another version causes it.
+    #[error("the pool's reply: {0}")]
     Answer(String),
 }
 
 /// Take memory.
 ///
 /// # Errors
-/// There is none, or no response.
+/// The pool refuses, or does not respond.
 pub fn take(socket: &Path, wanted: &Take) -> Result<Vec<RamExtent>, PoolError> {
     let begun = Instant::now();
     loop {

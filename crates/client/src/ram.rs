@@ -2,7 +2,7 @@
 //!
 //! Before: the VMM has mapped it. After: [`crate::regions::Table`] has it, and the keeper is told.
 //! Threads: any; plain values. Units: bytes; addresses of this process.
-//! Promise: RAM that passes is a shared mapping of those files at those offsets, all of it.
+//! Promise: all of the RAM that passes the checks is a shared mapping of those files at those offsets.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,16 +16,16 @@ use ballast_sys::memfd::{self, FileId};
 pub struct RamExtent {
     /// The file.
     pub fd: OwnedFd,
-    /// Where the piece begins in it.
-    pub offset: Bytes,
     /// Offset of the piece in the file.
+    pub offset: Bytes,
+    /// Length of the piece.
     pub len: Bytes,
 }
 
 /// A contiguous range of guest RAM: pieces of files, mapped `MAP_SHARED` one after the other.
 #[derive(Debug)]
 pub struct Ram {
-    /// Address of the first one.
+    /// Address of the first piece.
     pub hva: Hva,
     /// The pieces, in the order of their addresses. Some may be of one file.
     pub extents: Vec<RamExtent>,

@@ -23,7 +23,7 @@ pub(crate) struct Region {
 }
 
 impl Region {
-    /// Take a region given by the VMM, after checking it.
+    /// Check the RAM that the VMM has given, and make it a region.
     pub fn checked(ram: Ram) -> Result<Self, String> {
         Ok(Self { ram: Checked::new(ram)?, holes: Vec::new() })
     }
@@ -109,7 +109,7 @@ impl Table {
             })
     }
 
-    /// The parts of this range that may be zapped, and the others. No part of a range that is not whole pages may be.
+    /// The parts of this range that may be zapped, and the others. If the range is not whole pages, none may be.
     pub fn split(&self, range: Range) -> (Vec<Range>, Vec<Range>) {
         let (hva, len) = range;
         let whole = |page: u64| hva.0.is_multiple_of(page) && len.is_multiple_of(page);
@@ -131,7 +131,7 @@ impl Table {
         (parts, holes)
     }
 
-    /// The parts of `[hva, hva + len)` that are announced RAM, hole-free.
+    /// The parts of `[hva, hva + len)` that are announced RAM, without its holes.
     pub fn overlap(&self, hva: Hva, len: u64) -> Vec<Range> {
         let end = hva.0.saturating_add(len);
         let mut parts = Vec::new();
@@ -164,8 +164,8 @@ impl Table {
         parts
     }
 
-    /// These addresses are about to be unmapped or mapped over. Returns which regions they cover wholly (the keeper
-    /// must be told), and which parts of others, which from now on are holes that are never zapped again.
+    /// Note that these addresses are about to be unmapped or mapped over. Returns the regions that they cover wholly,
+    /// of which the keeper must be told, and parts of other regions: these are holes now, and are never zapped again.
     pub fn unmapping(&mut self, hva: Hva, len: u64) -> (Vec<Hva>, Vec<Range>) {
         let end = hva.0.saturating_add(len);
         let parts = self.overlap(hva, len);
@@ -202,7 +202,7 @@ impl Table {
     }
 }
 
-/// Sort and join neighbours, so that the list stays as short as the address space is simple.
+/// Sort the holes and join neighbours, so that the list stays short.
 fn merge(holes: &mut Vec<(u64, u64)>) {
     holes.sort_unstable();
     holes.dedup_by(|next, kept| {
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn ram_in_pieces_is_found_by_address_and_by_file_and_said_with_each_file_once() {
+    fn ram_in_pieces_is_found_by_address_and_by_file_and_described_with_each_file_once() {
         let page = PAGE_SIZE as u64;
         let files = [0, 1].map(|_| memfd::create("ballast-test", Bytes(LEN)).expect("memfd"));
         let list = [(0, 8 * page, 2 * page), (1, page, 3 * page), (0, 0, page)];

@@ -49,7 +49,7 @@ struct Service<'a> {
     told_later: bool,
 }
 
-/// Run until the first attach has failed (then the thread is not needed), or for ever.
+/// Run until the first attach has failed, after which the thread is not needed. Otherwise this never returns.
 pub(crate) fn run(shared: &Shared) {
     let mut service = Service {
         shared,
@@ -126,8 +126,8 @@ impl Service<'_> {
         let connect = || -> io::Result<OwnedFd> {
             let socket =
                 rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-            // Where hundreds of VMs start at once, the first attach waits for space in the keeper's queue. Later ones
-            // are tried again instead: this thread has an engine to serve.
+            // Where hundreds of VMs start at once, the first attach waits for space in the keeper's queue. A later one
+            // does not wait but is tried again: this thread has an engine to serve.
             rustix::io::ioctl_fionbio(&socket, !is_first)?;
             set_socket_timeout(&socket, Timeout::Send, Some(shared.timing.handshake))?;
             rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
@@ -165,10 +165,10 @@ impl Service<'_> {
         Ok(Pending { socket: Arc::new(socket), pair: Arc::new(pair), until: Instant::now() + shared.timing.handshake })
     }
 
-    /// An attempt failed: report it if it was the first, else try again later.
+    /// Handle a failed attempt: report it if it was the first, otherwise try again later.
     fn failed(&mut self, error: AttachError) {
         if let AttachError::Later(_) = &error {
-            // However long it takes: without Ballast the VM would read zeros where pages are still far.
+            // The VM waits however long it takes: without Ballast it would read zeros where pages are still far.
             self.later(&chain(&error));
         } else if self.shared.link.first() {
             return self.shared.link.fail(error);
@@ -192,7 +192,7 @@ impl Service<'_> {
         self.shared.link.down();
     }
 
-    /// Messages, or the end, on the attach socket.
+    /// Handle a message, or the end, on the attach socket.
     fn serve_keeper(&mut self, socket: &Arc<OwnedFd>) {
         let received = match scm::receive(socket.as_fd()) {
             Ok(Some(received)) => received,
@@ -209,7 +209,7 @@ impl Service<'_> {
                     self.shared.link.answer(Ok(Asked::Again));
                 }
                 Ok(KeeperToClient::Refused(reason)) => self.shared.link.answer(Err(reason)),
-                Ok(KeeperToClient::Attached { .. }) => self.garbage("an answer to a question that was not asked"),
+                Ok(KeeperToClient::Attached { .. }) => self.garbage("a reply without a request"),
                 Err(error) => self.garbage(&error.to_string()),
             };
         };
@@ -219,7 +219,7 @@ impl Service<'_> {
                 let escrow = (whole && !stores.is_empty()).then_some(Escrow { stores, files: received.fds });
                 let known = self.shared.link.vm();
                 if known.is_some_and(|known| known != vm) {
-                    return self.failed(AttachError::Refused(format!("it answered for another VM, {vm}")));
+                    return self.failed(AttachError::Refused(format!("it replied for another VM, {vm}")));
                 }
                 if known.is_none() && escrow.is_none() {
                     return self.failed(AttachError::NoAnswer("sent no state and arena files"));
@@ -234,7 +234,7 @@ impl Service<'_> {
             }
             Ok(KeeperToClient::Refused(reason)) => self.failed(AttachError::Refused(reason)),
             Ok(KeeperToClient::Later(reason)) => self.failed(AttachError::Later(reason)),
-            Ok(KeeperToClient::Ok) => self.failed(AttachError::NoAnswer("answered something else")),
+            Ok(KeeperToClient::Ok) => self.failed(AttachError::NoAnswer("sent a wrong reply")),
             Err(error) => self.failed(AttachError::Protocol(error)),
         }
     }
@@ -265,7 +265,7 @@ impl Service<'_> {
         }
     }
 
-    /// Messages on a control socket. Its end cannot be seen (this process holds both ends) and need not be.
+    /// Handle messages on a control socket. This process holds both ends, so it does not see when an engine is gone.
     fn serve_engine(&mut self, pair: &Pair) {
         for _ in 0..BURST {
             let received = match scm::receive(&pair.ours) {
@@ -299,8 +299,8 @@ impl Service<'_> {
             };
             match pair.send(&answer) {
                 Ok(true) => {}
-                Ok(false) => self.garbage("its sender reads no answers"),
-                Err(error) => self.garbage(&format!("answering it: {error}")),
+                Ok(false) => self.garbage("its sender reads no replies"),
+                Err(error) => self.garbage(&format!("replying to it: {error}")),
             }
         }
     }

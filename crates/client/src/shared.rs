@@ -15,12 +15,12 @@ use crate::regions::Table;
 
 pub(crate) type FailStop = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// Every waiting time of the client, so that tests need not wait for real ones.
+/// Timeouts and pauses of the client. Tests set shorter ones.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
-    /// From the attach message, or new RAM, to its reply. If a part of that RAM is far, faults must be served first, if
-    /// need be by the engine that replaces a hung one.
+    /// From the attach message, or new RAM, to its reply. If a part of that RAM is far, an engine must serve faults
+    /// first, possibly the one that replaces a hung engine.
     pub handshake: Duration,
     /// From a request or a discard to its reply.
     pub answer: Duration,
@@ -66,7 +66,7 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// A line for the operator, on the VMM's standard error. Its loss must not stop a guest, so a closed one is ignored.
+/// Print a line for the operator on the VMM's standard error. An error is ignored: a lost line must not stop a guest.
 pub(crate) fn announce(text: &str) {
     use std::io::Write;
     let _ = writeln!(std::io::stderr(), "ballast: {text}");

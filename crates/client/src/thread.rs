@@ -1,14 +1,14 @@
 //! A thread in a process that is not ours: it takes no signals and does not disturb the VMM.
 //!
 //! Before: the client or the preload library has something to wait for. After: it waits on a thread of its own.
-//! Threads: the new one; hooks look at nothing that it does. Promise: the VMM's signals are for the VMM's threads.
+//! Threads: the new one; hooks ignore its calls. Promise: it takes no signal that is meant for the VMM's threads.
 
 use crate::visit;
 
-/// Start a thread that runs this.
+/// Start a thread that runs `body`.
 ///
 /// # Errors
-/// The kernel gives no thread.
+/// The kernel cannot start a thread.
 pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();

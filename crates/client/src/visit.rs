@@ -1,5 +1,5 @@
-//! Tells whether this thread is inside the client. The preload library asks, so that the client's own calls (an
-//! allocator that maps memory, say) do not count as the VMM's.
+//! Tells whether this thread is inside the client. The preload library asks, so that the client's own calls (for
+//! example an allocator that maps memory) do not count as the VMM's.
 
 use std::cell::Cell;
 
@@ -7,7 +7,7 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// While this lives, the thread is inside.
+/// While this value lives, the thread is inside.
 #[derive(Debug)]
 pub struct Visit(());
 
@@ -17,13 +17,13 @@ impl Drop for Visit {
     }
 }
 
-/// Go inside.
+/// Enter the client.
 pub fn enter() -> Visit {
     DEPTH.with(|depth| depth.set(depth.get() + 1));
     Visit(())
 }
 
-/// Go inside and never leave: for the client's own thread.
+/// Enter the client and never leave: for the client's own thread.
 pub fn enter_permanently() {
     std::mem::forget(enter());
 }

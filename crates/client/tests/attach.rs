@@ -1,4 +1,4 @@
-//! The client against a scripted keeper and engine: what it says, what it does when told, what it survives.
+//! Tests of the client against a scripted keeper and engine: its messages, its reactions, and what it survives.
 
 mod double;
 
@@ -40,7 +40,7 @@ fn builder(keeper: &Keeper, fd: &OwnedFd, map: &Mapping) -> Builder {
         .timing(timing)
 }
 
-/// A client that gives up on answers soon, for tests in which none comes.
+/// A client with a short timeout, for tests in which no reply comes.
 fn impatient(builder: Builder) -> Builder {
     builder.timing(Timing { answer: Duration::from_millis(700), ..Timing::default() })
 }
@@ -74,7 +74,7 @@ fn attached(keeper: &Keeper, fd: &OwnedFd, map: &Mapping) -> (Client, Session) {
 fn attached_as(builder: Builder, keeper: &Keeper) -> (Client, Session) {
     let (client, session) = attach_with(builder, keeper, |keeper| {
         let session = keeper.client();
-        session.ping(0); // An engine may want to see that the client lives before the keeper says yes.
+        session.ping(0); // An engine may check that the client lives before the keeper accepts it.
         session.accept();
         session
     });
@@ -155,7 +155,7 @@ fn garbage_on_either_socket_is_survived() {
     session.answer(&KeeperToClient::Attached { vm: VmId([9; 16]), stores: Vec::new() });
     session.answer(&KeeperToClient::Refused("nobody asked".into()));
     session.tell(&EngineToClient::DiscardDone { seq: 12345, error: None });
-    // One thread reads both sockets in turn: once nothing is unread here, an answer there means that all was handled.
+    // One thread reads both sockets in turn: once nothing is unread here, a reply there means that all was handled.
     while unread(&session.socket) > 0 {
         std::thread::yield_now();
     }
@@ -169,7 +169,7 @@ fn garbage_on_either_socket_is_survived() {
 }
 
 #[test]
-fn a_discard_returns_after_the_engine_has_taken_note() {
+fn a_discard_returns_after_the_engine_has_replied() {
     if !have_uffd() {
         return;
     }
@@ -197,7 +197,7 @@ fn a_discard_that_no_engine_reads_fails_and_never_takes_effect_later() {
     let error = client.discard(&[(hva(map.addr()), pages(1))]).expect_err("nobody reads");
     assert!(matches!(error, DiscardError::NoAnswer(_)), "{error}");
     assert_eq!(word(&map, 0), 1, "the memory still holds what it held");
-    // The engine that comes next must find nothing of it: its first message is the answer to its own ping.
+    // The next engine must not see it: its first message is the reply to its own ping.
     session.ping(1);
 }
 
@@ -240,7 +240,7 @@ fn a_discard_that_the_engine_cannot_do_fails_with_its_reason() {
 
 #[test]
 fn after_the_keeper_died_the_client_resumes_with_the_same_files_and_a_fresh_control_socket() {
-    // The third is a store that this client knows nothing of.
+    // The client does not know the third store.
     for stores in [&[(1, 1)][..], &[(1, 1), (2, 2)], &[(1, 1), (2, 2), (9, 3)]] {
         resumes_with(stores);
     }
@@ -264,7 +264,7 @@ fn resumes_with(stores: &[(u8, u8)]) {
     let (extra, extra_map) = ram();
     while client.ram() == Bytes(pages(PAGES)) {
         let dup = extra.try_clone().expect("dup");
-        // Until the client has noticed the death, this may fail for want of an answer; then it is already listed.
+        // Until the client has noticed the death, this may fail because no reply comes; then it is already listed.
         let _ = client.add_region(dup, hva(extra_map.addr()), Bytes(pages(PAGES)), Bytes(0));
     }
     let keeper = Keeper::restart(away);
@@ -504,7 +504,7 @@ fn a_client_may_pin_unless_it_said_otherwise_and_tells_its_change_of_mind_once()
     let timing = Timing { answer: Duration::from_secs(2), ..Timing::default() };
     let (client, session) = attached_as(builder(&keeper, &fd, &map).may_pin(false).timing(timing), &keeper);
     assert!(!session.attach.may_pin);
-    // What nobody confirmed is not taken for known.
+    // A request that no keeper has confirmed does not count.
     assert!(matches!(client.may_pin(), Err(RequestError::NoAnswer)), "nobody answered");
     assert_eq!(session.request().0, ClientToKeeper::MayPin);
     session.answer(&KeeperToClient::Refused("late, and no".into()));
@@ -557,7 +557,7 @@ fn from_c_a_config_of_zeros_may_pin_and_never_pins_ends_when_told() {
             let region = ffi::BallastRegion { address, length: pages(PAGES), fd: fd.as_raw_fd(), file_offset: 0 };
             // SAFETY: the config has its size and NUL-terminated texts; one region is there.
             let client = unsafe { ffi::ballast_attach(&config, &region, 1) };
-            // SAFETY: what `ballast_attach` answered; NULL would be an error, not a fault.
+            // SAFETY: the result of `ballast_attach`; NULL would be an error, not a fault.
             unsafe { ffi::ballast_may_pin(client) }
         };
         std::thread::scope(|scope| {
@@ -613,7 +613,7 @@ fn a_region_removed_while_keepers_change_is_unknown_to_the_next_one_too() {
         let gone = hva(extra_map.addr());
         let removing = scope.spawn(move || client.remove_region(gone).map(|()| client.ram()));
         assert_eq!(session.request().0, ClientToKeeper::RemoveRegion(gone));
-        // The keeper dies with the question in its hand; the next one either hears of no such region or is asked again.
+        // The keeper dies before it replies. The next one either is not told of the region or is asked again.
         drop(session);
         let session = keeper.client();
         session.accept();
@@ -627,7 +627,7 @@ fn a_region_removed_while_keepers_change_is_unknown_to_the_next_one_too() {
 }
 
 #[test]
-fn a_zap_is_answered_part_by_part_where_ram_was_mapped_over_and_what_was_far_there_is_back_before() {
+fn a_zap_reports_parts_that_were_mapped_over_and_their_far_pages_are_restored_before() {
     if !have_uffd() {
         return;
     }
@@ -659,7 +659,7 @@ fn a_zap_is_answered_part_by_part_where_ram_was_mapped_over_and_what_was_far_the
     }
     let whole = session.whole(0);
     assert_eq!(session.zap_parts(3, vec![whole]), (None, vec![(at(3), pages(2))]));
-    // All but the two was zapped.
+    // All but these two were zapped.
     assert_eq!(session.uffd.map_existing(at(2), pages(1)).expect("continue"), FillOutcome::Done);
     assert_eq!(session.uffd.map_existing(at(5), pages(1)).expect("continue"), FillOutcome::Done);
     assert_eq!((word(&map, 3), word(&map, 4)), (4, 5), "these are mapped still");

@@ -1,5 +1,5 @@
-//! The examples, compiled by the system's C compiler against the header and the shared library: a VMM in another
-//! process than the engine that serves its faults.
+//! Tests of the examples, compiled by the system's C compiler against the header and the shared library: the VMM is in
+//! another process than the engine that serves its faults.
 
 mod double;
 
@@ -16,7 +16,7 @@ use ballast_sys::memfd;
 use ballast_sys::uffd::FillOutcome;
 use double::{Keeper, have_uffd};
 
-/// Compile the example; `None` (said aloud) without a C compiler.
+/// Compile the example; `None`, with a printed skip, without a C compiler.
 fn compile(out: &Path, example: &str) -> Option<PathBuf> {
     let works = Command::new("cc").arg("--version").output().is_ok_and(|output| output.status.success());
     if missing("cc", (!works).then_some("no C compiler called cc")) {
@@ -61,7 +61,7 @@ fn the_c_example_attaches_keeps_its_bytes_discards_and_stops_when_told() {
     let session = keeper.client();
     assert_eq!((session.attach.name.as_str(), session.attach.limit), ("embed-c", Some(Bytes(2 << 20))));
     assert_eq!(session.attach.vmm, "embed");
-    assert!(session.attach.may_pin, "a config that says nothing of it is the safe one");
+    assert!(session.attach.may_pin, "a config that does not say is safe");
     session.accept();
     let mut input = child.stdin.take().expect("stdin");
     let mut lines = BufReader::new(child.stdout.take().expect("stdout")).lines();
@@ -69,7 +69,7 @@ fn the_c_example_attaches_keeps_its_bytes_discards_and_stops_when_told() {
     let mut next = || lines.next().expect("a line").expect("text");
     assert_eq!(next(), "attached");
 
-    // Everything is zapped; the pages are mapped by CONTINUE from this process while the child reads them.
+    // Everything is zapped; this process maps the pages by CONTINUE while the child reads them.
     session.register_all();
     let (start, len) = session.whole(0);
     assert_eq!(session.zap(1, vec![(start, len)]), None);

@@ -592,5 +592,5 @@ fn a_qemu_that_ballast_did_not_give_a_monitor_says_nothing_of_its_guests_address
     until_attached(&daemon, "plain", &mut guest);
     assert!(daemon.vm("plain").regions.iter().all(|region| region.guest_ranges.is_empty()));
     let screen = String::from_utf8_lossy(&vm_stat(&daemon, "plain").stdout).into_owned();
-    assert!(screen.contains("where the guest sees its memory is not known"), "{screen}");
+    assert!(screen.contains("the guest-physical addresses of its memory are not known"), "{screen}");
 }

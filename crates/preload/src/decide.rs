@@ -25,12 +25,12 @@ const MANAGED: u8 = 1;
 const OFF: u8 = 2;
 
 static MODE: AtomicU8 = AtomicU8::new(WAITING);
-/// The process that attached. A child between `vfork` and `exec` sees all this and is another one.
+/// The process that attached. A child between `vfork` and `exec` shares this memory, and is another process.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 static CLIENT: OnceLock<Client> = OnceLock::new();
 /// One thread attaches; others that map RAM meanwhile wait and then add theirs.
 static ATTACHING: Mutex<()> = Mutex::new(());
-/// A reason to pin that came before there was RAM.
+/// A reason to pin that was given before there was RAM.
 static EARLY_PIN: Mutex<Option<&'static str>> = Mutex::new(None);
 /// `mlockall(MCL_FUTURE)` was called.
 static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
@@ -44,7 +44,7 @@ pub extern "C" fn in_child() {
     }
 }
 
-/// Should hooks look at this thread's calls at all?
+/// Should hooks check the calls of this thread?
 pub fn watching() -> bool {
     MODE.load(Ordering::Acquire) != OFF && !visit::inside()
 }
@@ -84,7 +84,7 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
     let _quiet = visit::enter();
     // SAFETY: the VMM just mapped this descriptor successfully; it is borrowed for the duration of this call.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    // Whether its pages are of a size that can be managed is asked, and answered aloud, below.
+    // The client checks the size of the pages, and `manage` reports its error.
     if !memfd::ram_page(fd).is_ok_and(|page| page.is_some()) {
         return;
     }
@@ -95,7 +95,7 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
     manage(Ram::one(fd, hva, len, offset), flags, is_there);
 }
 
-/// The same of memory that the pool gave, and that is mapped nowhere else.
+/// The same for memory of the pool, which is mapped nowhere else.
 pub fn new_ram_of_pool(ram: Ram, flags: c_int) {
     let _quiet = visit::enter();
     manage(ram, flags, |_| false);
@@ -115,7 +115,7 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) {
         return;
     };
     if is_there(client) {
-        // Touches through the other mapping raise no faults we serve, so nothing may be taken from either.
+        // Touches through the other mapping raise no faults that the engine serves, so no page may be reclaimed.
         pin_or_die(client, "the VMM maps the same RAM twice");
         return;
     }
@@ -128,7 +128,7 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) {
     guest::changed();
 }
 
-/// The guest cannot have its RAM: stop, if there is no guest yet.
+/// Stop, if there is no guest yet: the guest cannot have its RAM.
 pub fn stop_if_starting() {
     if MODE.load(Ordering::Acquire) == WAITING {
         announce("stopping before the guest starts");
@@ -178,12 +178,12 @@ fn attach(ram: Ram) {
 
 fn pin_or_die(client: &Client, reason: &str) {
     if let Err(error) = client.pin(reason) {
-        announce(format_args!("{reason}, and {error}: stopping the VM before its memory can go wrong"));
+        announce(format_args!("{reason}, and {error}: stopping the VM before its memory can be corrupted"));
         std::process::abort();
     }
 }
 
-/// The client to tell something. If there is none yet, `note` puts it where [`attach`] will find it.
+/// The client to send a request to. If there is none yet, `note` stores the request where [`attach`] finds it.
 fn client_or_note(note: impl FnOnce()) -> Option<&'static Client> {
     if !watching() {
         return None;
@@ -198,7 +198,7 @@ fn client_or_note(note: impl FnOnce()) -> Option<&'static Client> {
     client
 }
 
-/// Pin for something the VMM is about to do. `Err` is the errno with which to refuse it.
+/// Pin the VM before a call of the VMM. `Err` is the errno with which to refuse the call.
 pub fn pin_before(reason: &'static str, restore: bool) -> Result<(), c_int> {
     if restore && pool::is_used() {
         announce(format_args!("{reason}: refused, because its RAM is the pool's, and not in the VMM's own file"));
@@ -222,7 +222,7 @@ pub fn pin_before(reason: &'static str, restore: bool) -> Result<(), c_int> {
     Ok(())
 }
 
-/// This process executes another program. If it is the VMM, it may hand its RAM on, as QEMU's `cpr-exec` does. So every
+/// Prepare for an `exec` of this process. If it is the VMM, it may hand its RAM on, as QEMU's `cpr-exec` does. So every
 /// page must be in its file before: `exec` closes the userfaultfds, and the next program would read zeros where pages
 /// are far.
 pub fn executing() -> Result<(), c_int> {
@@ -241,14 +241,14 @@ pub fn executing() -> Result<(), c_int> {
     })
 }
 
-/// The `exec` failed: the VMM goes on, and its pin cannot be taken back.
+/// Report that the `exec` failed: the VMM continues, and its pin stays.
 pub fn executed_nothing() {
     if OWNER.load(Ordering::Acquire) == std::process::id() && client().is_some() {
         announce("the other program could not be executed; this VM stays pinned");
     }
 }
 
-/// The VMM locks memory: all of it (`None`) or a range.
+/// Prepare for a lock of memory: all of it (`None`) or a range.
 pub fn locking(range: Option<(*const c_void, usize)>, future: bool) -> Result<(), c_int> {
     if future {
         LOCKS_ALL.store(true, Ordering::Relaxed);
@@ -261,7 +261,7 @@ pub fn locking(range: Option<(*const c_void, usize)>, future: bool) -> Result<()
     }
 }
 
-/// The VMM frees a piece of a file: if it is guest RAM, the engine must hear of it first.
+/// Prepare for a call that frees or fills a piece of a file: if that is guest RAM, the engine must be told first.
 pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Result<(), c_int> {
     let Some(client) = client() else { return Ok(()) };
     if fd < 0 || offset < 0 || len <= 0 {
@@ -282,14 +282,14 @@ pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Result<(), c_i
     discard(client, &ranges)
 }
 
-/// The VMM frees a piece of its address space (`MADV_REMOVE`).
+/// Prepare for a call that frees a piece of the address space (`MADV_REMOVE`).
 pub fn removing(addr: *mut c_void, len: usize) -> Result<(), c_int> {
     let Some(client) = client() else { return Ok(()) };
     let ranges = client.overlap(Hva(addr as u64), (len as u64).next_multiple_of(PAGE_SIZE as u64));
     discard(client, &ranges)
 }
 
-/// The VMM is about to free these ranges.
+/// Tell the engine that the VMM is about to free these ranges.
 pub fn discarding(ranges: &[Range]) -> Result<(), c_int> {
     client().map_or(Ok(()), |client| discard(client, ranges))
 }
@@ -305,7 +305,7 @@ fn discard(client: &Client, ranges: &[Range]) -> Result<(), c_int> {
     })
 }
 
-/// Addresses are about to be unmapped or mapped over.
+/// Tell the client and the pool that these addresses are about to be unmapped or mapped over.
 pub fn unmapping(addr: *mut c_void, len: usize) {
     pool::unmapping(addr, len);
     let Some(client) = client() else { return };
@@ -320,8 +320,8 @@ pub fn touches_ram(addr: *mut c_void, len: usize) -> bool {
     client().is_some_and(|client| !client.overlap(Hva(addr as u64), len as u64).is_empty())
 }
 
-/// Why an `ioctl` takes hold of guest memory, and whether memory must be restored first because the kernel will read
-/// the pages from the file, past our userfaultfd.
+/// The reason if an `ioctl` takes hold of guest memory, and whether memory must be restored first because the kernel
+/// will read the pages from the file, past our userfaultfd.
 pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
     // The numbers of linux/vfio.h, linux/iommufd.h, linux/vhost.h and linux/udmabuf.h.
     const VFIO_IOMMU_MAP_DMA: libc::c_ulong = 0x3B71;
@@ -350,7 +350,7 @@ pub unsafe fn carries_ram(message: *const libc::msghdr) -> bool {
     unsafe { carries(message, |file| !client.of_file(file, 0, u64::MAX).is_empty()) }
 }
 
-/// Refuse a message that would give another process a file without pages as if it were guest RAM. `Err` is the errno.
+/// Refuse a message that would give another process a stand-in, which has no pages, as guest RAM. `Err` is the errno.
 ///
 /// # Safety
 /// As [`carries_ram`].
@@ -363,12 +363,12 @@ pub unsafe fn keep_stand_ins(message: *const libc::msghdr) -> Result<(), c_int> 
     Err(libc::EOPNOTSUPP)
 }
 
-/// Does this message carry a file like that?
+/// Does this message carry a file for which `is` returns true?
 ///
 /// # Safety
 /// As [`carries_ram`].
 unsafe fn carries(message: *const libc::msghdr, is: impl Fn(FileId) -> bool) -> bool {
-    /// No message of the kernel's carries more descriptors than this, so a longer list is not one.
+    /// Most descriptors that a message of the kernel carries (`SCM_MAX_FD`); a longer list is not read.
     const MOST: usize = 253;
     // SAFETY: the caller's promise.
     let Some(header) = (unsafe { message.as_ref() }) else { return false };

@@ -3,8 +3,8 @@
 //! Before: `ballast run` has given QEMU a monitor of its own; this library has attached, before QEMU has assigned
 //! guest-physical addresses. After: each region has its ranges, or none if QEMU shows it nowhere.
 //! Threads: one of its own, `ballast-guest`, which sleeps until QEMU sends something. Units: bytes.
-//! Promise: the ranges are QEMU's answer at the last question: after the machine was made, after each plug of memory,
-//! and ever more rarely while some memory is shown nowhere. Without a monitor nothing is sent.
+//! Promise: the ranges are those of QEMU's last reply. QEMU is asked after the machine was made, after each plug of
+//! memory, and at growing intervals while some memory has no ranges. Without a monitor nothing is sent.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
@@ -19,15 +19,15 @@ use ballast_client::{Client, RequestError, thread};
 use crate::announce::announce;
 use crate::monitor::Monitor;
 
-/// Our end and QEMU's, as descriptor numbers.
+/// The environment variable with two descriptor numbers: our end and QEMU's.
 pub const VARIABLE: &str = "BALLAST_MONITOR";
-/// When it is asked again while some memory is shown nowhere: a DIMM's backend comes before the DIMM.
+/// First pause between two questions while some memory has no ranges: a DIMM's backend is made before the DIMM.
 const FIRST: Duration = Duration::from_millis(100);
-/// The longest pause between two questions: an answer takes QEMU a millisecond.
+/// Longest pause between two questions: a reply costs QEMU a millisecond.
 const LAST: Duration = Duration::from_secs(60);
 
 static MONITOR: Mutex<Option<UnixStream>> = Mutex::new(None);
-/// Written to when RAM was added.
+/// The socket to notify the thread when RAM was added.
 static NEWS: OnceLock<UnixStream> = OnceLock::new();
 
 /// Take the monitor that is named in this value of the environment. Before `main`, on the only thread.
@@ -44,12 +44,12 @@ pub fn take(value: &str) {
     }
 }
 
-/// This process is not managed: the monitor is not asked.
+/// Close the monitor, because this process is not managed.
 pub fn drop_monitor() {
     drop(MONITOR.lock().unwrap_or_else(PoisonError::into_inner).take());
 }
 
-/// This process is attached: learn where its guest sees its memory.
+/// Start the thread that learns the guest-physical addresses, because this process is attached.
 pub fn learn(client: &Client) {
     let Some(stream) = MONITOR.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
     let started = UnixStream::pair().and_then(|(news, heard)| {
@@ -60,19 +60,19 @@ pub fn learn(client: &Client) {
         thread::spawn("ballast-guest", move || match run(stream, &heard, &client) {
             // QEMU ends.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {}
-            Err(error) => announce(format_args!("where the guest sees its memory is not known any more: {error}")),
+            Err(error) => announce(format_args!("guest-physical addresses are not known any more: {error}")),
             Ok(()) => {}
         })
     });
     if let Err(error) = started {
-        announce(format_args!("where the guest sees its memory is not known: {error}"));
+        announce(format_args!("guest-physical addresses are not known: {error}"));
     }
 }
 
-/// RAM was added.
+/// Notify the thread that RAM was added.
 pub fn changed() {
     if let Some(mut news) = NEWS.get() {
-        // If it is full, the news is in it already.
+        // If it is full, a notification is in it already.
         let _ = io::Write::write(&mut news, &[1]);
     }
 }
@@ -96,7 +96,7 @@ fn wait(monitor: &mut Monitor, heard: &UnixStream, pause: Option<Duration>) -> i
         let poll = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
         let mut fds = [poll(monitor.stream().as_raw_fd()), poll(heard.as_raw_fd())];
         let timeout = pause.map_or(-1, |pause| pause.as_millis() as i32);
-        // SAFETY: two entries, as is said.
+        // SAFETY: two entries, as stated.
         let count = unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout) };
         if count < 0 {
             let error = io::Error::last_os_error();
@@ -118,7 +118,7 @@ fn wait(monitor: &mut Monitor, heard: &UnixStream, pause: Option<Duration>) -> i
     }
 }
 
-/// Ask, and tell the keeper. Returns whether all memory is shown somewhere, or nothing more can be told.
+/// Ask QEMU, and tell the keeper. Returns whether the keeper has the ranges of all regions.
 fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<bool> {
     let regions = client.regions();
     let mut seen: Vec<Vec<GuestRange>> = vec![Vec::new(); regions.len()];
@@ -126,7 +126,7 @@ fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<bool> {
         let Some(hva) = monitor.host_address(address)? else { continue };
         let inside = |(start, size): &(Hva, u64)| start.0 <= hva && hva.saturating_add(len) <= start.0 + size;
         let Some(number) = regions.iter().position(inside) else { continue };
-        // Addresses of something else than the guest's memory may happen to begin alike.
+        // A range of something else than the guest's memory may begin at the same address.
         if monitor.host_address(address + (len - 1))? != Some(hva + (len - 1)) {
             continue;
         }

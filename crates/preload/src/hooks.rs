@@ -1,7 +1,7 @@
 //! The exported symbols. Each asks `decide`, then calls the next function of the same name.
 //!
-//! Promise: errno after a call that went through is the one that call left. A panic in our part is announced once, and
-//! the call goes through as if we were not there.
+//! Threads: any VMM thread. Promise: errno after a call that goes through is the one that the call left. A panic in our
+//! part is announced once, and the call goes through as without this library, except that RAM of the pool is refused.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,7 +15,7 @@ use crate::decide;
 use crate::next;
 use crate::pool;
 
-/// Run our part of a call; errno is afterwards what it was before.
+/// Run our part of a call. It leaves errno as it was.
 fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
     // SAFETY: the location of this thread's errno is valid for the thread's life.
     let errno = unsafe { libc::__errno_location() };
@@ -23,7 +23,7 @@ fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
     let before = unsafe { *errno };
     let answer = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
         static TOLD: Once = Once::new();
-        TOLD.call_once(|| announce("a bug in the preload library; calls go through unwatched where it strikes"));
+        TOLD.call_once(|| announce("a bug in the preload library; a call that meets it goes through unchecked"));
         fallback
     });
     // SAFETY: as above.
@@ -31,7 +31,7 @@ fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
     answer
 }
 
-/// Refuse a call.
+/// Set errno and return `answer`, to refuse a call.
 fn refuse<T>(errno: c_int, answer: T) -> T {
     // SAFETY: the location of this thread's errno is valid for the thread's life.
     unsafe { *libc::__errno_location() = errno };
@@ -77,7 +77,7 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
     mapped
 }
 
-/// Reserve `len` bytes of address space from a 2 MiB border.
+/// Reserve `len` bytes of address space that begin at a multiple of 2 MiB.
 ///
 /// # Safety
 /// `flags` asks for a private anonymous mapping anywhere.
@@ -91,8 +91,8 @@ unsafe fn reserve_aligned(len: size_t, flags: c_int) -> *mut c_void {
     let start = (got as usize).next_multiple_of(HUGE_SIZE);
     let head = start - got as usize;
     let tail = more - head - len;
-    // SAFETY: both pieces are inside the reservation made above, which no other code knows of yet. Failing to give them
-    // back costs address space only.
+    // SAFETY: both pieces are inside the reservation made above, which no other code knows yet. If an unmap fails, it
+    // costs address space only.
     unsafe {
         if head > 0 {
             next::munmap(got, head);
@@ -130,7 +130,7 @@ pub unsafe extern "C" fn munmap(addr: *mut c_void, len: size_t) -> c_int {
 }
 
 /// # Safety
-/// As the C function; the last argument is only looked at with `MREMAP_FIXED`, as there.
+/// As the C function; the last argument is read only with `MREMAP_FIXED`, as there.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mremap(
     old: *mut c_void,

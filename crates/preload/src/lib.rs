@@ -11,16 +11,16 @@
 //! - `mmap`, `mmap64`: find guest RAM (shared, readable and writable, shmem file, 2 MiB or more), and attach or add it.
 //!   They align big reservations to 2 MiB. Before RAM is mapped over, its far pages are restored, and that part is
 //!   never reclaimed again.
-//! - `munmap`: RAM is unplugged; the keeper hears of it first.
+//! - `munmap`: RAM is unplugged; the keeper is told first.
 //! - `mremap`: refused for guest RAM, because a moved mapping loses its userfaultfd.
-//! - `fallocate`, `fallocate64`: punching RAM is a discard; the engine hears of it first. Filling RAM is refused,
-//!   because it would put zeros where pages are far.
-//! - `posix_fallocate`, `posix_fallocate64`: filling RAM is refused, as above.
+//! - `fallocate`, `fallocate64`: to punch RAM is a discard; the engine is told first. To fill RAM is refused, because
+//!   it would put zeros where pages are far.
+//! - `posix_fallocate`, `posix_fallocate64`: to fill RAM is refused, as above.
 //! - `madvise`: `MADV_REMOVE` on RAM is a discard. `MADV_DONTNEED` of a shared mapping drops no data and goes through.
-//! - `mlock`, `mlock2`, `mlockall`: locked memory must not be reclaimed; pins the VM.
-//! - `ioctl`: VFIO, iommufd, vDPA and udmabuf hold RAM pages for long; pins the VM.
-//! - `sendmsg`: a RAM file goes to another process (vhost-user). Pins the VM and restores every page first, because the
-//!   other process's touches raise no faults here.
+//! - `mlock`, `mlock2`, `mlockall`: locked memory must not be reclaimed; the call pins the VM.
+//! - `ioctl`: VFIO, iommufd, vDPA and udmabuf hold RAM pages for long; the call pins the VM.
+//! - `sendmsg`: a RAM file goes to another process (vhost-user). The call pins the VM and restores every page first,
+//!   because the other process's touches raise no faults here.
 //! - `execve`, `execv`, `execvp`, `execvpe`, `fexecve`, `execveat`: the VMM may hand its RAM to the program that takes
 //!   its place (QEMU's `cpr-exec`). Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes
 //!   through.

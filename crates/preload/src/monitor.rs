@@ -1,33 +1,33 @@
-//! QEMU's monitor: where the guest sees which host address, in QEMU's own words.
+//! QEMU's monitor: translates guest-physical addresses to addresses of QEMU's process.
 //!
-//! Before: `ballast run` has given QEMU a monitor of its own, whose other end is here. After: ranges of guest-physical
-//! addresses, and what is behind them. Threads: the one of `guest`.
+//! Before: `ballast run` has given QEMU a monitor of its own, whose other end is here. After: `guest` has ranges of
+//! guest-physical addresses, and their addresses in QEMU. Threads: the one of `guest`.
 //! Promise: any input from QEMU is a result or an error. Events, which come at any time, are skipped.
 //!
-//! QMP has no command for this. `info mtree` lists memory as the machine puts it together, and `gpa2hva` says which
-//! address of the process a guest-physical one is: both are commands of the human monitor, which QMP carries as text.
-//! (`info mtree -f`, which lists what the CPUs see, is not asked: in QEMU 7.2 it keeps references, and memory that was
-//! shown by it is never unmapped when it is unplugged.)
+//! QMP has no command for this. `info mtree` lists the memory regions of the machine, and `gpa2hva` translates a
+//! guest-physical address: both are commands of the human monitor, which QMP carries as text. `info mtree -f`, which
+//! lists the view of the CPUs, is not used: in QEMU 7.2 it keeps references, so that memory which it has shown is never
+//! unmapped after an unplug.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 
-/// No answer is longer: a machine has some hundred ranges of some ten words each.
+/// Longest reply in bytes: a machine has some hundred ranges of some ten words each.
 const LONGEST: usize = 4 << 20;
 
-/// A connection to it.
+/// A connection to QEMU's monitor.
 #[derive(Debug)]
 pub struct Monitor {
     stream: UnixStream,
-    /// What was read and is not a whole line yet.
+    /// Bytes that were read and are not a whole line yet.
     rest: Vec<u8>,
 }
 
 impl Monitor {
-    /// The other end of this socket is QEMU's. Waits until QEMU answers, which it does when the machine is made.
+    /// Greet the monitor at the other end of this socket. Waits until QEMU replies, when the machine is made.
     ///
     /// # Errors
-    /// It is gone, or the other end is no monitor.
+    /// QEMU is gone, or the other end is no monitor.
     pub fn greet(stream: UnixStream) -> io::Result<Self> {
         let mut monitor = Self { stream, rest: Vec::new() };
         monitor.answer("{\"QMP\"")?;
@@ -36,15 +36,15 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// To be polled: what can be read while nothing is asked is events, or the end.
+    /// The socket, to be polled: between questions it has only events, or the end.
     pub fn stream(&self) -> &UnixStream {
         &self.stream
     }
 
-    /// Read events that have come.
+    /// Read and drop the events that have come.
     ///
     /// # Errors
-    /// It is gone.
+    /// QEMU is gone.
     pub fn drain(&mut self) -> io::Result<()> {
         self.fill()?;
         if let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') {
@@ -53,19 +53,19 @@ impl Monitor {
         Ok(())
     }
 
-    /// Ranges that may be guest-physical addresses of memory, ascending, the longest first: start and length. Whether
-    /// they are, [`Monitor::host_address`] of both ends says.
+    /// Ranges that may be guest-physical addresses of memory, ascending, the longest first: start and length.
+    /// [`Monitor::host_address`] of both ends shows whether they are.
     ///
     /// # Errors
-    /// It is gone, or refuses.
+    /// QEMU is gone, or refuses.
     pub fn memory(&mut self) -> io::Result<Vec<(u64, u64)>> {
         Ok(ram_in(&self.human("info mtree")?))
     }
 
-    /// The address in QEMU's process of what is at this guest-physical one; `None` if that is no memory.
+    /// The address in QEMU's process of a guest-physical address; `None` if there is no memory.
     ///
     /// # Errors
-    /// It is gone, or refuses.
+    /// QEMU is gone, or refuses.
     pub fn host_address(&mut self, address: u64) -> io::Result<Option<u64>> {
         Ok(address_in(&self.human(&format!("gpa2hva {address:#x}"))?))
     }
@@ -79,7 +79,7 @@ impl Monitor {
         text.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("QEMU's monitor says {answer:?}")))
     }
 
-    /// The next line that is no event.
+    /// The next line that is no event and begins so.
     fn answer(&mut self, begins: &str) -> io::Result<String> {
         loop {
             if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
@@ -109,7 +109,7 @@ impl Monitor {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         if self.rest.len() + count > LONGEST {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "QEMU's monitor says too much"));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a reply of QEMU's monitor is too long"));
         }
         self.rest.extend_from_slice(&bytes[..count]);
         Ok(())
@@ -137,7 +137,7 @@ fn text_of(json: &str) -> Option<String> {
     }
 }
 
-/// Ranges of RAM in what `info mtree` says of any address space, each once.
+/// The ranges of RAM in the reply of `info mtree`, of all address spaces, each once.
 pub fn ram_in(text: &str) -> Vec<(u64, u64)> {
     let range = |line: &str| {
         let (place, rest) = line.trim_start().split_once(" (prio ")?;
@@ -155,7 +155,7 @@ pub fn ram_in(text: &str) -> Vec<(u64, u64)> {
     found
 }
 
-/// The address in the answer of `gpa2hva`.
+/// The address in the reply of `gpa2hva`.
 pub fn address_in(text: &str) -> Option<u64> {
     let (_, address) = text.trim().rsplit_once(" is 0x")?;
     u64::from_str_radix(address, 16).ok()

@@ -1,7 +1,7 @@
-//! The functions we stand in front of: found with `dlsym(RTLD_NEXT)` once, or the plain system call if that cannot
-//! work.
+//! The functions behind our hooks: `dlsym(RTLD_NEXT)` finds each once. Where it cannot, the plain system call is used.
 //!
-//! Promise: callable at any time, even before constructors ran and from inside an allocator that `dlsym` itself uses.
+//! Promise: each can be called at any time, even before constructors ran and from inside an allocator that `dlsym`
+//! itself uses.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -39,7 +39,7 @@ impl Next {
     }
 }
 
-/// `posix_fallocate`, which is no system call: where it cannot be found it cannot be done.
+/// `posix_fallocate`, which is no system call: if it is not found, the call fails.
 ///
 /// # Safety
 /// As the C function.
@@ -99,7 +99,7 @@ macro_rules! executes {
             pub static $name: Next = Next::new($symbol);)*
         }
 
-        /// Find all of them.
+        /// Resolve all of them.
         pub fn find_executing() {
             $(executing::$name.get();)*
         }

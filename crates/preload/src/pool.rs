@@ -4,8 +4,8 @@
 //! files are mapped where QEMU maps it, and no page of the stand-in ever exists. Later operations of QEMU on the
 //! stand-in are applied to those, or refused.
 //! Threads: any VMM thread. Units: bytes; addresses of this process.
-//! Promise: the stand-in is never mapped and never leaves this process, so no process takes its holes for guest RAM. Of
-//! the pool's files the client alone keeps descriptors, which go when a program is executed.
+//! Promise: the stand-in is never mapped and never leaves this process, so no process takes its holes for guest RAM.
+//! Only the client keeps descriptors of the pool's files, and an `exec` closes them.
 
 use std::ffi::{c_int, c_void};
 use std::io;
@@ -21,11 +21,11 @@ use ballast_sys::memfd::{self, FileId};
 use crate::announce::announce;
 use crate::next;
 
-/// The pages that RAM is to consist of (`2M`, `mix`, `1G`).
+/// The environment variable with the page size of RAM (`2M`, `mix`, `1G`). Without it, RAM is not the pool's.
 pub const VARIABLE: &str = "BALLAST_POOL";
-/// From which nodes of the host it is to come; none: any.
+/// The environment variable with the nodes of the host that RAM is taken from. Without it, any node.
 pub const NODES: &str = "BALLAST_POOL_NODES";
-/// Where it is asked for.
+/// The environment variable with the pool's socket.
 pub const SOCKET: &str = "BALLAST_POOL_SOCKET";
 
 /// A part of a stand-in, and where the pool's memory for it is mapped.
@@ -54,8 +54,8 @@ pub fn is_wanted() -> bool {
     wanted().is_some()
 }
 
-/// The VMM is about to map this. If it is a stand-in, memory of the pool is mapped in its place; `None`: it is none. An
-/// error is the errno for the VMM, which has been told the reason.
+/// Map memory of the pool in place of a stand-in that the VMM is about to map. `None` if this is no stand-in. An error
+/// is the errno for the VMM; the reason was announced.
 ///
 /// # Safety
 /// As `mmap`.
@@ -69,7 +69,7 @@ pub unsafe fn provide(
 ) -> Option<Result<Ram, c_int>> {
     let pages = wanted()?;
     let _quiet = visit::enter();
-    // SAFETY: borrowed for calls that only ask, and return EBADF if it is not open.
+    // SAFETY: borrowed for calls that only query it, and return EBADF if it is not open.
     let file = unsafe { BorrowedFd::borrow_raw(fd) };
     if memfd::ram_page(file).ok().flatten() != Some(Bytes(HUGE_SIZE as u64)) {
         return None;
@@ -77,9 +77,9 @@ pub unsafe fn provide(
     let file = memfd::file_id(file).ok()?;
     let stand_in = StandIn { file, offset: offset as u64, hva: addr as u64, len: len as u64 };
     let provided = if flags & libc::MAP_FIXED == 0 || !(addr as usize).is_multiple_of(HUGE_SIZE) {
-        Err("the VMM does not say where to map its RAM, or not on a 2 MiB border".into())
+        Err("the VMM maps its RAM at no fixed address, or not at a multiple of 2 MiB".into())
     } else {
-        // SAFETY: the caller's promise: what is mapped there is replaced.
+        // SAFETY: the caller's promise: its mapping at this address may be replaced.
         unsafe { map(stand_in, prot, flags, pages) }
     };
     Some(provided.map_err(|why: String| {
@@ -91,7 +91,7 @@ pub unsafe fn provide(
 /// Take memory for a stand-in, and map it.
 ///
 /// # Safety
-/// Whatever is mapped at its address may be replaced.
+/// The mapping at its address may be replaced.
 unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: &str) -> Result<Ram, String> {
     let pages: Pages = pages.parse().map_err(|why| format!("{VARIABLE}: {why}"))?;
     let socket = std::env::var_os(SOCKET).map_or_else(|| PathBuf::from("/run/ballast/pool.sock"), PathBuf::from);
@@ -122,7 +122,7 @@ unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: &str) -> Result<
     Ok(Ram { hva: Hva(place.hva), extents, guest_address: None })
 }
 
-/// Has this VM memory of the pool?
+/// Does this VM have memory of the pool?
 pub fn is_used() -> bool {
     !stand_ins().is_empty()
 }
@@ -132,8 +132,8 @@ pub fn has(file: FileId) -> bool {
     stand_ins().iter().any(|stand_in| stand_in.file == file)
 }
 
-/// The VMM frees, or fills, a piece of a file. If that is a stand-in, it is done here, after `discard` has told the
-/// engine; `None`: it is none.
+/// Free a piece of a stand-in for the VMM, after `discard` has told the engine. To fill one is refused. `None` if the
+/// file is no stand-in.
 pub fn punching(
     fd: c_int,
     mode: c_int,
@@ -149,14 +149,14 @@ pub fn punching(
     let file = memfd::file_id(unsafe { BorrowedFd::borrow_raw(fd) }).ok().filter(|file| has(*file))?;
     drop(quiet);
     if mode & libc::FALLOC_FL_PUNCH_HOLE == 0 {
-        announce("refusing to fill guest RAM with fallocate: it is the pool's, and it is there");
+        announce("refusing to fill guest RAM with fallocate: it is the pool's, and is present already");
         return Some(Err(libc::EOPNOTSUPP));
     }
     let ranges = parts(&stand_ins(), file, offset as u64, len as u64);
     Some(discard(&ranges).and_then(|()| ranges.iter().try_for_each(|range| remove(*range))))
 }
 
-/// Where this piece of a stand-in is mapped.
+/// The addresses at which this piece of a stand-in is mapped.
 fn parts(all: &[StandIn], file: FileId, offset: u64, len: u64) -> Vec<Range> {
     let end = offset.saturating_add(len);
     let part = |at: &StandIn| {
@@ -176,7 +176,7 @@ fn remove((hva, len): Range) -> Result<(), c_int> {
     }
 }
 
-/// These addresses are about to be unmapped or mapped over.
+/// Forget stand-ins at these addresses, which are about to be unmapped or mapped over.
 pub fn unmapping(addr: *mut c_void, len: usize) {
     let (from, to) = (addr as u64, (addr as u64).saturating_add(len as u64));
     let mut all = stand_ins();
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_punch_of_a_stand_in_is_one_of_all_the_addresses_that_have_it() {
+    fn a_punch_of_a_stand_in_punches_all_addresses_that_have_it() {
         let all = [at(FILE, 0, 100, 8), at(FILE, 8, 300, 8), at(OTHER, 0, 200, 8)];
         let found = |file, offset: u64, len: u64| {
             let ranges = parts(&all, file, offset, len).into_iter();
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unmapped_of_a_stand_in_is_one_no_more_and_the_rest_keeps_its_place() {
+    fn an_unmapped_part_leaves_the_stand_in_and_the_rest_keeps_its_place() {
         let unmap = |from: u64, len: u64| unmapping((from * MIB) as *mut c_void, (len * MIB) as usize);
         let now = || stand_ins().iter().map(|at| (at.offset / MIB, at.hva / MIB, at.len / MIB)).collect::<Vec<_>>();
         *stand_ins() = vec![at(FILE, 16, 100, 8), at(OTHER, 0, 200, 8)];

@@ -1,4 +1,4 @@
-//! Work before `main`: leaves `LD_PRELOAD`, and stays out of forked children.
+//! Work before `main`: takes the library out of `LD_PRELOAD`, and keeps it out of forked children.
 //!
 //! Promise: a program that the VMM executes never loads this library; a child forked after attaching is left alone. A
 //! child forked *before* RAM exists (`-daemonize`) is the VMM, and attaches.

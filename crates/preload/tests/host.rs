@@ -1,5 +1,5 @@
-//! A small C program with the preload library against a scripted keeper and engine: every watched call, well and badly
-//! behaved.
+//! Tests of a small C program with the preload library against a scripted keeper and engine: every hooked call, with
+//! valid and invalid arguments.
 
 mod common;
 #[path = "../../client/tests/double/mod.rs"]
@@ -56,7 +56,7 @@ fn stage() -> Option<Stage> {
 }
 
 impl Stage {
-    /// Do a deed while answering every discard and request with yes. Returns what was said, discards and requests.
+    /// Have the program do a call, and confirm every discard and request. Returns its output, discards and requests.
     fn deed(&mut self, line: &str) -> (String, Vec<ClientToEngine>, Vec<ClientToKeeper>) {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
         let Self { host, session, .. } = self;
@@ -118,7 +118,7 @@ fn freeing_ram_is_announced_before_it_happens_and_filling_it_is_refused() {
 }
 
 #[test]
-fn a_punch_that_no_engine_takes_note_of_is_eagain_and_frees_nothing() {
+fn a_punch_that_no_engine_confirms_is_eagain_and_frees_nothing() {
     let Some(mut stage) = stage() else { return };
     assert_eq!(stage.host.ask("punch"), "EAGAIN");
     assert_eq!(stage.resident(), 1024);
@@ -126,7 +126,7 @@ fn a_punch_that_no_engine_takes_note_of_is_eagain_and_frees_nothing() {
 }
 
 #[test]
-fn whatever_takes_hold_of_ram_pins_the_vm_first() {
+fn a_call_that_takes_hold_of_ram_pins_the_vm_first() {
     let Some(mut stage) = stage() else { return };
     let cases = [
         ("mlock", "ok", "memory is locked (mlock)"),
@@ -185,7 +185,7 @@ fn threads_that_map_and_unmap_ram_all_the_time_leave_nothing_behind() {
     let added = asked.iter().filter(|request| matches!(request, ClientToKeeper::AddRegion { .. })).count();
     let removed = asked.iter().filter(|request| matches!(request, ClientToKeeper::RemoveRegion(_))).count();
     assert_eq!((added, removed), (100, 100));
-    // What is still announced is the RAM from the start, as the next keeper will hear.
+    // Only the first RAM is still announced, as the next attach message shows.
     let Stage { keeper, session, host: _host, .. } = stage;
     let regions = session.attach.regions.clone();
     drop(session);

@@ -1,4 +1,4 @@
-//! What QEMU's monitor says of the guest's memory, read.
+//! Tests of replies of QEMU's monitor about the guest's memory.
 
 #[path = "../src/monitor.rs"]
 #[allow(dead_code, reason = "only a part of it is tried here")]
@@ -32,7 +32,7 @@ memory-region: r
 ";
 
 #[test]
-fn what_may_be_memory_is_listed_once_and_the_longest_first() {
+fn ranges_that_may_be_memory_are_listed_once_and_the_longest_first() {
     let expected = [
         (0, 0x1_4000_0000),
         (0, 0x8000_0000),
@@ -48,14 +48,14 @@ fn what_may_be_memory_is_listed_once_and_the_longest_first() {
 }
 
 #[test]
-fn an_address_is_what_stands_last() {
+fn the_last_word_is_the_address() {
     assert_eq!(address_in("Host virtual address for 0x0 (r is 0x1) is 0x7fcf5bfff000\r\n"), Some(0x7fcf_5bff_f000));
     for nothing in ["No memory is mapped at address 0xf0000000\r\n", "", " is 0x", "x is 0xzz"] {
         assert_eq!(address_in(nothing), None, "{nothing:?}");
     }
 }
 
-/// A monitor that gives these answers, one for each line.
+/// A monitor that sends these replies, one for each line.
 fn scripted(answers: &'static [&'static str]) -> UnixStream {
     let (ours, theirs) = UnixStream::pair().expect("socketpair");
     std::thread::spawn(move || {
@@ -72,7 +72,7 @@ fn scripted(answers: &'static [&'static str]) -> UnixStream {
 }
 
 #[test]
-fn events_between_question_and_answer_are_passed_over() {
+fn events_between_question_and_reply_are_skipped() {
     let event = "{\"timestamp\": {\"seconds\": 1}, \"event\": \"RESUME\"}\r\n";
     let answers = [
         "{\"QMP\": {}}\r\n",

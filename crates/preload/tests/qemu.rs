@@ -1,5 +1,5 @@
-//! Unmodified QEMU with the preload library against a scripted keeper: all RAM is found, at start and plugged later.
-//! No guest boots; the firmware is guest enough to touch memory.
+//! Tests of unmodified QEMU with the preload library against a scripted keeper: all RAM is found, at start and plugged
+//! later. No guest boots; the firmware touches the memory.
 
 mod common;
 #[path = "../../client/tests/double/mod.rs"]
@@ -62,7 +62,7 @@ fn ram_around_the_pci_hole_is_one_region_on_a_huge_page_border_and_runs_zapped()
     session.accept();
     qemu.qmp_start();
 
-    // Everything is zapped and served from this process; the firmware must not notice.
+    // Everything is zapped, and this process serves the faults; the firmware must not notice.
     session.register_all();
     assert_eq!(session.zap(1, vec![session.whole(0)]), None);
     qemu.qmp("cont", json!({}));
@@ -127,13 +127,13 @@ fn numa_nodes_and_hot_plugged_ram_are_added_and_unplugged_ram_is_removed() {
         asked.join().expect("plugged");
         region
     });
-    // QEMU frees it after a grace period that only passes while the machine runs.
+    // QEMU frees it after a grace period that passes only while the machine runs.
     qemu.qmp("cont", json!({}));
     qemu.qmp("object-del", json!({ "id": "m3" }));
     let (message, _) = session.request();
     assert_eq!(message, ClientToKeeper::RemoveRegion(ballast_base::Hva(spare.1)));
     session.answer(&KeeperToClient::Ok);
-    // The client forgets the region after it has heard the answer, which may be after the first of these zaps.
+    // The client forgets the region after it has received the reply, which may be after the first of these zaps.
     while session.zap(2, vec![(ballast_base::Hva(spare.1), 4096)]).is_none() {}
     assert_eq!(session.zap(3, vec![(ballast_base::Hva(plug.1), plug.0.0)]), None);
     qemu.qmp("quit", json!({}));

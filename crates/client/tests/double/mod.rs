@@ -1,6 +1,6 @@
 //! A scripted keeper and engine: the other side of the protocol, over real sockets, with the client's real userfaultfd.
 //!
-//! Every wait has a generous end, so that a broken client fails a test instead of hanging it.
+//! Every wait has a long timeout, so that a broken client fails a test and does not hang it.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,7 +21,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 pub const TIMEOUT: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 pub const VM: VmId = VmId(*b"ballast-test-vm.");
 
-/// `false` (after saying so) if this machine cannot run the test.
+/// `false`, with a printed skip, if this machine cannot run the test.
 pub fn have_uffd() -> bool {
     let present = Uffd::create(REQUIRED_FEATURES).is_ok_and(|(_, granted)| granted == REQUIRED_FEATURES);
     !missing("uffd", (!present).then_some("no userfaultfd with shared-memory minor faults for this user"))
@@ -52,7 +52,7 @@ impl Keeper {
         Self { listener: listen(&path), path, _dir: Some(dir) }
     }
 
-    /// Die: no listener any more. The directory stays, for the next one.
+    /// Die: the listener is gone. The directory stays for the next keeper.
     pub fn die(self) -> (Option<tempfile::TempDir>, PathBuf) {
         std::fs::remove_file(&self.path).expect("unlink");
         (self._dir, self.path)
@@ -68,7 +68,7 @@ impl Keeper {
         rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC).expect("accept")
     }
 
-    /// The next client, with its attach message; not answered yet.
+    /// The next client, with its attach message, which has no reply yet.
     pub fn client(&self) -> Session {
         let socket = self.connection();
         let (message, fds) = receive(&socket);
@@ -146,13 +146,13 @@ impl Session {
         wire::decode(&received.bytes).expect("decode")
     }
 
-    /// Zap these ranges; EINVAL also if a part of them was not.
+    /// Zap these ranges; EINVAL also if a part of them was not zapped.
     pub fn zap(&self, seq: u64, ranges: Vec<Range>) -> Option<i32> {
         let (error, kept) = self.zap_parts(seq, ranges);
         error.or((!kept.is_empty()).then_some(libc::EINVAL))
     }
 
-    /// The same; which parts were not.
+    /// The same; also returns the parts that were not zapped.
     pub fn zap_parts(&self, seq: u64, ranges: Vec<Range>) -> (Option<i32>, Vec<Range>) {
         self.tell(&EngineToClient::Zap { seq, ranges });
         match self.hear() {
@@ -166,7 +166,7 @@ impl Session {
         assert_eq!(self.hear(), ClientToEngine::Pong { seq });
     }
 
-    /// Answer every discard until `until` says that it is enough. Returns the ranges of the first, if one came.
+    /// Confirm every discard until `until` returns true. Returns the ranges of the first, if one came.
     pub fn acknowledge_discards(&self, until: impl Fn() -> bool) -> Vec<Range> {
         self.answer_discards(until, None)
     }

@@ -1,4 +1,4 @@
-//! Starting programs with the preload library, and talking QMP to QEMU.
+//! Helpers that start programs with the preload library, and send QMP to QEMU.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 use std::io::{BufRead, BufReader, Lines, Write};
@@ -44,13 +44,13 @@ impl Driven {
     }
 
     pub fn say(&mut self, line: &str) {
-        // In one write: QEMU may act on a command, and be gone, before a newline that is written apart.
+        // In one write: QEMU may execute the command and exit before a newline that is written separately.
         if let Err(error) = self.input.as_mut().expect("open").write_all(format!("{line}\n").as_bytes()) {
             self.died(&format!("writing {line:?}: {error}"));
         }
     }
 
-    /// The child ended before its time: fail with what it left behind.
+    /// Fail because the child ended early, with its status and standard error.
     fn died(&mut self, what: &str) -> ! {
         use std::io::Read;
         let status = self.child.wait();
@@ -68,7 +68,7 @@ impl Driven {
         }
     }
 
-    /// Say a line and wait for the answer.
+    /// Write a line and wait for the reply.
     pub fn ask(&mut self, line: &str) -> String {
         self.say(line);
         self.next()
@@ -93,7 +93,7 @@ impl Driven {
         self.qmp("qmp_capabilities", json!({}));
     }
 
-    /// Close its input, wait for its end, answer exit code and standard error.
+    /// Close its input and wait for its end. Returns the exit code and standard error.
     pub fn finish(mut self) -> (Option<i32>, String) {
         use std::io::Read;
         drop(self.input.take());
