@@ -41,13 +41,13 @@ use crate::vm::view::View;
 use crate::vm::workers::Serves;
 use ballast_page::outcome::Served;
 
-/// A page lock is held for some 20 to 40 us, so faults that wait for one are tried again at once for this long. After
-/// that there is a pause between tries: a busy store takes longer.
+/// Time for which faults that wait for a page lock are tried again at once: a lock is held for some 20 to 40 us. After
+/// that there is a pause of [`RETRY`] between tries: a busy store takes longer.
 const EAGER: Duration = Duration::from_micros(200);
 const RETRY: Duration = Duration::from_micros(50);
 
-/// A fault that has waited for this long is reported, and another one a minute later. Either no memory for its page is
-/// available (a pool of huge pages or a file system of limited size is used up), or a store does not return.
+/// A fault that has waited for this long is reported, and another one a minute later. Either there is no memory for its
+/// page (a pool of huge pages or a file system of limited size is used up), or a store does not return.
 const LONG: Duration = Duration::from_secs(5);
 const REPORT_EVERY: Duration = Duration::from_secs(60);
 
@@ -84,19 +84,19 @@ pub(crate) struct FaultServer {
     readahead: Readahead,
     follow: Follow,
     forgotten: Forgotten,
-    /// When a long wait was reported last.
+    /// Time of the last report of a long wait.
     reported: Option<Instant>,
     /// Notified of credits, with the least number that the faults in hand need.
     waiter: Arc<Waiter>,
     short_of: u64,
-    /// How many tries have failed since one last succeeded.
+    /// Number of tries that failed since the last success.
     failed: usize,
 }
 
 /// The result of trying the pending faults.
 struct Round {
     served: bool,
-    /// Each was tried since one was last served.
+    /// Every pending fault was tried since one was last served.
     is_whole: bool,
 }
 
@@ -154,7 +154,7 @@ impl FaultServer {
         }
     }
 
-    /// Reads the faults there are, and serves them.
+    /// Reads the new faults, and serves the pending ones.
     fn visit(&mut self, now: Instant, until: Instant) -> After {
         let (vm, view, shard) = (self.vm.clone(), self.view.clone(), self.shard.clone());
         let _listed = vm.state.list_thread();
@@ -170,7 +170,7 @@ impl FaultServer {
         let newest = self.read.last().map(|fault| fault.thread);
         let is_full = self.read.len() == READ_AT_ONCE;
         if newest.is_some() || self.pending.is_empty() && now < self.forgotten.due() {
-            // Also where there is no input: another program may have read it.
+            // Also if no fault was read: another program may have read it.
             self.forgotten.seen(now);
         }
         if newest.is_some() {
@@ -199,7 +199,7 @@ impl FaultServer {
         After { placement, shares: vm.shares(), ..after }
     }
 
-    /// When to be visited again after a round that began at `now`.
+    /// Returns when the next visit is due after a round that began at `now`.
     fn after(&self, round: &Round, now: Instant) -> After {
         if self.pending.is_empty() {
             return After::next(Next::At(self.forgotten.due()));
@@ -218,7 +218,8 @@ impl FaultServer {
         After { is_eager: true, ..After::next(Next::Again) }
     }
 
-    /// Every fault in hand waits for credits. Asks to be notified of them, unless one has waited for long enough.
+    /// Every fault in hand waits for credits. Asks to be notified of them, unless there are enough by now. Returns when
+    /// the next visit is due.
     fn wait_for_credits(&self, now: Instant) -> Next {
         let oldest = self.pending.iter().map(|pending| pending.since).min().unwrap_or(now);
         match self.vm.mail.throttle.begin_wait(&self.waiter, self.short_of) {
@@ -252,7 +253,7 @@ impl FaultServer {
         self.vm.report("fault-waits", text);
     }
 
-    /// Tries every pending fault once, or as many as there is time for; keeps those that must wait on.
+    /// Tries every pending fault once, or as many as there is time for; keeps those that must still wait.
     fn serve_round(&mut self, until: Instant) -> Round {
         let (mut served, count) = (false, self.pending.len());
         for tried in 1..=count {
@@ -336,8 +337,8 @@ impl FaultServer {
         if ahead == 0 {
             return false;
         }
-        // Every thread that moves pages that no fault waits for holds this, so that these addresses stay this region's.
-        // If the layout is about to change, guesses can wait.
+        // A thread that moves pages for which no fault waits holds this lock, so that these addresses stay this
+        // region's. If the layout is about to change, readahead can wait.
         let Some(_layout) = vm.try_layout() else { return false };
         let Some(memory) = self.view.of_region(region).filter(|_| !region.is_removed()) else { return false };
         let mut left = ahead.min(vm.readahead_credits());

@@ -18,7 +18,7 @@ const BATCH: u64 = Bytes(32 * MIB).pages_floor().0;
 /// The same while the guest touches everything sooner: 1 ms of evicting, so that the last page of a batch was zapped
 /// hardly longer ago than the first.
 const BATCH_SHORT: u64 = 256;
-/// Because faults wait for credits, at most 1/N of what a VM may hold is in quarantine.
+/// While faults wait for credits, the supply may grow to 1/N of the pages that a VM may hold.
 const SUPPLY_PART: u64 = 4;
 /// The supply loses 1/N in each round within the limit.
 const SUPPLY_LESS: u64 = 8;
@@ -67,8 +67,8 @@ impl Adaptive {
         if self.wait < self.longest { BATCH_SHORT } else { BATCH }
     }
 
-    /// Faults wait for credits, in a VM that may hold this many pages. The supply is raised first, because it still
-    /// tells hot pages from cold ones; then T is halved.
+    /// Adapts to faults that wait for credits, in a VM that may hold this many pages. The supply is raised first,
+    /// because a larger one still tells hot pages from cold ones; then T is halved.
     pub fn faults_wait(&mut self, limit_pages: u64) {
         let most = limit_pages / SUPPLY_PART;
         if self.supply >= most {
@@ -77,14 +77,14 @@ impl Adaptive {
         self.supply = (self.supply * 2).clamp(BATCH_SHORT.min(most), most);
     }
 
-    /// The VM is within its limit, and no fault waits.
+    /// Returns a step towards the first values: the VM is within its limit, and no fault waits.
     pub fn relax(&mut self) {
         self.supply -= self.supply.div_ceil(SUPPLY_LESS);
         self.wait = (self.wait + self.wait / LONGER).max(SHORTEST).min(self.longest);
         self.is_forced = false;
     }
 
-    /// The guest touched nearly all pages of the quarantine before they were copied.
+    /// Adapts to a guest that touched nearly all pages of the quarantine before they were copied.
     pub fn nearly_all_touched(&mut self) {
         self.is_forced |= self.wait.is_zero();
         self.halve();

@@ -1,4 +1,4 @@
-//! Candidates: which pages go into quarantine next, by every guess that the engine has.
+//! Candidates: the pages that go into quarantine next. Each guess of the engine proposes some.
 //!
 //! Before: the reclaim worker wants a number of pages. After: it puts those that are returned here into quarantine, and
 //! reports which were evicted.
@@ -26,7 +26,7 @@ pub(super) struct Candidates {
     vm: Arc<Vm>,
     source: HeatSource,
     history: RefaultHistory,
-    /// Samples of pages that went, some on the word of the guest's agent.
+    /// Samples of evicted pages; the guest's agent proposed some of them.
     trust: Trust,
 }
 
@@ -37,12 +37,12 @@ impl Candidates {
         Self { source, history: RefaultHistory::default(), trust: Trust::default(), vm }
     }
 
-    /// This page was evicted by this guess, with its neighbours.
+    /// Notes that this page was evicted by this guess, with its neighbours.
     pub fn evicted(&mut self, guess: Guess, place: Place, now: Instant) {
         self.history.guesses.evicted(guess, place, now);
     }
 
-    /// Takes note of what was restored, and of what that says about the guest's agent.
+    /// Takes the refaults since the last call, and judges the guest's agent by them.
     pub fn take_note(&mut self, limit: Bytes, now: Instant) {
         let vm = &self.vm;
         let (agent, trust) = (&vm.mail.agent, &mut self.trust);
@@ -62,7 +62,7 @@ impl Candidates {
             vm.report(
                 "agent-ignored",
                 format!(
-                    "what the guest's agent calls cold is touched at once: its reports are ignored for {} s",
+                    "the guest touches pages at once that its agent calls cold: its reports are ignored for {} s",
                     pause.as_secs()
                 ),
             );
@@ -70,7 +70,7 @@ impl Candidates {
         agent.judged(figures, verdict.map(|pause| now + pause));
     }
 
-    /// Picks up to about `want` pages, `urgent` of them by whichever guess has them.
+    /// Picks up to about `want` pages, `urgent` of them from any guess that has them.
     pub fn pick(&mut self, want: u64, urgent: u64, pick: Pick, now: Instant) -> Vec<(Guess, ColdRun)> {
         let vm = &self.vm;
         let table = Table::of(vm);
@@ -81,13 +81,13 @@ impl Candidates {
             self.trust.picked(By::Agent, &cold, &table, now);
         }
         let got = pages(&cold);
-        // What a guest that reports does not call cold goes only if it must.
+        // If a guest reports, other pages than its cold ones are evicted only if they must be.
         let want = if is_reporting && pick == Pick::Cold { 0 } else { want.saturating_sub(got) };
         let urgent = urgent.saturating_sub(got);
         let asked = self.history.guesses.from_refaults(want, now);
         let refaulted = self.history.pick(&table, asked);
         let found = pages(&refaulted).min(asked);
-        // The clock makes up for missing refaults, but only as far as pages must go now.
+        // The clock makes up for missing refaults, but only for pages that must be evicted now.
         let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
         let (mut picked, mut warm) = (Vec::new(), want - asked + more);
         if is_reporting {

@@ -1,8 +1,8 @@
 //! Growth: finds VMs at rest that hold more, or less, than their reclaim workers saw.
 //!
-//! Before: a reclaim worker found nothing to do, and looks rarely from then on. After: it is notified when the VM's
-//! resident memory has changed. A restore notifies by itself; memory that was never touched comes in without a fault,
-//! so a task must look.
+//! Before: a reclaim worker found nothing to do, and runs rarely from then on. After: it is notified when the VM's
+//! resident memory has changed. A restore notifies by itself. Memory that was never touched comes in without a fault,
+//! so a task must check for it.
 //! Threads: one task of the pool for all VMs. To run the worker of each VM for the same look cost ten times as much.
 //! Units: bytes. Promise: growth is found within about [`EVERY`], plus the time for which the pool is late.
 
@@ -14,16 +14,16 @@ use crate::run::pool::{Handle, Pool};
 use crate::run::queue::Next;
 use crate::vm::Vm;
 
-/// Time between two looks at all VMs at rest.
+/// Time between two checks of all VMs at rest.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// The VMs that are looked at, and the task that looks.
+/// The VMs that are checked, and the task that checks them.
 static WATCHED: Mutex<(Vec<Weak<Vm>>, Option<Handle>)> = Mutex::new((Vec::new(), None));
 
-/// From now on the task looks at this VM, until the VM is dropped.
+/// From now on the task checks this VM, until the VM is dropped.
 ///
 /// # Errors
-/// The pool needs a thread for the task, and the kernel gives none.
+/// The pool needs a thread for the task, and the kernel cannot start one.
 pub(crate) fn watch(vm: &Arc<Vm>) -> io::Result<()> {
     let mut watched = WATCHED.lock().expect("no panic while held");
     let (vms, task) = &mut *watched;
@@ -47,7 +47,7 @@ fn check(now: Instant) -> Next {
     };
     for vm in vms.iter().filter_map(Weak::upgrade).filter(|vm| !vm.is_stopping()) {
         let rested = vm.mail.rested_at();
-        // The worker reports what cannot be read now.
+        // If the resident memory cannot be read, the worker reports it.
         if rested.is_some_and(|held| vm.resident().is_ok_and(|now| now.bytes().0 != held)) {
             vm.mail.wake_from_rest();
         }

@@ -1,4 +1,4 @@
-//! Kept: parts of a view that cannot be zapped, because the VMM has mapped something over its RAM, or locked it.
+//! Kept: parts of a view that cannot be zapped, because the VMM has mapped other memory over its RAM, or locked it.
 //!
 //! Before: a client zapped and left parts alone. After: reclaim does not propose those parts again.
 //! Threads: any; the worker that zaps writes. Units: pages of a region, whole granules.
@@ -10,23 +10,23 @@ use std::sync::{PoisonError, RwLock};
 
 use ballast_base::PageRange;
 
-/// Region number and first page; the end.
+/// Keys are region number and first page; values are the page after the last one.
 type Parts = BTreeMap<(u32, u64), u64>;
 
-/// Most parts told apart in a view: as many mappings as the kernel lets a process have. Beyond that, the pages between
-/// two parts count as kept as well.
+/// Most parts that are kept separately in a view: as many mappings as the kernel lets a process have. Beyond that, the
+/// pages between two parts count as kept as well.
 const MOST: usize = 1 << 16;
 
 /// The parts of one view that are kept.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
-    /// Apart from each other.
+    /// No two of a region overlap or touch.
     parts: RwLock<Parts>,
     any: AtomicBool,
 }
 
 impl Kept {
-    /// These pages are kept. Returns whether some were not before.
+    /// Keeps these pages. Returns whether some were not kept before.
     pub fn add(&self, region: u32, pages: PageRange) -> bool {
         if pages.is_empty() {
             return false;
@@ -71,7 +71,7 @@ impl Kept {
         parts.range((region, 0)..=(region, page)).next_back().is_some_and(|(_, end)| page < *end)
     }
 
-    /// The region is not mapped there any more.
+    /// Forgets a region that is not mapped there any more.
     pub fn forget(&self, region: u32) {
         let mut parts = self.parts.write().unwrap_or_else(PoisonError::into_inner);
         parts.retain(|(number, _), _| *number != region);
@@ -88,7 +88,7 @@ mod tests {
     #[test]
     fn a_client_that_keeps_every_other_page_costs_no_more_than_the_kernel_lets_it_have_mappings() {
         let kept = Kept::default();
-        // Downwards, so that each lies before all others.
+        // In descending order, so that each lies before all others.
         for page in (0..2 * MOST as u64).rev() {
             assert!(kept.add(1, PageRange::one(PageIdx(2 * page))), "page {page}");
         }
@@ -100,7 +100,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_kept_is_what_was_added(added in proptest::collection::vec((0u32..3, 0u64..40, 0u64..12), 0..30)) {
+        fn the_kept_pages_are_the_added_ones(added in proptest::collection::vec((0u32..3, 0u64..40, 0u64..12), 0..30)) {
             let kept = Kept::default();
             let mut pages = std::collections::HashSet::new();
             for (region, first, count) in added {

@@ -1,4 +1,4 @@
-//! Reclaim: which pages are evicted, and when.
+//! Reclaim decides which pages are evicted, and when.
 //!
 //! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop. `candidates` picks
 //! pages, `quarantine` has them zapped and holds them for T, and `adaptive` shortens T above the limit. `refault` and

@@ -1,26 +1,26 @@
 //! Pace: whether a notified reclaim worker begins a round, or only takes a client's reply.
 //!
-//! Before: a round ended, said how long to pause, and a client may be zapping. After: the client's answer, which
-//! notifies the worker, begins that pause and no round.
+//! Before: a round has ended and returned its pause, and a client may be zapping. After: the client's reply, which
+//! notifies the worker, begins that pause and not a round.
 //! Threads: the VM's reclaim worker. Units: time. Promise: any other notification begins a round: a limit, a fault that
 //! waits for credits, pages that are due.
 //!
-//! Why: a worker near the low watermark keeps a supply of pages in quarantine. With a round after each answer it zaps
-//! the few pages that are missing again as soon as the client is ready, and each zap interrupts the guest and wakes
+//! The reason: a worker near the low watermark keeps a supply of pages in quarantine. With a round after each reply, it
+//! would zap the few pages that are missing as soon as the client is ready. Each zap interrupts the guest and notifies
 //! three threads.
 
 use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
 
-/// What the last round left.
+/// The state that the last round left.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
-    /// What it held the VM to.
+    /// Its limit.
     pub held_to: Option<Bytes>,
-    /// How long it wanted to pause.
+    /// Its pause.
     pub pause: Duration,
-    /// When that is over, if pages wait for T meanwhile.
+    /// The end of that pause, if pages wait for T meanwhile.
     pub due: Option<Instant>,
 }
 
@@ -38,7 +38,7 @@ mod tests {
     const PAUSE: Duration = Duration::from_millis(20);
 
     #[test]
-    fn an_answer_begins_no_round_but_whatever_else_there_is_to_do_does() {
+    fn a_reply_begins_no_round_but_any_other_work_does() {
         let (now, limit) = (Instant::now(), Some(Bytes(1 << 20)));
         let pace = |pause, due| Pace { held_to: limit, pause, due };
         let waits = pace(PAUSE, Some(now + PAUSE));

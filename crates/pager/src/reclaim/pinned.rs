@@ -1,4 +1,4 @@
-//! Pinned pages: those with a reference beside their file's.
+//! Pinned pages: pages with other references than their file's.
 //!
 //! Before: `evict` has claimed pages that are zapped everywhere. After: a page that a device, direct I/O or a running
 //! system call can still write to stays in memory, and reclaim passes it over until it is unpinned.
@@ -23,7 +23,7 @@ use ballast_sys::pins::{Pin, PinCheck};
 use crate::vm::region::Region;
 use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome};
 
-/// How often pinned pages are looked at again, and how many at a time: 16,384 cost 3 ms.
+/// Time between two checks of pinned pages, and most pages in one of them: 16,384 cost 3 ms.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
 const AT_ONCE: u64 = 1 << 14;
 /// A page that is pinned for this long is reported. A page that a foreign mapper had mapped is tried again this often,
@@ -75,9 +75,9 @@ impl Pins {
         }
     }
 
-    /// The check worked before, and works no more.
+    /// Notes that the check has failed after it worked.
     pub(crate) fn lost(&self, why: &io::Error) {
-        self.set(Known::Missing(format!("it worked, and failed: {why}")));
+        self.set(Known::Missing(format!("it worked before, and has failed: {why}")));
     }
 
     fn known(&self) -> Known {
@@ -105,7 +105,7 @@ impl<'a> Asked<'a> {
         Self { region, check, failed: OnceCell::new(), mapped: RefCell::default() }
     }
 
-    /// Remembers which pages were found held. An error is why the check failed; all pages then count as held.
+    /// Remembers which pages were found held. Returns the error if the check failed; all pages then count as held.
     pub fn remember(self, held: &[PageIdx], pinned: &Pinned) -> io::Result<()> {
         let mapped = self.mapped.into_inner();
         for page in held {
@@ -136,16 +136,16 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// What holds a page that no process of the VM has mapped.
+/// The holder of a page that no process of the VM has mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum By {
     /// A mapping in a process that is not of the VM.
     Mapping,
-    /// Any other reference, or it is not known.
+    /// Any other reference, or an unknown one.
     Reference,
 }
 
-/// Returns whether a page must stay. A page whose memory failed goes on to be read: the read fails and reports it.
+/// Returns whether a page must stay. A page whose memory failed need not: it is read, and the read reports the error.
 fn stays(pin: Pin) -> bool {
     !pin.may_go() && pin != Pin::Failed
 }
@@ -188,7 +188,7 @@ pub struct Pinned {
 struct Units {
     /// By region and unit.
     held: BTreeMap<Place, Held>,
-    /// The last unit that was looked at.
+    /// The last unit that was checked.
     last: Option<Place>,
     checked_at: Option<Instant>,
     /// When [`Held::before`] was taken.
@@ -224,14 +224,14 @@ impl Held {
 }
 
 impl Pinned {
-    /// How many there are.
+    /// Number of held pages.
     pub fn pages(&self) -> PageCount {
         PageCount(self.pages.load(Ordering::Relaxed))
     }
 
-    /// How many have been held for a minute or longer.
+    /// Number of pages that have been held for a minute or longer.
     pub fn long(&self) -> PageCount {
-        // Some may have gone since they were counted.
+        // Some may have been released since the count.
         PageCount(self.long.load(Ordering::Relaxed)).min(self.pages())
     }
 
@@ -239,13 +239,13 @@ impl Pinned {
         self.units.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Is this page one of them?
+    /// Is this page held?
     pub(crate) fn contains(&self, region: u32, page: PageIdx) -> bool {
         self.pages.load(Ordering::Relaxed) > 0
             && self.units().held.get(&(region, page.unit())).is_some_and(|held| held.now.get(page.0 % PAGES_PER_UNIT))
     }
 
-    /// This granule was found held.
+    /// Notes that this granule was found held.
     fn add(&self, region: u32, first: PageIdx, pages: u64, by: By) {
         let mut units = self.units();
         let held = units.held.entry((region, first.unit())).or_insert(Held::NONE);
@@ -259,7 +259,7 @@ impl Pinned {
         self.pages.fetch_add(held.now.count() - had, Ordering::Relaxed);
     }
 
-    /// Forget all.
+    /// Forgets all of them.
     pub(crate) fn clear(&self) {
         let mut units = self.units();
         if !units.held.is_empty() {
@@ -269,8 +269,8 @@ impl Pinned {
         }
     }
 
-    /// Checks some of them again, if it is time, and forgets those that are free. Returns how many have been held for
-    /// long, if there was none at the last count.
+    /// Checks some of them again, if it is time, and forgets those that are free. Returns the number that have been
+    /// held for a minute or longer, if there was none at the last count.
     pub(crate) fn check_again(
         &self,
         check: &PinCheck,
@@ -321,8 +321,8 @@ impl Pinned {
         }
     }
 
-    /// Counts those held for long, if it is time. After that those that a foreign mapper had mapped may be picked
-    /// again.
+    /// Counts the pages that have been held for a minute, if it is time. After that, those that a foreign mapper had
+    /// mapped may be picked again.
     fn count(&self, now: Instant) -> Option<PageCount> {
         let mut units = self.units();
         let since = *units.counted_at.get_or_insert(now);
@@ -344,7 +344,7 @@ impl Pinned {
 }
 
 impl Units {
-    /// Some of them in turn.
+    /// The next units in turn, until they have [`AT_ONCE`] held pages.
     fn next(&mut self) -> Vec<(Place, Held)> {
         let after = self.last.map_or(Bound::Unbounded, Bound::Excluded);
         let until = self.last.map_or(Bound::Unbounded, Bound::Included);
@@ -366,7 +366,7 @@ impl Units {
 }
 
 impl Region {
-    /// Who holds these granules beside the file?
+    /// The holders of these granules other than their file.
     fn pins(&self, check: &PinCheck, granules: &[PageIdx]) -> io::Result<Vec<Pin>> {
         let places: Vec<_> = granules.iter().map(|page| self.place(*page)).collect();
         let mut pins = Vec::with_capacity(places.len());
@@ -383,7 +383,7 @@ impl Region {
 mod tests {
     use super::*;
 
-    /// What the kernel says of a page at this moment.
+    /// Applies a result of the check for one page.
     fn found(pinned: &Pinned, page: u64, pin: Pin) {
         let held = pinned.units().held.get(&(0, 0)).copied().unwrap_or(Held::NONE);
         if held.is_free(page, pin) {
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_let_go_may_go_at_once_and_those_that_others_map_are_tried_once_a_minute_and_reported_once() {
+    fn released_pages_may_go_at_once_and_foreign_mapped_pages_are_tried_once_a_minute_and_reported_once() {
         let (pinned, start) = (Pinned::default(), Instant::now());
         let minutes = |count: u32| start + count * LONG;
         for (page, by) in [(1, By::Reference), (2, By::Reference), (3, By::Mapping), (4, By::Mapping)] {

@@ -1,4 +1,5 @@
-//! The pages of a VM that are in quarantine, or on their way there: marked, zapped by the clients, and waiting for T.
+//! The pages of a VM that are in quarantine, or on their way there: they are marked, clients zap them, and they wait
+//! for T.
 //!
 //! Before: the reclaim worker has picked pages. After: it takes runs that stayed untouched for T, and evicts them.
 //! Threads: the VM's reclaim worker. Nothing here waits for a client, whose reply notifies that worker. Units: pages.
@@ -30,7 +31,7 @@ const EVICT_RUN: u64 = 64;
 /// Pages zapped together.
 struct Batch {
     ticket: Ticket,
-    /// The VM's views when it was zapped.
+    /// The generation of the VM's views at the zap.
     generation: u64,
     zapped_at: Instant,
     runs: Vec<(Guess, ColdRun)>,
@@ -82,11 +83,11 @@ impl Quarantine {
         !self.batches.is_empty()
     }
 
-    /// Puts these pages into quarantine, those that are Resident, and has the clients zap them. Releases `layout`,
-    /// under which they were picked, before that. Returns how many.
+    /// Puts those of these pages that are Resident into quarantine, and has the clients zap them. Before the zap it
+    /// releases `layout`, under which they were picked. Returns their number.
     ///
     /// # Errors
-    /// The kernel does not register memory, or a client cannot be asked. Then none of the pages is in quarantine.
+    /// The kernel cannot register memory, or a client cannot be asked. Then none of the pages is in quarantine.
     pub fn put(
         &mut self,
         layout: RwLockReadGuard<'_, ()>,
@@ -98,8 +99,8 @@ impl Quarantine {
         let marked = self.mark(picked, ticket)?;
         let pages: u64 = marked.iter().map(|(_, run)| run.pages.count()).sum();
         vm.stats().add(Counter::Zapped, pages);
-        // Not held while clients zap: a discard that one of them waits for may need it exclusively. `due` sees every
-        // change made meanwhile (a view, a hold, an unplug) before any of these pages is evicted.
+        // The lock is not held while clients zap: a discard that one of them waits for may need it exclusively. `due`
+        // sees every change made meanwhile (a view, a hold, an unplug) before any of these pages is evicted.
         drop(layout);
         // From here on none of their units is mapped as a whole: see `unit.rs`.
         for (_, run) in &marked {
@@ -140,8 +141,8 @@ impl Quarantine {
         let mut marked: Vec<(Guess, ColdRun)> = Vec::with_capacity(picked.size_hint().0);
         for (guess, run) in picked {
             let Some(region) = vm.region(run.region) else { continue };
-            // Registered before the first word says Quarantine: a page that is not registered must never be zapped or
-            // far.
+            // Memory is registered before the first word is Quarantine: a page that is not registered must never be
+            // zapped or far.
             match vm.register_or_keep(&region, run.pages) {
                 Ok(true) => {}
                 Ok(false) => continue,
@@ -167,7 +168,7 @@ impl Quarantine {
         Ok(marked)
     }
 
-    /// If all clients have replied, the pages wait for T from now on.
+    /// Takes the clients' replies. When all have replied, the pages begin to wait for T.
     ///
     /// # Errors
     /// A client has not zapped. None of these pages is in quarantine any more.
@@ -205,9 +206,9 @@ impl Quarantine {
         Ok(())
     }
 
-    /// Takes the next run off its batch that was zapped `wait` ago; `whole`: all of a unit as one, if it is there.
-    /// Called under the lock of `layout`: a hold, a new view and [`Vm::set_may_pin`] take effect from the moment they
-    /// have had it.
+    /// Takes the next run off a batch that was zapped at least `wait` ago. With `whole`, a run may be a whole unit.
+    /// Called under the lock of `layout`: a hold, a new view and [`Vm::set_may_pin`] take effect as soon as they have
+    /// had this lock.
     pub fn due(&mut self, wait: Duration, whole: bool, now: Instant) -> Option<Due> {
         let vm = self.vm.clone();
         loop {
@@ -227,8 +228,8 @@ impl Quarantine {
                 continue;
             };
             let Some(region) = vm.region(cold.region).filter(|region| !region.is_removed()) else { continue };
-            // Where the quarantine is not shortened, whole 2 MiB go as one extent: one punch, and no huge page is
-            // split.
+            // Where the quarantine is not shortened, a whole unit is evicted as one extent: there is one punch, and no
+            // huge page is split.
             let start = cold.pages.start();
             let whole = whole && start.0.is_multiple_of(PAGES_PER_UNIT) && cold.pages.count() >= PAGES_PER_UNIT;
             let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
@@ -243,7 +244,7 @@ impl Quarantine {
         }
     }
 
-    /// Takes pages out of quarantine again. Those zapped already are mapped by a minor fault.
+    /// Takes pages out of quarantine again. A minor fault maps those that were already zapped.
     fn unmark(&self, runs: &[(Guess, ColdRun)], ticket: Ticket) {
         for (_, run) in runs {
             if let Some(region) = self.vm.region(run.region) {
@@ -264,7 +265,8 @@ impl Quarantine {
         }
     }
 
-    /// After a failure in the middle of a batch, or a panic of the worker: no page is on its way out any more.
+    /// Resets the quarantine after a failure in the middle of a batch, or a panic of the worker: all its pages are
+    /// Resident again.
     ///
     /// # Errors
     /// The state file cannot be read.

@@ -1,20 +1,20 @@
 //! Refault history: pages that were restored recently, the second guess at what to evict.
 //!
-//! Before: a fault or a prefetch restored a page. After: reclaim proposes it again, beside the pages that the clock
+//! Before: a fault or a prefetch restored a page. After: reclaim proposes it again, together with pages that the clock
 //! finds.
 //! Threads: fault, slow and prefetch workers push, the reclaim worker takes; atomics only. Units: pages of a region.
-//! Promise: pushing never waits. A refault that is not taken in time is forgotten, and then the clock finds the page.
+//! Promise: a push never waits. A refault that is not taken in time is forgotten, and then the clock finds the page.
 //!
-//! A guest that cycles through more memory than its limit gains nothing from the rest if the least recently touched
-//! pages are evicted first: each page is evicted just before its turn. If the pages that have just refaulted are
-//! evicted again instead, the others stay and serve one touch each in every cycle. For a guest that returns to what it
-//! touched last the reverse holds. Reclaim need not know which of the two a guest is: [`Guesses`] samples pages evicted
-//! by either guess, and prefers the guess with the longer refault interval.
+//! A guest that cycles through more memory than its limit gains nothing from its resident pages if the least recently
+//! touched ones are evicted first: each page is evicted just before its turn. If the pages that have just refaulted are
+//! evicted again instead, the others stay and serve one touch each in every cycle. For a guest that returns to the
+//! pages it touched last, the reverse holds. Reclaim need not know which of the two a guest is: [`Guesses`] samples
+//! pages evicted by either guess, and prefers the guess with the longer refault interval.
 //!
 //! A page that refaults much sooner than the rest is not proposed again: the guest touches it more often than pages
 //! that stay, so it was evicted by mistake. In this way the far pages become those that are touched most rarely, as
 //! with LIRS (Jiang and Zhang, SIGMETRICS 2002), which ranks pages by the time between two touches. Here that time is
-//! known of evicted pages only.
+//! known for evicted pages only.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,7 +37,7 @@ pub type Place = (u32, PageIdx);
 /// The last refaults of a VM.
 #[derive(Debug)]
 pub struct Refaults {
-    /// Region, page and refault interval, plus one; 0 is none.
+    /// Region, page and refault interval, plus one; 0 is an empty slot.
     slots: Box<[AtomicU64]>,
     /// Pages pushed so far, and pages taken or forgotten.
     pushed: AtomicU64,
@@ -52,7 +52,7 @@ impl Default for Refaults {
 }
 
 impl Refaults {
-    /// This page refaulted, after this many milliseconds.
+    /// Notes that this page refaulted, after this many milliseconds.
     pub fn push(&self, (region, page): Place, interval_ms: u64) {
         let at = self.pushed.fetch_add(1, Ordering::Relaxed) % CAPACITY;
         let steps = (interval_ms / INTERVAL_STEP_MS).min((1 << INTERVAL_BITS) - 1);
@@ -69,7 +69,7 @@ impl Refaults {
                 return None;
             }
             self.taken.store(at + 1, Ordering::Relaxed);
-            // Empty: counted, but not written yet. The clock will find it.
+            // The slot is empty: the push was counted and not written yet. The clock will find the page.
             if let Some(entry) = self.slots[(at % CAPACITY) as usize].swap(0, Ordering::Relaxed).checked_sub(1) {
                 let (place, steps) = (entry >> INTERVAL_BITS, entry & ((1 << INTERVAL_BITS) - 1));
                 let page = PageIdx(place & ((1 << PAGE_BITS) - 1));
@@ -84,7 +84,7 @@ impl Refaults {
 pub enum Guess {
     /// The clock, or tracking's oldest.
     Clock,
-    /// It refaulted recently.
+    /// The history of refaults.
     Refaulted,
 }
 
@@ -100,14 +100,14 @@ struct Sample {
 /// Samples of one guess.
 #[derive(Debug, Default)]
 struct Record {
-    /// Sampled so far.
+    /// Number of samples so far.
     count: u64,
-    /// The last of them.
+    /// The last samples.
     last: VecDeque<Sample>,
 }
 
 impl Record {
-    /// Refaults of this guess per second that one of its pages is far; `None` if too few are known.
+    /// Refaults of this guess per second for which one of its pages is far; `None` if there are too few samples.
     fn refaults_per_s(&self, now: Instant) -> Option<f64> {
         let interval =
             |sample: &Sample| sample.interval.unwrap_or_else(|| now.saturating_duration_since(sample.evicted_at));
@@ -117,14 +117,14 @@ impl Record {
     }
 }
 
-/// What the reclaim worker knows of refaults.
+/// The reclaim worker's knowledge of refaults.
 #[derive(Debug)]
 pub struct RefaultHistory {
     /// Pages that refaulted recently, the last at the end.
     recent: VecDeque<Place>,
     /// The refault interval in milliseconds, averaged over about the last [`AVERAGED_OVER`].
     interval_ms: f64,
-    /// Which guess is the better one.
+    /// Samples that tell which guess is the better one.
     pub guesses: Guesses,
 }
 
@@ -135,7 +135,7 @@ impl Default for RefaultHistory {
 }
 
 /// Up to 1/N of the pages that a VM may hold count as recently refaulted, and this many in any case. With more, the
-/// oldest of them are the pages that a guest that cycles wants next.
+/// oldest of them would be the pages that a cycling guest touches next.
 const RECENT_PART: u64 = 16;
 const RECENT_LEAST: u64 = 256;
 /// A page that refaults this many times sooner than the average should stay; and the pages that the average is over.
@@ -145,7 +145,7 @@ const SOONER: f64 = 4.0;
 const AVERAGED_OVER: f64 = 1024.0;
 
 impl RefaultHistory {
-    /// Takes the refaults since the last time, of a VM that may hold this many pages; it tells each to `also`.
+    /// Takes the refaults since the last call, of a VM that may hold this many pages; `also` gets each.
     pub fn take_note(&mut self, refaults: &Refaults, limit_pages: u64, now: Instant, mut also: impl FnMut(Place)) {
         while let Some((place, interval_ms)) = refaults.take() {
             also(place);
@@ -203,22 +203,22 @@ const STEP_EVERY: u64 = 8;
 #[derive(Debug, Default)]
 pub struct Guesses {
     records: [Record; 2],
-    /// Where far pages are among the samples: guess and number.
+    /// The sample of each far page: guess and number.
     far: HashMap<Place, (usize, u64)>,
     /// Parts that are taken from the refaults, and the remainder of the last division.
     refaulted: u64,
     rest: u64,
-    /// Samples when that was changed last.
+    /// Number of samples at the last change of that share.
     stepped_at: u64,
 }
 
 impl Guesses {
-    /// At first both are equal.
+    /// Both guesses begin with equal shares.
     pub fn new() -> Self {
         Self { refaulted: PARTS / 2, ..Self::default() }
     }
 
-    /// A page was evicted by this guess. Only some are sampled.
+    /// Notes that a page was evicted by this guess. Only some are sampled.
     pub fn evicted(&mut self, guess: Guess, place: Place, now: Instant) {
         let record = &mut self.records[guess as usize];
         if record.last.back().is_some_and(|last| now.saturating_duration_since(last.evicted_at) < SAMPLE_EVERY) {
@@ -235,7 +235,7 @@ impl Guesses {
         }
     }
 
-    /// A page refaulted.
+    /// Notes that a page refaulted.
     pub fn refaulted(&mut self, place: Place, now: Instant) {
         let Some((guess, number)) = self.far.remove(&place) else { return };
         let record = &mut self.records[guess];
@@ -246,7 +246,8 @@ impl Guesses {
         }
     }
 
-    /// How many of these pages to take from the refaults. Both guesses are always tried, even with few pages at a time.
+    /// Returns how many of these pages to take from the refaults. Both guesses are always tried, even with few pages at
+    /// a time.
     pub fn from_refaults(&mut self, pages: u64, now: Instant) -> u64 {
         let count = self.records.iter().map(|record| record.count).sum::<u64>();
         if count >= self.stepped_at + STEP_EVERY {

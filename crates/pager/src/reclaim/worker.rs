@@ -3,7 +3,7 @@
 //! Before: an operator or a policy wrote a limit. After: cold pages went through quarantine to the store.
 //! Threads: one task per VM. It never waits for the client, whose reply notifies it. A fault waits for the pages of the
 //! one run that is being punched (and copied, if reclaim is forced: see below), and for credits in a VM at its limit
-//! (`throttle`, at most 0.1 s). Units: pages inside, bytes at the borders. Promise: raising the limit restores no page,
+//! (`throttle`, at most 0.1 s). Units: pages inside, bytes at the borders. Promise: a higher limit restores no page,
 //! but it ends reclaim at once.
 //!
 //! ```text
@@ -43,22 +43,22 @@ use crate::vm::{Hold, Vm};
 use ballast_page::evict::{LockedFrom, To, evict, release};
 use ballast_page::page_state::State;
 
-/// Pause between rounds that evict nothing, at first and while nothing changes; at rest, where `growth` looks
-/// meanwhile; in the background; and over the limit with no page ready.
+/// Pauses between rounds that evict nothing: first and longest while nothing changes; longest at rest, where `growth`
+/// checks meanwhile; in the background; and over the limit with no page ready.
 const IDLE: Duration = Duration::from_millis(200);
 const QUIET: Duration = Duration::from_secs(1);
 const REST: Duration = Duration::from_secs(8);
 const BACKGROUND: Duration = Duration::from_millis(20);
 const DIRECT: Duration = Duration::from_millis(2);
-/// How long a round evicts at most, beyond the run in hand: then another VM has its turn.
+/// Longest time for which a round evicts, beyond the run in hand: then another VM has its turn.
 const SLICE: Duration = Duration::from_millis(2);
-/// How long reclaim rests after the store said it is full or busy.
+/// Pause of reclaim after the store was full or busy.
 const STORE_REST: Duration = Duration::from_secs(1);
 /// The same while the spill worker frees space: the time it takes to write a few MiB.
 const SPILL_REST: Duration = Duration::from_millis(20);
 
 /// If some pages are pinned and this many rounds in a row found nothing to zap, all pages that could go are pinned. The
-/// first of the rounds may only have reached the end of what heat offers in one go.
+/// first of the rounds may only have reached the end of the pages that heat offers in one pass.
 const HELD_UP_AFTER: u32 = 3;
 /// The pause after such a round, in lengths of the round: it takes less than 1/20 of a CPU.
 const PINNED_REST: u32 = 20;
@@ -91,7 +91,7 @@ pub(crate) struct ReclaimWorker {
     checked: u64,
     /// The pause while there is nothing to do.
     pause: Duration,
-    /// When a round begins after a client's answer.
+    /// Decides whether a round begins after a client's reply.
     pace: Pace,
     /// The last round found the VM at or below low.
     is_low: bool,
@@ -108,7 +108,7 @@ pub fn margin(limit: Bytes) -> Bytes {
     Bytes((limit.0 / 32).clamp(MIB, GIB / 4))
 }
 
-/// Nothing is evicted any more, so no fault need wait for credits.
+/// Opens the throttle: nothing is evicted any more, so no fault need wait for credits.
 impl Drop for ReclaimWorker {
     fn drop(&mut self) {
         self.vm.mail.throttle.open();
@@ -181,7 +181,7 @@ impl ReclaimWorker {
         self.next(now, pause)
     }
 
-    /// Takes replies. Returns whether a client replied and nothing else is to be done.
+    /// Takes replies. Returns whether a client replied and there is nothing else to do.
     fn was_only_answered(&mut self, now: Instant) -> std::io::Result<bool> {
         let was_zapping = self.quarantine.is_zapping();
         self.quarantine.take_answers(now)?;
@@ -249,7 +249,7 @@ impl ReclaimWorker {
         }
         let low = limit.0.saturating_sub(margin);
         self.is_low = resident <= low;
-        // Also where nothing need go: what went before is judged.
+        // Also where nothing need be evicted: the refaults of earlier evictions are judged.
         self.candidates.take_note(limit, now);
         if self.is_low {
             if resident + 2 * margin <= low {
@@ -320,12 +320,12 @@ impl ReclaimWorker {
         }
     }
 
-    /// The pin check was lost: from now on T decides alone.
+    /// Notes that the pin check has failed: from now on T decides alone.
     fn lose_check(&mut self, error: &std::io::Error) {
         if self.check.take().is_some() {
             self.vm.pins.lost(error);
             self.vm
-                .report("pin-check-lost", format!("asking who holds a page: {error}; from now on time alone says it"));
+                .report("pin-check-lost", format!("checking who holds a page: {error}; from now on only time tells"));
         }
     }
 
@@ -342,7 +342,7 @@ impl ReclaimWorker {
         Ok(limit)
     }
 
-    /// Nothing is to be reclaimed: returns chunks to the kernel that need not be under userfaultfd.
+    /// While nothing is to be reclaimed, unregisters chunks that need not be under userfaultfd.
     fn settle(&mut self) -> std::io::Result<Duration> {
         // Tracking sees touches only of what is registered.
         let is_watched = self.vm.stats().get(Counter::RegisteredBytes) > 0 && !self.vm.views().is_empty();
@@ -366,7 +366,7 @@ impl ReclaimWorker {
                 break;
             }
             let _layout = vm.layout();
-            // Checked for each run: something may begin to pin pages.
+            // This is computed for each run: the VM may begin to pin pages.
             let wait = self.wait_for(over_limit.then(|| self.adaptive.wait()));
             let due = self.quarantine.due(wait, !over_limit, now);
             let Some(Due { ticket, guess, region, run }) = due else { break };
@@ -414,7 +414,7 @@ impl ReclaimWorker {
         Ok(gone)
     }
 
-    /// The store refused a page: rest, and report it once.
+    /// Pauses reclaim because the store refused a page, and reports it once.
     fn store_refused(&mut self, full: bool) {
         if full && self.vm.mail.spill.make_room() {
             self.rest_until = Some(Instant::now() + SPILL_REST);
@@ -434,8 +434,8 @@ impl ReclaimWorker {
         self.quarantine.release_all();
     }
 
-    /// Puts up to about `want` more pages into quarantine, `urgent` of them by whichever guess has them. Returns how
-    /// many.
+    /// Puts up to about `want` more pages into quarantine, `urgent` of them from any guess that has them. Returns their
+    /// number.
     fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<u64> {
         let vm = self.vm.clone();
         let layout = vm.layout();
