@@ -1,4 +1,4 @@
-//! The agent in a guest, in words: for the screen of a VM, and for `ballast explain`.
+//! Describes the agent in a guest: for the screen of a VM, and for `ballast explain`.
 //!
 //! Before: the API's state of the agent. After: text. Promise: nothing is shown for a VM without the port of an agent.
 
@@ -13,10 +13,10 @@ pub fn screen(vm: &VmStat) -> String {
     let Some(agent) = &vm.agent else { return String::new() };
     let mut text = format!("\nAGENT: {}", agent.state);
     if let Some(seconds) = agent.ignored_s {
-        let _ = write!(text, " for {seconds} s more: what it called cold was touched at once");
+        let _ = write!(text, " for {seconds} s more: the guest touched at once what it called cold");
     }
     if agent.version.is_empty() {
-        return text + " (no answer yet)\n";
+        return text + " (no reply yet)\n";
     }
     let _ = writeln!(text, " ({}, Linux {})", agent.version, agent.kernel);
     if !agent.note.is_empty() {
@@ -39,12 +39,12 @@ pub fn screen(vm: &VmStat) -> String {
         let [messages, pages, bytes, times] = rejected.map(count);
         let _ = writeln!(text, "  rejected: messages {messages}  pages {pages}  bytes {bytes}; ignored {times} times");
     }
-    for (who, picked) in [("the agent's word", agent.by_agent), ("the host's", agent.by_host)] {
+    for (who, picked) in [("the agent's report", agent.by_agent), ("the host's own", agent.by_host)] {
         if picked.judged_pages > 0 {
             let percent = picked.wrong_pages as f64 * 100.0 / picked.judged_pages as f64;
             let _ = writeln!(
                 text,
-                "  taken on {who}, and touched again within 10 s: {percent:.1} % of {} pages sampled",
+                "  evicted by {who}, and touched again within 10 s: {percent:.1} % of {} pages sampled",
                 count(picked.judged_pages)
             );
         }
@@ -52,15 +52,15 @@ pub fn screen(vm: &VmStat) -> String {
     text
 }
 
-/// The part of it that `ballast explain` prints.
+/// The sentence that `ballast explain` prints.
 pub fn in_brief(vm: &VmStat) -> Option<String> {
     let agent = vm.agent.as_ref()?;
     Some(match agent.state {
         AgentState::Reporting => {
             let (cold, free) = (show::size(agent.cold_bytes), show::size(agent.free_bytes));
-            format!("Its guest's agent calls {cold} cold ({free} of it free): that goes first.")
+            format!("Its guest's agent calls {cold} cold ({free} of it free): that memory goes first.")
         }
-        AgentState::Ignored => "Its guest's agent is ignored: what it called cold was touched at once.".into(),
+        AgentState::Ignored => "Its guest's agent is ignored: the guest touched at once what it called cold.".into(),
         AgentState::Idle => "Its guest's agent reports nothing, so the host tracks the VM itself.".into(),
         AgentState::Silent => "Its guest's agent is silent, so the host tracks the VM itself.".into(),
     })

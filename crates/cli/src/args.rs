@@ -28,7 +28,7 @@ pub struct Cli {
 const AFTER_HELP: &str = "Exit codes: 0 done, 1 failed, 2 wrong command line, 3 no such VM, 4 daemon not reachable, \
 5 the machine lacks something (see ballast doctor).";
 
-/// The verbs.
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Start a VMM so that its guest RAM is managed
@@ -114,7 +114,7 @@ pub enum VmCommand {
     Restore {
         /// The VM's name
         name: String,
-        /// End that: its limit counts again
+        /// End the restore: its limit counts again
         #[arg(long)]
         end: bool,
     },
@@ -193,7 +193,7 @@ pub enum PolicyCommand {
     },
 }
 
-/// What to explain.
+/// Arguments of `explain`.
 #[derive(Debug, Args)]
 pub struct ExplainArgs {
     /// The VM's name
@@ -203,7 +203,7 @@ pub struct ExplainArgs {
     pub last: usize,
 }
 
-/// What to record.
+/// Arguments of `record`.
 #[derive(Debug, Args)]
 pub struct RecordArgs {
     /// The file, which is overwritten
@@ -216,7 +216,7 @@ pub struct RecordArgs {
     pub snapshots: Option<u64>,
 }
 
-/// What to replay.
+/// Arguments of `replay`.
 #[derive(Debug, Args)]
 pub struct ReplayArgs {
     /// A file that `ballast record` wrote
@@ -235,7 +235,7 @@ pub struct ReplayArgs {
     pub watermark: Option<Bytes>,
 }
 
-/// How to watch.
+/// Arguments of `top`.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct TopArgs {
     /// Print one plain frame and end
@@ -249,7 +249,7 @@ pub struct TopArgs {
     pub sort: Sort,
 }
 
-/// What VMs are sorted by.
+/// The column by which VMs are sorted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Sort {
     /// Alphabetically

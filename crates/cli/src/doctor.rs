@@ -41,7 +41,7 @@ impl<'a> Row<'a> {
     }
 }
 
-/// Probe, print, and say by the exit code whether a VM can be managed here.
+/// Probe and print. The exit code tells whether a VM can be managed here.
 pub fn run(json: bool) -> Result<Exit> {
     let (kernel, features) = (probe::kernel_release(), probe::probe());
     let ok = !features.iter().any(Feature::is_missing);
@@ -54,7 +54,7 @@ pub fn run(json: bool) -> Result<Exit> {
     Ok(if ok { Exit::Ok } else { Exit::Failure })
 }
 
-/// Print the engine's findings about the remote store, and return by the exit code whether pages may be lost.
+/// Print the engine's findings about the remote store. The exit code tells whether pages may be lost.
 pub fn store(host: &HostStat, json: bool) -> Result<Exit> {
     let remote = host.remote.as_ref().context("No remote store is set: see [remote] in ballastd.toml")?;
     let ok = !remote.findings.iter().any(|finding| finding.serious);

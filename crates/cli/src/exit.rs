@@ -1,4 +1,4 @@
-//! Exit codes, and how an error finds its own.
+//! Exit codes, and the code of each error.
 
 use std::fmt;
 use std::process::ExitCode;
@@ -46,7 +46,7 @@ impl fmt::Display for Coded {
 
 impl std::error::Error for Coded {}
 
-/// The exit code an error ends with.
+/// The exit code of an error.
 pub fn code_of(error: &anyhow::Error) -> Exit {
     for cause in error.chain() {
         if let Some(coded) = cause.downcast_ref::<Coded>() {

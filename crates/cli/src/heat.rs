@@ -55,12 +55,12 @@ fn track(text: &str) -> Result<Track, String> {
     known.into_iter().find(|track| track.to_string() == text).ok_or_else(|| "write auto, on or off".into())
 }
 
-/// Most a recording may hold: it is read into memory.
+/// Longest recording in bytes: it is read into memory.
 const MOST_BYTES: u64 = 1 << 30;
 /// Time between two requests for cycles.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Run it.
+/// Run the command.
 pub fn run(client: &Client, args: &HeatArgs, json: bool) -> Result<()> {
     let format = args.out.as_deref().map(Format::of).transpose()?;
     let (heat, recording) = match (&args.replay, &args.name) {
@@ -155,7 +155,7 @@ fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Re
     Ok(whole)
 }
 
-/// Everything on one screen.
+/// The report, on one screen.
 fn screen(heat: &VmHeat, is_recording: bool) -> String {
     let mut text = String::new();
     // Writing to a String cannot fail.
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn ages_are_told_in_the_unit_that_fits() {
+    fn ages_are_shown_in_the_unit_that_fits() {
         let told = [0.0, 0.4, 2.0, 9.96, 59.0, 60.0, 90.0, 300.0, 3600.0].map(age);
         assert_eq!(told, ["0 s", "0.4 s", "2 s", "10.0 s", "59 s", "1 min", "90 s", "5 min", "1 h"]);
     }

@@ -1,4 +1,4 @@
-//! `ballast host` and `ballast events`.
+//! `ballast host` and `ballast events`: prints what the API returns about the host, and recent events.
 
 use std::fmt::Write;
 

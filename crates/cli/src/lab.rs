@@ -1,6 +1,6 @@
 //! `ballast bench` and `ballast demo`: this process becomes `ballast-bench`, which is a separate program.
 //!
-//! Before: the typed words. After: the program of the lab has them unchanged.
+//! Before: the operator typed the arguments. After: the program of the lab has them unchanged.
 //! Promise: the lab measures and shows the product and is no part of it: nothing of it is linked here.
 
 use std::convert::Infallible;
@@ -13,7 +13,7 @@ use ballast_sys::program;
 
 use crate::exit::{Coded, Exit};
 
-/// Words for the program of the lab.
+/// Arguments for the program of the lab.
 #[derive(Debug, clap::Args)]
 pub struct LabArgs {
     /// Arguments of ballast-bench; --help shows them

@@ -1,7 +1,7 @@
-//! `ballast`: the one command people type.
+//! `ballast`: the command for operators.
 //!
-//! Before: `ballastd` listens on its API socket (`doctor`, `run`, `demo`, `bench`, `replay` and `completions` do
-//! without). After: text for people, JSON for programs, an exit code for scripts.
+//! Before: `ballastd` listens on its API socket (`doctor`, `run`, `demo`, `bench`, `replay` and `completions` do not
+//! need it). After: people have text, programs have JSON, and scripts have an exit code.
 //! Units: people see KiB and larger with their names; JSON has bytes. Promise: one error is one line that says what was
 //! tried, what went wrong, and what to do.
 

@@ -7,7 +7,7 @@ use ballast_api::{Client, ClientError};
 
 use crate::exit::{Coded, Exit};
 
-/// If there is no such VM, say which names come close.
+/// If there is no such VM, name those with similar names.
 pub fn explain(client: &Client, name: &str, error: ClientError) -> anyhow::Error {
     if !error.is_no_such_vm() {
         return error.into();

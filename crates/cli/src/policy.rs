@@ -60,7 +60,7 @@ fn describe(stat: &PolicyStat) -> String {
     text
 }
 
-/// The state word and the time until memory is exhausted.
+/// The state's name and the time until memory is exhausted.
 pub fn host_state(state: Option<HostState>, exhaustion_ms: Option<u64>) -> String {
     let Some(state) = state else { return "not watched without a policy".into() };
     match exhaustion_ms {
@@ -69,7 +69,7 @@ pub fn host_state(state: Option<HostState>, exhaustion_ms: Option<u64>) -> Strin
     }
 }
 
-/// `ballast plan`: what would change, without doing it.
+/// `ballast plan`: print the changes that a policy would make now, and make none.
 pub fn plan(client: &Client, policy: Option<Kind>, json: bool) -> Result<()> {
     let plan = client.plan(policy).context("Asking for a plan")?;
     if json { show::json(&plan) } else { Ok(show::print(&intentions(&plan))?) }
@@ -164,7 +164,7 @@ pub fn record(client: &Client, args: &RecordArgs) -> Result<()> {
                 .with_context(|| format!("Writing {}", args.file.display()))?;
             written += 1;
         }
-        // Requested twice as often as the governor takes snapshots. With the policy `none`, each request takes one.
+        // Requests come twice as often as the governor takes snapshots. With the policy `none`, each request takes one.
         let stat = client.policy()?;
         let looks = if stat.policy == Kind::None && stat.lease.is_none() { 1 } else { 2 };
         std::thread::sleep(Duration::from_millis(stat.tick_ms.clamp(20, 60_000) / looks));
@@ -190,7 +190,7 @@ pub fn replay(args: &ReplayArgs, json: bool) -> Result<()> {
     if json { show::json(&compared) } else { Ok(show::print(&comparison(args, &snapshots, &compared))?) }
 }
 
-/// A file of snapshots, one a line.
+/// Read a file of snapshots, one a line.
 fn read(path: &Path) -> Result<Vec<Snapshot>> {
     let file = File::open(path).with_context(|| format!("Opening {}", path.display()))?;
     let mut snapshots = Vec::new();

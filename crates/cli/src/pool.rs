@@ -50,7 +50,7 @@ pub enum PoolCommand {
     },
 }
 
-/// An amount of memory, or a part of all.
+/// An amount of memory, or a part of the host's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     Bytes(Bytes),
@@ -71,7 +71,7 @@ impl FromStr for Part {
     }
 }
 
-/// Run it.
+/// Run the command.
 pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
     let pool = match command {
         PoolCommand::Show => client.pool()?,

@@ -41,7 +41,7 @@ pub struct RunArgs {
     /// Take guest RAM from the pool, in pages of 2 MiB: 2M, or mix, which has whole GiB first. QEMU only
     #[arg(long, value_name = "2M|mix|1G", conflicts_with_all = ["optional", "add_memory_backend"])]
     pool: Option<Pages>,
-    /// Take it of these nodes: one (1), as much of each (0,1), or so much of each (0=3G,1=1G) [default: one that has it
+    /// Take it from these nodes: one (1), as much of each (0,1), or these amounts (0=3G,1=1G) [default: one that has it
     /// all, else as much of each]
     #[arg(long, value_name = "NODES", requires = "pool")]
     pool_nodes: Option<Nodes>,
@@ -87,7 +87,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
             rest.extend(agent_port(&words)?.map(OsString::from));
         }
     } else if args.agent {
-        bail!("--agent is for QEMU; of another VMM, have it show the port as docs/agent.md says");
+        bail!("--agent is for QEMU; give another VMM the port as docs/agent.md says");
     } else if args.pool.is_some() {
         bail!("--pool is for QEMU; another VMM takes memory of the pool by the client library");
     }
@@ -127,8 +127,8 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     Err(command.exec()).with_context(|| format!("Starting {}", program.display()))
 }
 
-/// The words that show the guest the port of its agent, and the engine the other end of it: a socket named by the
-/// process id, which `exec` keeps.
+/// QEMU's arguments for the port of the agent: the guest has a virtio-serial port, and the engine the other end, a
+/// socket that is named by the process id, which `exec` keeps.
 fn agent_port(words: &[String]) -> Result<[String; 6]> {
     if words.iter().any(|word| matches!(word.as_str(), "-daemonize" | "--daemonize")) {
         bail!("-daemonize gives QEMU another process id, by which the port of the agent is found; leave it out");
@@ -176,7 +176,8 @@ fn find_preload() -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Refuse a program that the dynamic loader would start without the preload library: it would run unmanaged unnoticed.
+/// Refuse a program that the dynamic loader would start without the preload library: it would run unmanaged, and no
+/// error would say so.
 fn check_program(program: &OsStr) -> Result<()> {
     let candidates: Vec<PathBuf> = if program.to_string_lossy().contains('/') {
         vec![program.into()]
@@ -225,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_told_apart() {
+    fn qemu_and_static_programs_are_recognised() {
         assert!(is_qemu("/usr/bin/qemu-system-aarch64".as_ref()) && is_qemu("kvm".as_ref()));
         assert!(!is_qemu("cloud-hypervisor".as_ref()));
         let own = std::fs::read("/proc/self/exe").expect("own image");

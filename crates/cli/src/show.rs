@@ -12,7 +12,7 @@ pub fn size(bytes: u64) -> String {
     Bytes(bytes).to_string()
 }
 
-/// A limit, or that there is none.
+/// A limit, or `none`.
 pub fn limit(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| "none".into(), size)
 }
@@ -35,7 +35,7 @@ pub fn kib(bytes: u64) -> String {
     grouped(bytes / KIB)
 }
 
-/// `part` of `whole` in percent; nothing of nothing is 0.
+/// `part` of `whole` in percent; 0 if `whole` is 0.
 pub fn percent(part: u64, whole: u64) -> String {
     let share = if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 };
     format!("{share:.1} %")

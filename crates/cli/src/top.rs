@@ -70,7 +70,8 @@ impl Look {
 
 /// Watch, or print one frame.
 pub fn run(client: Client, args: TopArgs, json: bool) -> Result<()> {
-    // A screen that stands still for 5 s while engines change would look broken; this one says so and asks again.
+    // The client would retry for 5 s while engines change, and the screen would stand still. So it does not retry: the
+    // screen shows the error, and the next frame asks again.
     let client = if args.once { client } else { client.retry_for(Duration::ZERO) };
     let mut screen = Screen { look: Look::take(&client)?, sort: args.sort, reverse: false, error: None };
     match (json, args.once) {
@@ -127,7 +128,7 @@ fn watch(
     }
 }
 
-/// What is drawn.
+/// The state that is drawn.
 #[derive(Debug)]
 struct Screen {
     look: Look,
@@ -136,7 +137,7 @@ struct Screen {
     error: Option<String>,
 }
 
-/// Narrower terminals show no columns marked so.
+/// Columns of a terminal below which `wide_only` columns are not shown.
 const WIDE: u16 = 120;
 
 struct Column {
@@ -155,7 +156,7 @@ const fn wide(name: &'static str, show: fn(&VmStat) -> String) -> Column {
     Column { name, sort: None, width: 10, wide_only: true, show }
 }
 
-/// The first takes the remaining width; the first two are words and the others figures.
+/// The first takes the remaining width; the first [`WORDS`] are words and the others figures.
 const COLUMNS: [Column; 11] = [
     column("NAME", Some(Sort::Name), 6, |vm| vm.name.clone()),
     column("STATUS", None, 10, |vm| vm.status.to_string()),
@@ -175,7 +176,7 @@ const COLUMNS: [Column; 11] = [
 const WORDS: usize = 2;
 
 impl Screen {
-    /// A key was pressed. Returns true if the program is to end.
+    /// Handle a key. Returns true if the program is to end.
     fn key(&mut self, key: KeyEvent) -> bool {
         match key.code {
             KeyCode::Char('q') | KeyCode::Esc => return true,
@@ -354,7 +355,7 @@ web-2             blocked         2 GiB      1 GiB    256 MiB      1 MiB    900 
     }
 
     #[test]
-    fn keys_sort_turn_and_end() {
+    fn keys_sort_reverse_and_end() {
         let mut screen = screen();
         let names = |screen: &Screen| screen.sorted().iter().map(|vm| vm.name.clone()).collect::<Vec<_>>();
         let press = |screen: &mut Screen, key| screen.key(KeyEvent::new(key, KeyModifiers::NONE));

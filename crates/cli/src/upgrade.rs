@@ -1,9 +1,9 @@
 //! `ballast upgrade`: a new engine replaces the serving one, and the keeper becomes its program.
 //!
-//! Before: an operator has another `ballastd`. After: its engine serves all VMs, or the old one serves on and the
+//! Before: an operator has another `ballastd`. After: its engine serves all VMs, or the old one still does and the
 //! command says why.
 //! Promise: standard output has the result only; progress is on standard error. The command may be ended at any time:
-//! the upgrade goes on without it.
+//! the upgrade continues without it.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,12 +13,12 @@ use ballast_api::{Client, UpgradeRequest, UpgradeStage, UpgradeStat};
 
 use crate::show;
 
-/// Time between two requests for its state.
+/// Time between two requests for the state of the upgrade.
 const POLL_EVERY: Duration = Duration::from_millis(20);
-/// How long the API may be silent: it responds when all VMs have moved.
+/// Longest silence of the API: it responds when all VMs have moved.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// Begin one, and wait for its end.
+/// Begin an upgrade, and wait for its end.
 pub fn run(client: Client, program: Option<PathBuf>, json: bool) -> Result<()> {
     let client = client.retry_for(SILENCE);
     let program = program.map(|path| absolute(&path)).transpose()?;
@@ -31,7 +31,7 @@ pub fn run(client: Client, program: Option<PathBuf>, json: bool) -> Result<()> {
             eprintln!("{}", progress(&now));
         }
         std::thread::sleep(POLL_EVERY);
-        now = client.upgrade().context("Asking how the upgrade stands")?;
+        now = client.upgrade().context("Asking for the state of the upgrade")?;
         if now.number != begun.number {
             bail!("the keeper was replaced during the upgrade: `ballast host` says which engine serves");
         }
@@ -47,7 +47,7 @@ pub fn run(client: Client, program: Option<PathBuf>, json: bool) -> Result<()> {
     Ok(())
 }
 
-/// The daemon has a working directory of its own.
+/// The absolute path: the daemon has a working directory of its own.
 fn absolute(path: &Path) -> Result<String> {
     let path = std::path::absolute(path).with_context(|| format!("Finding {}", path.display()))?;
     path.into_os_string().into_string().map_err(|path| anyhow::anyhow!("{} is not UTF-8", path.display()))

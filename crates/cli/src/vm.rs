@@ -13,7 +13,7 @@ use crate::heat;
 use crate::names::explain;
 use crate::show;
 
-/// Run it.
+/// Run the command.
 pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
     match command {
         VmCommand::List => {
@@ -61,7 +61,7 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
             let vm = client
                 .patch_vm(name, &patch)
                 .map_err(|error| explain(client, name, error))
-                .with_context(|| format!("Setting what VM {name} is worth"))?;
+                .with_context(|| format!("Changing the settings of VM {name}"))?;
             if json { show::json(&vm) } else { Ok(show::print(&format!("VM {name}: {}\n", worth(&vm)))?) }
         }
     }
@@ -83,7 +83,7 @@ fn after_scan(client: &Client, mut vm: VmStat) -> Result<VmStat> {
     Ok(vm)
 }
 
-/// Limit the VMs of these names, or all if there are none. A VM that cannot be limited does not prevent the others.
+/// Limit the VMs of these names, or all if there are no names. A failure for one VM does not affect the others.
 fn limit_several(client: &Client, names: &[String], limit_bytes: Option<u64>, json: bool) -> Result<()> {
     let vms = (!names.is_empty()).then(|| names.to_vec());
     let changes = client.set_limits(&LimitsPatch { vms, limit_bytes }).context("Setting the limit of several VMs")?;
@@ -373,7 +373,7 @@ mod tests {
     use ballast_base::MIB;
 
     #[test]
-    fn a_sum_that_is_wrong_is_said_loudly() {
+    fn a_wrong_sum_is_reported_on_the_screen() {
         let mut vm = VmStat { size_bytes: 3 * MIB, resident_bytes: MIB, far_bytes: 2 * MIB, ..VmStat::default() };
         assert!(!screen(&vm).contains("ADD UP"), "{}", screen(&vm));
         vm.poisoned_bytes = 4096;

@@ -1,4 +1,5 @@
-//! The command as a person or a script meets it: against the real API server over canned figures, and with no daemon.
+//! Tests of the command as people and scripts use it: against the real API server over canned figures, and without a
+//! daemon.
 
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -129,7 +130,7 @@ impl Backend for Canned {
     }
 }
 
-/// Three cycles that saw the first of four units touched, without those up to number `after`. The third is always news.
+/// Three cycles that saw the first of four units touched, without those up to number `after`. The third is always new.
 fn cycles(after: u64) -> Vec<u8> {
     let line =
         |unit| Line { unit: UnitId { region: 0, unit }, present: 512, seen: Some(Seen::Coarse { touched: unit == 0 }) };
@@ -346,7 +347,7 @@ fn people_read_tables() {
 }
 
 #[test]
-fn several_vms_or_all_are_limited_at_once_and_one_that_cannot_be_keeps_no_other_from_it() {
+fn several_vms_or_all_are_limited_at_once_and_a_failure_for_one_does_not_affect_the_others() {
     let daemon = daemon();
     let limits = || -> Vec<Option<u64>> {
         let list = fine(&daemon.socket, &["vm", "list", "--json"]);
@@ -369,7 +370,7 @@ fn several_vms_or_all_are_limited_at_once_and_one_that_cannot_be_keeps_no_other_
 }
 
 #[test]
-fn what_a_vm_is_worth_is_said_in_words_and_what_is_not_named_stays() {
+fn settings_of_a_vm_are_printed_and_unnamed_ones_stay() {
     let daemon = daemon();
     let set = |args: &[&str]| fine(&daemon.socket, &[&["vm", "set", "db"], args].concat());
     let said = set(&["--class", "guaranteed", "--shares", "high"]);
@@ -413,7 +414,7 @@ fn policy_plan_and_explain_speak_in_sentences_and_in_the_apis_json() {
 }
 
 #[test]
-fn what_was_recorded_is_replayed_without_a_daemon() {
+fn a_recording_is_replayed_without_a_daemon() {
     let daemon = daemon();
     let file = daemon.socket.with_file_name("recording");
     let path = file.to_str().expect("UTF-8");
@@ -456,7 +457,7 @@ fn an_error_is_one_line_with_advice_and_its_own_exit_code() {
 }
 
 #[test]
-fn the_pool_is_shown_with_its_map_and_what_could_not_be_done_is_said_beside_it() {
+fn the_pool_is_shown_with_its_map_and_notes_are_on_standard_error() {
     let daemon = daemon();
     let (code, out, err) = ballast(&daemon.socket, &["pool", "show"]);
     assert_eq!((code, err.as_str()), (0, "ballast: every node gives 6 GiB\n"), "{out}");
@@ -485,7 +486,7 @@ fn doctor_and_completions_need_no_daemon() {
 
 #[test]
 fn bench_and_demo_become_ballast_bench_where_it_is_installed() {
-    // Beside this program of the test lies a ballast-bench, so a link elsewhere is what looks for it.
+    // A ballast-bench lies beside the tested program, so a link to the program elsewhere is run.
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("directory");
     let (program, on_path) = (directory.path().join("ballast"), directory.path().join("path"));
     std::fs::hard_link(env!("CARGO_BIN_EXE_ballast"), &program).expect("link");
@@ -521,7 +522,7 @@ fn bench_and_demo_become_ballast_bench_where_it_is_installed() {
 
 #[test]
 fn a_daemon_that_is_replaced_in_between_is_asked_again() {
-    // The old engine takes the connection and dies; the client must come again and meet the new one.
+    // The old engine takes the connection and dies; the client must connect again and reach the new one.
     let directory = tempfile::tempdir().expect("directory");
     let socket = directory.path().join("api.sock");
     let listener = std::os::unix::net::UnixListener::bind(&socket).expect("bind");
@@ -543,7 +544,7 @@ fn a_daemon_that_is_replaced_in_between_is_asked_again() {
 #[test]
 fn a_reader_that_goes_away_is_not_an_error() {
     let daemon = daemon();
-    // `top --json` would go on for ever if it did not notice.
+    // `top --json` would never end if it did not notice.
     for args in [["completions", "bash"].as_slice(), &["top", "--json", "--interval-s", "0.1"]] {
         let mut child = Command::new(env!("CARGO_BIN_EXE_ballast"))
             .env("BALLAST_API", &daemon.socket)

@@ -1,8 +1,8 @@
 //! Pixels that plotters draws on, with a built-in font.
 //!
 //! Before: [`super::picture`] draws. After: an image of three bytes a pixel, row by row, which `png` encodes.
-//! Threads: one. Units: pixels. Promise: it needs no fonts of the machine: letters come from a table in the program,
-//! all of one size. Parts outside the picture are cut off.
+//! Threads: one. Units: pixels. Promise: it needs no fonts of the machine: letters come from a table in the program and
+//! have one size. Parts outside the picture are cut off.
 
 use std::convert::Infallible;
 

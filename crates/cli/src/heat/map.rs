@@ -10,7 +10,7 @@ use ballast_heat::{Phase, Settings, heat};
 
 /// Rows of the map.
 const ROWS: usize = 256;
-/// Columns beyond this are thinned out: there are hardly more pixels.
+/// Most columns; with more cycles, some are left out: the picture has hardly more pixels.
 const MOST_COLUMNS: usize = 512;
 
 /// The state at the end of one cycle. Times count from the beginning of tracking.
@@ -33,12 +33,12 @@ pub struct Map {
     pub ram_bytes: u64,
     /// At least one, in order.
     pub columns: Vec<Column>,
-    /// Limit and resident memory of the VM, and when.
+    /// Times, with limit and resident memory of the VM.
     pub memory: Vec<(f64, Memory)>,
 }
 
 impl Map {
-    /// From a recording; `None` if it has no cycle over all memory.
+    /// The map of a recording; `None` if it has no cycle over all memory.
     pub fn of(recording: &Recording) -> Option<Self> {
         let coarse = recording.cycles().filter(|cycle| cycle.phase == Phase::Coarse).count();
         let every = coarse.div_ceil(MOST_COLUMNS).max(1);

@@ -1,5 +1,5 @@
-//! The picture of a heat map: limit, memory in DRAM and working set over time; below them the cells. With axes, units
-//! and legends.
+//! Draws a heat map: limit, memory in DRAM and working set over time, and below them the cells, with axes, units and
+//! legends.
 //!
 //! Before: `map` has the figures. After: the bytes of a PNG or SVG file.
 //! Threads: one. Units: pixels; seconds to the right; bytes upwards, in the unit that the axis names.
@@ -52,7 +52,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// By the end of the file's name.
+    /// The format that the end of the file's name says.
     pub fn of(file: &Path) -> Result<Self> {
         match file.extension().and_then(|end| end.to_str()) {
             Some("png") => Ok(Self::Png),
@@ -108,7 +108,7 @@ impl Map {
         area.present()
     }
 
-    /// When the first column begins.
+    /// Begin of the first column, in seconds.
     fn begin(&self) -> f64 {
         self.columns.first().map_or(0.0, |column| column.from_s)
     }
@@ -239,12 +239,12 @@ fn level(cell: &Cell) -> Option<u32> {
     (cell.present > 0.0).then(|| level_of(cell.hot))
 }
 
-/// Low shares matter most, so they get more of the scale. Nothing touched has a level of its own.
+/// Low shares matter most, so they get more of the scale. A cell without touches has a level of its own.
 fn level_of(share: f64) -> u32 {
     if share <= 0.0 { 0 } else { 1 + (share.clamp(0.0, 1.0).sqrt() * f64::from(LEVELS - 2)).round() as u32 }
 }
 
-/// Grey where nothing is in memory; else from dark blue by way of red to light yellow.
+/// Grey where nothing is in memory; otherwise from dark blue over red to light yellow.
 fn colour(level: Option<u32>) -> RGBColor {
     const STEPS: [[f64; 3]; 4] =
         [[12.0, 16.0, 64.0], [120.0, 28.0, 109.0], [237.0, 105.0, 37.0], [252.0, 255.0, 164.0]];
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_touched_and_a_little_have_different_colours_and_all_the_lightest() {
+    fn no_touch_and_few_touches_have_different_colours_and_all_touched_is_the_lightest() {
         assert_eq!([0.0, 1.0].map(level_of), [0, LEVELS - 1]);
         assert!(level_of(0.001) > 0 && colour(Some(0)) != colour(Some(1)));
         assert_eq!(colour(Some(LEVELS - 1)), RGBColor(252, 255, 164));
@@ -282,7 +282,7 @@ mod tests {
         let mut pixels = vec![0; reader.output_buffer_size().expect("size")];
         let info = reader.next_frame(&mut pixels).expect("pixels");
         assert_eq!((info.width, info.height), SIZE);
-        // Upwards in the middle of the picture, each colour once. Above are the frame's and the curves' colours.
+        // The colours upwards in the middle of the picture, each once. Those of the frame and the curves are above.
         let column = (0..info.height as usize).rev().map(|row| &pixels[row * info.line_size + 1500..][..3]);
         let mut colours: Vec<&[u8]> = column.skip_while(|colour| *colour != [252, 255, 164]).collect();
         colours.dedup();

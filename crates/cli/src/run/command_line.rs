@@ -1,8 +1,8 @@
-//! A QEMU command line: is guest RAM something Ballast can manage, and if not, which words are missing?
+//! Checks a QEMU command line: can Ballast manage its guest RAM, and if not, which options are missing?
 //!
-//! Before: the operator's words, read by `options`. After: edits and notes, or the reason why not.
-//! Promise: a pure function of the words (which files can be RAM is asked through an argument); it knows only what it
-//! must, and leaves every other word to QEMU.
+//! Before: `options` has read the operator's command line. After: edits and notes, or the reason for a refusal.
+//! Promise: a pure function of the words (a function argument tells which files can be RAM). It reads only the options
+//! that concern guest RAM, and leaves all others to QEMU.
 
 use ballast_base::wire::{MAX_NAME, check_name};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, KIB, MIB};
@@ -11,10 +11,10 @@ mod options;
 
 use options::{Opt, options};
 
-/// What guest RAM is to be made of.
+/// The memory that guest RAM is to have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
-    /// What the command line says.
+    /// The memory that the command line says.
     AsGiven,
     /// A memfd, which is added where none is.
     Memfd,
@@ -31,10 +31,10 @@ pub enum Edit {
     Append(String),
 }
 
-/// What to do with a command line.
+/// The changes to a command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// To be made in any order: indexes are those of the words as given.
+    /// They may be made in any order: indexes are those of the words as given.
     pub edits: Vec<Edit>,
     /// For the operator.
     pub notes: Vec<String>,
@@ -60,7 +60,7 @@ fn megabytes(text: &str) -> Option<Bytes> {
     }
 }
 
-/// Look at a QEMU command line (without the program). `Err` says why it cannot be managed and what to write instead.
+/// Check a QEMU command line (without the program). `Err` says why it cannot be managed and what to write instead.
 pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) -> bool) -> Result<Plan, String> {
     let options = options(words);
     let all = |name: &'static str| options.iter().filter(move |option| option.name == name);
@@ -201,15 +201,15 @@ fn check_stand_in(object: &Opt) -> Result<(), String> {
     }
 }
 
-/// As QEMU writes sizes.
+/// Is this 2 MiB, in one of QEMU's spellings?
 fn is_two_mib(size: &str) -> bool {
     matches!(size.to_ascii_lowercase().as_str(), "2m" | "2048k" | "2097152")
 }
 
-/// Why this option makes a VM impossible to manage.
+/// The reason if this option makes a VM impossible to manage.
 fn refusal(option: &Opt) -> Option<String> {
     let shown = || format!("`-{} {}`", option.name, option.text);
-    let foreign = "another process maps guest RAM, and its touches would not bring far pages back";
+    let foreign = "another process maps guest RAM, and its touches would not restore far pages";
     match option.name.as_str() {
         "netdev" if option.head == "vhost-user" => Some(format!("{}: {foreign}", shown())),
         "device" if option.head.starts_with("vhost-user-") => Some(format!("{}: {foreign}", shown())),
@@ -217,13 +217,13 @@ fn refusal(option: &Opt) -> Option<String> {
             Some(format!("{}: its memory is shared with other VMs", shown()))
         }
         "machine" if option.get("confidential-guest-support").is_some() => {
-            Some(format!("{}: memory encrypted for one guest cannot be taken and given back", shown()))
+            Some(format!("{}: memory encrypted for one guest cannot be evicted and restored", shown()))
         }
         _ => None,
     }
 }
 
-/// What the operator should know beforehand.
+/// A note for the operator about this option.
 fn note(option: &Opt) -> Option<String> {
     let pinned = |why: &str| {
         Some(format!(
@@ -239,12 +239,12 @@ fn note(option: &Opt) -> Option<String> {
         "overcommit" if option.is_on("mem-lock") => pinned("memory is locked"),
         "realtime" if option.is_on("mlock") => pinned("memory is locked"),
         "chroot" => Some("`-chroot`: QEMU will not find the keeper's socket again if the keeper restarts".into()),
-        "readconfig" => Some(format!("`-readconfig {}` was not looked into", option.text)),
+        "readconfig" => Some(format!("`-readconfig {}` was not read", option.text)),
         _ => None,
     }
 }
 
-/// A VM name made of QEMU's `-name`: what is not allowed becomes `-`.
+/// A VM name made from QEMU's `-name`: each other character becomes `-`.
 fn vm_name(option: &Opt) -> Option<String> {
     let given = option.get("guest").unwrap_or(&option.head);
     let allowed = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' };
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_process_maps_is_refused_and_what_holds_memory_is_announced() {
+    fn options_that_share_ram_are_refused_and_options_that_hold_it_are_announced() {
         let ram = format!("-machine q35,memory-backend=ram0 {SHARED}");
         for (words, reason) in [
             ("-chardev socket,id=c,path=/x -netdev vhost-user,id=n,chardev=c", "another process"),

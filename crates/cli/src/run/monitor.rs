@@ -1,8 +1,8 @@
-//! A monitor of QEMU for the preload library, which asks there for guest-physical addresses.
+//! A monitor of QEMU for the preload library, which asks it for guest-physical addresses.
 //!
 //! Before: QEMU is about to take this process's place. After: it has both ends of a socket, one for its monitor and one
 //! for the library (`crates/preload/src/guest.rs`).
-//! Promise: no other process can reach this monitor; it is no path and no port.
+//! Promise: no other process can reach this monitor; it has no path and no port.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -11,7 +11,7 @@ use std::process::Command;
 
 use rustix::io::FdFlags;
 
-/// Both ends.
+/// Both ends of the socket.
 #[derive(Debug)]
 pub struct Monitor {
     library: OwnedFd,
@@ -19,10 +19,10 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Ends that outlive `exec`.
+    /// Make a socket whose ends outlive `exec`.
     ///
     /// # Errors
-    /// The kernel gives no socket.
+    /// The kernel cannot make a socket.
     pub fn new() -> io::Result<Self> {
         let (library, qemu) = UnixStream::pair()?;
         let monitor = Self { library: library.into(), qemu: qemu.into() };
@@ -32,7 +32,7 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// Tell the program that this process becomes.
+    /// Pass both ends to the program that this process becomes.
     pub fn give(&self, command: &mut Command) {
         let (library, qemu) = (self.library.as_raw_fd(), self.qemu.as_raw_fd());
         command.arg("-chardev").arg(format!("socket,id=ballast-monitor,fd={qemu}"));

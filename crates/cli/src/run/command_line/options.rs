@@ -1,7 +1,7 @@
-//! The options of a QEMU command line: which words are an option, which its value, and what the value says.
+//! Reads the options of a QEMU command line: which words are options or values, and the items of each value.
 //!
-//! Before: the words as the operator typed them. After: `command_line` decides what they mean for guest RAM.
-//! Promise: a pure function of the words. What QEMU would refuse is left to QEMU, and read as well as it can be.
+//! Before: the operator typed the words. After: `command_line` decides what they mean for guest RAM.
+//! Promise: a pure function of the words. It refuses nothing; QEMU refuses what is wrong.
 
 use std::collections::BTreeMap;
 
