@@ -1,6 +1,6 @@
-//! The cost of attaching: a large VM's time, ten VMs' memory. Part of `ballast bench scale`.
+//! The cost of an attach: the time for a large VM, and the memory for ten VMs. `ballast bench scale` runs it.
 //!
-//! Before: a daemon without these VMs. After: they are gone again, with the processes that made them.
+//! Before: a daemon without these VMs. After: the row has the figures, and the VMs and their processes are gone.
 //! Units: milliseconds, bytes. Promise: the RAM is sparse, like a new VM's; no page of it is touched.
 
 use std::time::Instant;

@@ -1,6 +1,6 @@
 //! A memory cgroup of the bench's own, version 1 or 2.
 //!
-//! Before: root, a mounted memory controller. After: removed again; its processes have ended by then.
+//! Before: this is root, and a memory controller is mounted. After: the cgroup is removed; its processes have ended.
 //! Threads: one. Promise: no other cgroup is changed, except that version 2's root passes the memory controller down if
 //! it does not yet, which is put back.
 
@@ -12,21 +12,21 @@ use anyhow::{Context, Result, bail};
 
 use crate::setting::warn;
 
-/// How long the processes in it may take to end.
+/// Longest time until the processes in it have ended.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How the names of a bench's cgroups begin; its process id comes next.
+/// Beginning of the names of a bench's cgroups; its process id follows.
 pub(crate) const NAME: &str = "ballast-bench-";
 
 /// A cgroup; removed when dropped.
 #[derive(Debug)]
 pub struct Cgroup {
     path: PathBuf,
-    /// Where the memory controller was handed down for us.
+    /// The file by which the memory controller was handed down for us.
     handed_down: Option<PathBuf>,
 }
 
-/// Where memory cgroups are made, and the file in each that limits them.
+/// The directory for memory cgroups, and the file in each that limits it.
 fn root() -> Result<(PathBuf, &'static str)> {
     let mounts = fs::read_to_string("/proc/mounts").context("Reading /proc/mounts")?;
     root_in(&mounts, |path| {
@@ -35,7 +35,7 @@ fn root() -> Result<(PathBuf, &'static str)> {
     })
 }
 
-/// Where memory cgroups are.
+/// The directory of memory cgroups.
 pub(crate) fn mounted() -> Result<PathBuf> {
     Ok(root()?.0)
 }
@@ -55,7 +55,7 @@ fn root_in(mounts: &str, has_memory: impl Fn(&Path) -> bool) -> Result<(PathBuf,
 }
 
 impl Cgroup {
-    /// Make one.
+    /// Make a cgroup.
     pub fn new(name: &str) -> Result<Self> {
         let (root, limit) = root()?;
         let mut handed_down = None;
@@ -68,7 +68,7 @@ impl Cgroup {
             }
         }
         let path = root.join(name);
-        // Made first, so that what was handed down is taken back if this fails.
+        // The value is made first, so that its drop takes the controller back if this fails.
         let cgroup = Self { path, handed_down };
         fs::create_dir(&cgroup.path).with_context(|| format!("Making the cgroup {}", cgroup.path.display()))?;
         Ok(cgroup)
@@ -95,9 +95,10 @@ pub fn usage(cgroup: &Path) -> Result<u64> {
     text.trim().parse().with_context(|| format!("{} says {text:?}", file.display()))
 }
 
-/// Have the kernel reclaim what it can of a cgroup. The kernel returns an error unless that was all, which it never is.
+/// Have the kernel reclaim as much of a cgroup as it can. Its error is ignored: it returns one unless it could reclaim
+/// all, which never happens.
 pub fn empty(cgroup: &Path) {
-    // Version 2 has the one, version 1 the other.
+    // Version 2 has `memory.reclaim`, version 1 has `memory.force_empty`.
     let all = (1u64 << 40).to_string();
     let _ =
         fs::write(cgroup.join("memory.reclaim"), all).or_else(|_| fs::write(cgroup.join("memory.force_empty"), "0"));

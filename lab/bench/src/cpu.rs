@@ -1,6 +1,6 @@
-//! CPU time of threads and processes, from `/proc`; and where a thread runs.
+//! CPU time of threads and processes, from `/proc`; and the CPU on which a thread runs.
 //!
-//! Units: microseconds. Promise: time spent waiting for a CPU or for anything else is not in it.
+//! Units: microseconds. Promise: time spent waiting for a CPU or for anything else does not count.
 
 use std::fs;
 
@@ -52,7 +52,7 @@ fn busy_us(stat: &str) -> Option<f64> {
     (0..3).map(|_| words.next()?.parse::<f64>().ok()).sum::<Option<f64>>().map(|ticks| ticks * 1e4)
 }
 
-/// Faults of a process for which pages had to be read from somewhere, a compressed device included.
+/// Major faults of a process: those for which pages were read from a device, which may be a compressed one.
 pub(crate) fn major_faults(pid: u32) -> Result<u64> {
     let path = format!("/proc/{pid}/stat");
     let text = fs::read_to_string(&path).with_context(|| format!("Reading {path}"))?;
@@ -69,7 +69,7 @@ fn run_us(schedstat: &str) -> Option<f64> {
     Some(schedstat.split_ascii_whitespace().next()?.parse::<u64>().ok()? as f64 / 1e3)
 }
 
-/// While it lives, the thread that made it stays on its CPU, and so do threads that it starts.
+/// While this lives, the thread that made it stays on its CPU, and so do threads that it starts.
 #[derive(Debug)]
 pub(crate) struct Stay {
     before: Option<CpuSet>,
@@ -80,7 +80,7 @@ impl Stay {
         let before = sched_getaffinity(None).ok();
         let mut here = CpuSet::new();
         here.set(sched_getcpu());
-        // If it fails, the figures are those of a thread that moves: worse, and not wrong.
+        // If it fails, the figures are those of a thread that moves: they are worse, and not wrong.
         let _ = sched_setaffinity(None, &here);
         Self { before }
     }
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_of_the_machine_and_faults_of_a_process_are_read_from_the_right_words() {
+    fn machine_times_and_process_faults_are_read_from_the_right_words() {
         assert_eq!(busy_us("cpu  10 2 30 400 5 0 0 0 0 0\ncpu0 1 1 1"), Some(420_000.0));
         assert_eq!(majflt("7 (a ) b) S 1 7 7 0 -1 4194304 11 22 33 44 55 66 0 0 20"), Some(33));
         assert!(of_machine().expect("machine") > 0.0);

@@ -1,10 +1,11 @@
-//! Far pages on other machines beside those in RAM and on a disk: one page, a run, a touch by a guest, and the way out.
+//! Far pages on other machines beside those in RAM and on a disk: reads of one page and of a run, a touch by a guest,
+//! and writes.
 //!
-//! Before: six servers on loopback, three of them replicas; stores of each kind; the daemon with the same servers.
-//! After: percentiles of single reads, times of runs, pages per second to the cluster, each beside a bare connection
-//! that asks the same servers for values of the same size. Units: microseconds; pages per second.
-//! Promise: every page that is read is compared. All of it shares this machine's CPUs: there is no network, and no
-//! server has a CPU of its own.
+//! Before: there are six servers on loopback, three of them replicas; stores of each kind; the daemon with the same
+//! servers. After: rows have percentiles of single reads, times of runs and pages per second to the cluster, each
+//! beside a bare connection that asks the same servers for values of the same size. Units: microseconds; pages per
+//! second. Promise: every page that is read is compared. All processes share this machine's CPUs: there is no network,
+//! and no server has a CPU of its own.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -31,11 +32,11 @@ use crate::subject::{Subject, Way, out, touch};
 /// The headline figures.
 const KEYS: [&str; 4] = ["far_get_us_p50", "far_restore_us_p50", "far_spill_pages_per_s", "far_wrong_bytes"];
 const REGION: RegionKey = RegionKey { vm: VmId([0x42; 16]), number: 0 };
-/// Pages of a chunk, which go out as one.
+/// Pages of a chunk, which are written as one.
 const CHUNK: usize = 512;
 /// Pages of a run that is read as one.
 const RUN: usize = 64;
-/// How long all of a guest's pages may take to the cluster.
+/// Longest time until all of a guest's pages are in the cluster.
 const TIMEOUT: Duration = Duration::from_secs(120);
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
 
@@ -43,9 +44,9 @@ const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
 #[derive(Default)]
 struct Series {
     single: Vec<Summary>,
-    /// Microseconds a page, in runs.
+    /// Microseconds per page, in runs.
     run: Vec<f64>,
-    /// Pages a second on their way out.
+    /// Pages written per second.
     out: Vec<f64>,
 }
 
@@ -100,7 +101,7 @@ fn stored(store: &dyn Store, content: &[PageBytes], seed: u64, series: &mut Seri
     Ok(())
 }
 
-/// A connection that only asks.
+/// A connection that only sends requests and reads replies.
 struct Bare {
     streams: Vec<TcpStream>,
     buffer: Vec<u8>,
@@ -134,7 +135,7 @@ fn command(words: &[&[u8]]) -> Vec<u8> {
     bytes
 }
 
-/// The same with bare connections: values of the same size, in the same chunks, at the same nodes.
+/// Measure bare connections: values of the same size, in the same chunks, at the same nodes.
 fn bare(valkey: &Valkey, content: &[PageBytes], seed: u64, series: &mut Series) -> Result<()> {
     let mut bare = Bare::connect(valkey)?;
     let names: Vec<Vec<u8>> =
@@ -193,7 +194,7 @@ fn bare(valkey: &Valkey, content: &[PageBytes], seed: u64, series: &mut Series) 
     Ok(())
 }
 
-/// A guest's touches of pages that are in the cluster alone.
+/// Measure a guest's touches of pages that are in the cluster alone.
 fn restored(bench: &mut Bench, subject: &mut Subject, seed: u64) -> Result<Summary> {
     out(bench, &mut [&mut *subject])?;
     let begun = Instant::now();

@@ -1,8 +1,8 @@
-//! The gain of a second fault worker for one VM of which two threads touch far pages at the same time. Part of `ballast
-//! bench scale`.
+//! The gain of a second fault worker for one VM of which two threads touch far pages at the same time. `ballast bench
+//! scale` runs it.
 //!
-//! Before: two VMs with the same data, one served by one fault worker, one by two. After: how fast pages were restored
-//! for both threads together, and how long a touch took.
+//! Before: two VMs have the same data; one fault worker serves one of them, and two serve the other. After: a row has
+//! the rate of restores for both threads together, and the time of a touch.
 //! Threads: two in the guest. Units: pages per second of both; microseconds per touch that raised a fault.
 //! Promise: the VMs take turns, forwards and backwards; each thread touches its half of the far pages, in random order
 //! all over memory.

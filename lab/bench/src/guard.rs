@@ -1,9 +1,9 @@
-//! The guard: a process that changes settings of the machine for the bench and puts them back whatever happens to the
+//! The guard: a process that changes settings of the machine for the bench and restores them, whatever happens to the
 //! bench.
 //!
 //! Before: the bench starts it first. After: its input ends, because the bench is done or was killed in any way, and it
 //! undoes everything in reverse order.
-//! Threads: one. Promise: interrupt, termination and hang-up do not end it; a setting that cannot be put back is named
+//! Threads: one. Promise: interrupt, termination and hang-up do not end it; it names a setting that it cannot restore
 //! on standard error.
 
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ use crate::setting::warn;
 use crate::worker::Worker;
 use crate::zram::{Swap, SwapFile};
 
-/// A process to end, by a descriptor that cannot refer to another.
+/// A process to end, by a pidfd, which cannot refer to another process.
 struct Process(OwnedFd);
 
 impl Drop for Process {
@@ -93,7 +93,7 @@ pub(crate) fn run() -> Result<()> {
     result
 }
 
-/// The bench's handle of the guard.
+/// The bench's handle to the guard.
 #[derive(Debug)]
 pub struct Guard {
     worker: Worker,
@@ -106,33 +106,33 @@ impl Guard {
         Ok(Self { worker: Worker::start(&Role::Guard)?, cgroups: 0 })
     }
 
-    /// A zram device as the only swap, until the end.
+    /// Make a zram device the only swap, until the guard ends.
     pub fn swap(&mut self) -> Result<PathBuf> {
         self.path(&Order::Swap)
     }
 
-    /// A file in this directory as the only swap, until the end.
+    /// Make a file in this directory the only swap, until the guard ends.
     pub fn swap_file(&mut self, dir: PathBuf, size: Bytes) -> Result<PathBuf> {
         self.path(&Order::SwapFile { dir, bytes: size.0 })
     }
 
-    /// A memory cgroup, until the end.
+    /// Make a memory cgroup, until the guard ends.
     pub fn cgroup(&mut self) -> Result<PathBuf> {
         self.cgroups += 1;
         self.path(&Order::Cgroup(format!("{}{}-{}", cgroup::NAME, std::process::id(), self.cgroups)))
     }
 
-    /// Add huge pages to the host's pool, until the end.
+    /// Add huge pages to the host's pool, until the guard ends.
     pub fn huge_pages(&mut self, pages: u64) -> Result<()> {
         self.worker.ask(&Order::HugePages(pages)).map(drop)
     }
 
-    /// End a process in the end, if it has not ended by then.
+    /// Have the guard kill a process when it ends, if it still runs then.
     pub fn end_process(&mut self, pid: u32) -> Result<()> {
         self.worker.ask(&Order::EndProcess(pid)).map(drop)
     }
 
-    /// Remove a directory in the end, if it is still there.
+    /// Have the guard remove a directory when it ends, if it is still there.
     pub fn remove_dir(&mut self, path: PathBuf) -> Result<()> {
         self.worker.ask(&Order::RemoveDir(path)).map(drop)
     }
@@ -140,7 +140,7 @@ impl Guard {
     fn path(&mut self, order: &Order) -> Result<PathBuf> {
         match self.worker.ask(order)? {
             Answer::Path(path) => Ok(path),
-            other => bail!("the guard answers {other:?}"),
+            other => bail!("the guard replies {other:?}"),
         }
     }
 }

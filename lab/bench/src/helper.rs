@@ -1,8 +1,8 @@
-//! The loop of a helper process: read an order, carry it out, write the answer.
+//! The loop of a helper process: it reads an order, carries it out, and writes the answer.
 //!
-//! Before: `worker` started this process and `role` knows what it is. After: exit when the orders end.
+//! Before: `worker` started this process and `role` knows its role. After: it exits when the orders end.
 //! Threads: one. Units: one line of JSON per order and per answer.
-//! Promise: an order that fails has its reason for an answer, and the process takes the next one.
+//! Promise: an order that fails has the reason as its answer, and the process takes the next order.
 
 use std::io::{BufRead, Write};
 

@@ -1,9 +1,9 @@
-//! 4 KiB against 2 MiB: the gains and losses of a guest on huge pages, by its access pattern.
+//! Compares 4 KiB and 2 MiB pages: the gains and losses of a guest on huge pages, by its access pattern.
 //!
-//! Before: guests of both kinds hold their data. After: one touch of a far huge page against its floor; then, with half
-//! of their memory, the time per touch for three orders of touches, beside the kernel's swap.
+//! Before: guests of both kinds hold their data. After: a row has one touch of a far huge page against its floor. Other
+//! rows have the time per touch for three orders of touches with half of the memory, beside the kernel's swap.
 //! Threads: the bench's one. Units: microseconds. Promise: the floor does the least that a restore must do, on the same
-//! data in the same run: get 512 pages from a store and copy 2 MiB.
+//! data in the same run: it gets 512 pages from a store and copies 2 MiB.
 
 use std::time::{Duration, Instant};
 
@@ -55,7 +55,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     })
 }
 
-/// All memory is far, and one page of each 2 MiB is touched.
+/// Touch one page of each 2 MiB while all memory is far.
 fn one_page(bench: &mut Bench, subjects: &mut [Subject], repetitions: u64, data: Data, row: &mut Row) -> Result<()> {
     let (mut ours, mut p99, mut floor) = (Vec::new(), Vec::new(), Vec::new());
     let mut store = Floor::new(data)?;
@@ -79,7 +79,7 @@ fn one_page(bench: &mut Bench, subjects: &mut [Subject], repetitions: u64, data:
     Ok(())
 }
 
-/// Each guest may have half of its data in memory.
+/// Measure guests that may each have half of their data in memory.
 fn under_pressure(
     bench: &mut Bench,
     subjects: &mut Vec<Subject>,
@@ -133,7 +133,7 @@ fn under_pressure(
     Ok(())
 }
 
-/// How long a guest walks before it is measured, so that it has settled at its limit, and while it is measured.
+/// Time of a guest's walks before the measurement, so that it has settled at its limit, and of the measurement.
 const SETTLE: Duration = Duration::from_millis(1000);
 const MEASURE: Duration = Duration::from_millis(1000);
 
@@ -143,7 +143,7 @@ struct Steady {
     over_pct: f64,
 }
 
-/// Walk over all of the memory again and again.
+/// Walk over all of the memory repeatedly.
 fn steady(subject: &mut Subject, pattern: Pattern, round: u64, times: (Duration, Duration)) -> Result<Steady> {
     let (mut touches, mut wall_us, mut over) = (0, 0.0, Vec::new());
     let start = Instant::now();
@@ -183,7 +183,7 @@ impl Floor {
         for page in 0..FLOOR_UNITS * PAGES_PER_UNIT {
             match store.put(key(page), &data.page(page)) {
                 PutOutcome::Stored(handle) => handles[(page / PAGES_PER_UNIT) as usize].push(handle),
-                refused => bail!("a store of the bench's own answers {refused:?}"),
+                refused => bail!("a store of the bench's own returns {refused:?}"),
             }
         }
         let room = || vec![[1; _]; PAGES_PER_UNIT as usize];

@@ -1,7 +1,7 @@
-//! The cost of being attached for a VM without a limit.
+//! The cost of the attachment for a VM without a limit.
 //!
-//! Before: two VMs with the same workload, neither attached. After: by how much one of them got slower when it was
-//! attached, with the other for reference.
+//! Before: two VMs run the same workload, and neither is attached. After: rows have the slowdown of one of them when it
+//! was attached, with the other as the reference.
 //! Threads: the bench's one; VMs are processes. Units: operations per second, of time and of CPU time.
 //! Promise: only one VM runs at a time, in short turns, so the machine's other load affects both alike. All run on one
 //! CPU, engine and timers included: the VMs pay for their time, and no VM moves to a CPU of another speed, which would
@@ -11,10 +11,10 @@
 //! phase      first VM     second VM
 //!   0        free         free        ┐ the change from 0 to 1 is the A/A noise
 //!   1        free         free        ┘ ┐
-//!   2        attached     free          ├ how far 2 is below the mean of 1 and 3 is the cost
+//!   2        attached     free          ├ the cost: the distance of 2 below the mean of 1 and 3
 //!   3        attached     attached      ┘
 //! ```
-//! In phase 3 both pay the cost, so their ratio is that of phase 1. An even drift of the machine has no effect.
+//! In phase 3 both have the cost, so their ratio is that of phase 1. An even drift of the machine has no effect.
 
 use std::time::Instant;
 
@@ -36,11 +36,11 @@ const BOTH_ATTACHED: usize = 3;
 /// Turns of each VM that are not counted, before each phase.
 const SETTLE: usize = 2;
 
-/// A VM that stands still except in its turn.
+/// A VM that is stopped except in its turn.
 pub(crate) struct Contestant(Worker);
 
 impl Contestant {
-    /// Fill its memory.
+    /// Start it, and fill its memory.
     pub(crate) fn start(config: WorkloadConfig) -> Result<Self> {
         let mut worker = Worker::start(&Role::Workload(config))?;
         worker.ask(&Order::Fill)?;
@@ -54,7 +54,7 @@ impl Contestant {
         kill_process(pid, signal).context("Stopping or continuing a VM")
     }
 
-    /// Obey one order, and stand still again.
+    /// Continue, obey one order, and stop again.
     pub(crate) fn turn(&mut self, order: &Order) -> Result<Answer> {
         self.signal(Signal::CONT)?;
         let answer = self.0.ask(order);
@@ -78,13 +78,13 @@ struct Pair {
 }
 
 impl Pair {
-    /// By how many percent being attached makes a VM slower.
+    /// Slowdown of a VM by its attachment, in percent.
     fn cost_pct(&self, clock: usize) -> f64 {
         let [_, before, attached, after] = self.ratio.map(|ratio| ratio[clock]);
         (1.0 - attached / (before * after).sqrt()) * 100.0
     }
 
-    /// By how many percent the first VM was slower in phase 1 than in phase 0, for no reason.
+    /// Slowdown of the first VM from phase 0 to phase 1 in percent, which has no cause but noise.
     fn noise_pct(&self, clock: usize) -> f64 {
         (1.0 - self.ratio[1][clock] / self.ratio[0][clock]) * 100.0
     }
@@ -106,7 +106,7 @@ fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) ->
         Ok(daemon + clients)
     };
     let vms = [first.0.pid(), second.0.pid()];
-    // To warm up: a whole phase, because VMs get faster at first, and not all at the same pace.
+    // The warm-up is a whole phase, because VMs get faster at first, and not all at the same rate.
     for _ in 0..turns {
         first.speed(ms)?;
         second.speed(ms)?;
@@ -117,7 +117,7 @@ fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) ->
             BOTH_ATTACHED => second.turn(&Order::Attach).map(drop)?,
             _ => {}
         }
-        // Taking a VM over is no cost of an idle one: it is finished before the phase begins.
+        // The attach itself is no cost of an idle VM: it is finished before the phase begins.
         for _ in 0..SETTLE {
             first.speed(ms)?;
             second.speed(ms)?;

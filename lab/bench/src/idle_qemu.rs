@@ -1,10 +1,10 @@
-//! The cost of being attached for a QEMU guest without a limit.
+//! The cost of the attachment for a QEMU guest without a limit.
 //!
-//! Before: three guests, one under `ballast run`, two as they are. After: by how much the attached one is slower than
-//! another, and, as the noise, by how much the third is. Which of the three is attached changes with each repetition.
-//! Units: as in `idle`. Promise: only one of them works at a time, in short turns; the others wait for an order. A QEMU
-//! attaches at its start or never, so the three differ in the place of their memory, too; the noise between two equal
-//! ones shows how much that matters.
+//! Before: there are three guests, one under `ballast run`, and two without Ballast. After: rows have the slowdown of
+//! the attached one against another, and, as the noise, that of the third. Each repetition attaches another of the
+//! three. Units: as in `idle`. Promise: only one of them works at a time, in short turns; the others wait for an order.
+//! A QEMU attaches at its start or never, so the three also differ in the place of their memory; the noise between two
+//! equal ones shows how much that matters.
 
 use anyhow::{Context, Result, bail};
 
@@ -28,8 +28,8 @@ fn start(bench: &mut Bench, backing: Backing, pages: u64) -> Result<Worker> {
     if bench.options.quick { Ok(worker) } else { speed(&mut worker, false, 1000).map(|_| worker) }
 }
 
-/// By how many percent the attached one and the one before it are slower than the one after it; and the attached one's
-/// speed.
+/// Slowdowns, in percent, of the attached guest and the one before it against the one after it; and the attached
+/// guest's speed.
 fn trio(workers: &mut [Worker], attached: usize, zipf: bool, turns: usize, ms: u64) -> Result<([[f64; 2]; 2], f64)> {
     let mut ratios = [const { [const { Vec::new() }; 2] }; 2];
     let (other, third) = ((attached + 1) % 3, (attached + 2) % 3);

@@ -1,9 +1,9 @@
-//! Finds what a bench that was killed together with its guard left behind, by a note on its swap, and puts it back.
+//! Restores what a bench left behind that was killed together with its guard. A note on its swap tells.
 //!
 //! Before: the machine's lock is held, so no bench that could own any of it lives. After: swap, settings and cgroups
 //! are as they were before that bench. Huge pages lent to the pool are not found again: their owner is unknown.
-//! Threads: one. Promise: it touches only objects with our note or our name, and of the settings only the two that a
-//! bench changes.
+//! Threads: one. Promise: it changes only objects with our note or our name, and only the two settings that a bench
+//! changes.
 
 use std::fs;
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::swaps::{self, Active, Named, Sized};
 /// The beginning of a note. Each further line is a setting's path, a tab, and its value before.
 const FIRST_LINE: &str = "ballast bench: swapoff this, and put these back";
 
-/// The settings that a bench changes and that a reset of its device does not put back.
+/// The settings that a bench changes and that a reset of its device does not restore.
 const SETTINGS: [&str; 2] = [swaps::PAGE_CLUSTER, swaps::ZSWAP];
 
 /// The text on a swap device before it is used.
@@ -28,14 +28,14 @@ pub(crate) fn note(settings: &[Setting]) -> String {
     format!("{FIRST_LINE}\n{lines}")
 }
 
-/// The settings a note names; `None` if it is not one of ours.
+/// The settings that a note names; `None` if it is not one of ours.
 fn read(note: &str) -> Option<Vec<Setting>> {
     let lines = note.strip_prefix(FIRST_LINE)?.lines().filter_map(|line| line.split_once('\t'));
     let known = lines.filter_map(|(path, before)| Some((SETTINGS.iter().find(|known| **known == path)?, before)));
     Some(known.map(|(path, before)| Setting::changed(path.into(), before.to_owned())).collect())
 }
 
-/// Put back everything that can be found. The caller holds the machine's lock.
+/// Restore everything that can be found. The caller holds the machine's lock.
 pub(crate) fn put_back() -> Result<()> {
     let active = swaps::swaps()?;
     let is_active = |path: &Path| active.iter().any(|swap| Path::new(swap) == path);

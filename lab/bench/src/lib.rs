@@ -1,7 +1,7 @@
 //! `ballast bench`: Ballast against the kernel's own swap, a plain userfaultfd handler and the floor.
 //!
-//! Before: `ballastd` lies beside this program or on `PATH`; root and zram for the kernel's columns. After: rows, and a
-//! machine that is as it was.
+//! Before: `ballastd` lies beside this program or on `PATH`; the kernel's columns need root and zram. After: the caller
+//! has rows, and the machine is as it was.
 //! Threads: the caller's; guests, handler, guard and daemon are processes.
 //! Units: in every key. Promise: all sides are measured in the same run, on the same data, in the same order of
 //! touches, in turns; every page's contents are checked; a missing figure has a reason.
@@ -79,7 +79,7 @@ pub use worker::ROLE_COMMAND;
 use progress::Progress;
 use rig::{Bench, KernelSwap};
 
-/// Wait until no bench runs, and put back the leftovers of one that was killed together with its guard.
+/// Wait until no bench runs, and restore what one left behind that was killed together with its guard.
 pub fn put_back_leftovers() -> Result<()> {
     let _held = swaps::lock()?;
     leftover::put_back()
@@ -88,7 +88,7 @@ pub fn put_back_leftovers() -> Result<()> {
 /// Measure; `each` gets every row as soon as it is ready, with the description of the machine.
 pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -> Result<()> {
     if options.which == Which::Tiers {
-        // Neither a daemon nor a guest has a part in it.
+        // It needs neither a daemon nor a guest.
         let machine = machine::describe();
         let progress = Progress::start();
         let result =

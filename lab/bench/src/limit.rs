@@ -1,9 +1,9 @@
-//! One VM under a limit, over time: what a picture of Ballast's main job shows.
+//! One VM under a limit, over time: the data for a picture of Ballast's main job.
 //!
 //! Before: a VM has filled its memory and works, mostly on two fifths of it. After: its memory, faults and speed,
 //! sample by sample, before a limit of five eighths of its RAM, under it, and without it again.
 //! Threads: the bench's one; the VM is a process. Units: seconds since the first sample; bytes; per second.
-//! Promise: every sample is of the API, as an operator sees it, and every word that the VM reads is checked.
+//! Promise: every sample comes from the API, as an operator sees it, and every word that the VM reads is checked.
 
 use std::time::{Duration, Instant};
 
@@ -17,12 +17,12 @@ use crate::report::Row;
 use crate::rig::Bench;
 use crate::worker::Worker;
 
-/// Between two samples.
+/// Time between two samples.
 const SAMPLE: Duration = Duration::from_millis(200);
 /// Rounds of computing before an operation: some 3 us, as a request has.
 const THINK: u64 = 1000;
 
-/// How long the VM is measured without a limit, under it, and without it again.
+/// Times for which the VM is measured without a limit, under it, and without it again.
 struct Plan {
     ram: Bytes,
     free: Duration,
@@ -43,7 +43,7 @@ const QUICK: Plan = Plan {
     after: Duration::from_secs(1),
 };
 
-/// The values at one time. Rates are those since the sample before.
+/// The samples. Rates are those since the previous sample.
 #[derive(Default)]
 struct Samples {
     t_s: Vec<f64>,

@@ -1,4 +1,4 @@
-//! The machine of the measurement, and the build.
+//! Describes the machine of the measurement, and the build.
 //!
 //! Promise: it only reads; an unreadable value is null.
 
@@ -8,12 +8,12 @@ use std::process::Command;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-/// Was this built for speed?
+/// Is this a release build?
 pub fn is_release() -> bool {
     !cfg!(debug_assertions)
 }
 
-/// The machine, as in every row.
+/// The description of the machine that is in every row.
 pub fn describe() -> Value {
     let read = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
     let field = |path, key: &str| {
@@ -40,7 +40,7 @@ pub fn describe() -> Value {
     })
 }
 
-/// Memory that the host has available, in bytes; `None` if it does not tell.
+/// Memory that the host has available, in bytes; `None` if the kernel does not tell.
 pub(crate) fn mem_available() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

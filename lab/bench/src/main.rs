@@ -1,7 +1,8 @@
-//! `ballast-bench`: what `ballast bench` and `ballast demo` become.
+//! `ballast-bench`: the program that `ballast bench` and `ballast demo` become.
 //!
-//! Before: `ballastd` and `ballast` lie beside this program or on `PATH`. After: a table for people, or one JSON object
-//! per row; the exit codes of `ballast`. Promise: a build that was not made for speed says so before anything else.
+//! Before: `ballastd` and `ballast` lie beside this program or on `PATH`. After: it has printed a table for people, or
+//! one JSON object per row, and exits with the codes of `ballast`. Promise: a build that is not a release build says so
+//! before anything else.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -15,7 +16,7 @@ use clap::{Parser, Subcommand};
 /// The machine lacks something that the command needs: the same code as `ballast`'s.
 const MISSING_FEATURE: u8 = 5;
 
-/// The lab of Ballast: what measures and shows it.
+/// The lab of Ballast, which measures and shows it.
 #[derive(Debug, Parser)]
 #[command(name = "ballast-bench", bin_name = "ballast", version, arg_required_else_help = true)]
 struct Cli {
@@ -104,7 +105,7 @@ struct PlotArgs {
     out: PathBuf,
 }
 
-/// Draw, and name each file.
+/// Draw, and print the name of each file.
 fn plot(args: &PlotArgs) -> Result<()> {
     for file in ballast_bench::plot(&args.rows, &args.out)? {
         print(&format!("{}\n", file.display()))?;

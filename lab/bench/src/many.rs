@@ -1,7 +1,7 @@
-//! Ten VMs at once: all over their limits, then all touching their far pages. Part of `ballast bench scale`.
+//! Ten VMs at once: all are over their limits, then all touch their far pages. `ballast bench scale` runs it.
 //!
-//! Before: ten guests of each way hold their data; the kernel's are in ten cgroups. After: throughput of all, and how
-//! long each of them waited.
+//! Before: ten guests of each way hold their data; the kernel's are in ten cgroups. After: a row has the throughput of
+//! all, and the waits of each.
 //! Units: pages per second of all ten; microseconds per touch. Promise: the ways take turns, forwards and backwards.
 
 use std::time::Instant;

@@ -1,6 +1,6 @@
-//! A guest that is a thread: memory with known contents that goes out, by whatever means, and is touched again.
+//! A guest that is a thread: its memory has known contents, is paged out by any of the sides, and is touched again.
 //!
-//! Before: `guest` was asked for one. After: times of single touches, as the guest's own thread sees them.
+//! Before: `guest` was asked for one. After: the bench has times of single touches, as the guest's thread sees them.
 //! Threads: the caller's touches; a storm has a thread of its own, and several may share a round of touches.
 //! Units: pages. Promise: a page is touched once in a round, and every touch checks a word that counts the touches
 //! before it, so a page that was restored with wrong bytes is counted. [`Native::verify`] compares every byte.
@@ -28,7 +28,7 @@ use crate::stats::{random, shuffle};
 pub(crate) enum Ram {
     /// A shared memory file, as guest RAM is.
     Shared(GuestRam),
-    /// Ordinary memory: what the kernel swaps best.
+    /// Private anonymous memory, which the kernel swaps best.
     Private(Anon),
 }
 
@@ -50,7 +50,7 @@ fn ram_len(config: &GuestConfig) -> u64 {
 pub(crate) struct Native {
     ram: Arc<Ram>,
     pager: Pager,
-    /// What the first word of each page must be: the fill's, plus one for each touch.
+    /// The expected first word of each page: that of the fill, plus one for each touch.
     expected: Vec<u64>,
     storm: Option<Storm>,
 }
@@ -112,7 +112,7 @@ impl Native {
         if let Ram::Shared(ram) = &*self.ram { Some(own_file(ram)) } else { None }
     }
 
-    /// Put the data out.
+    /// Page the data out.
     pub(crate) fn page_out(&mut self, pages: u64) -> Result<Out> {
         let (start, cpu) = (Instant::now(), cpu::of_thread()?);
         let elsewhere_us = match &*self.ram {
@@ -153,7 +153,7 @@ impl Native {
     pub(crate) fn touch_these(&mut self, order: &[u64], pace: Pace) -> Result<Touched> {
         let think = Duration::from_micros(pace.think_us.into());
         let floor = matches!(self.pager, Pager::Floor);
-        // Written before the first measurement: its pages must not be fresh.
+        // It is written before the first measurement: its pages must not be fresh.
         let mut times = vec![u32::MAX; order.len()];
         let mut copy = [1; PAGE_SIZE];
         let mut wrong = 0;

@@ -1,4 +1,4 @@
-//! What to measure, and how: the words of the command line as types.
+//! The options of the bench: the words of the command line as types.
 //!
 //! Before: `main` has parsed them. After: `rig` and every bench read them.
 //! Threads: none. Units: none. Promise: only what a user can ask for is here.
@@ -10,42 +10,42 @@ use crate::order::{Data, GuestKind};
 /// What to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Which {
-    /// How long a touch of a far page takes.
+    /// The time of a touch of a far page.
     Restore,
-    /// How many cold pages per second leave DRAM.
+    /// Cold pages per second that leave DRAM.
     Reclaim,
-    /// What a second VM adds to both.
+    /// Restore and reclaim with more VMs.
     Scale,
-    /// How many small VMs fare at once, and what the service costs with each of them.
+    /// The speed of many small VMs at once, and the cost of the service for each.
     Density,
-    /// What being attached costs a VM that nobody squeezes.
+    /// The cost of the attachment for a VM without a limit.
     Idle,
-    /// What a neighbour's fault storm does to a VM's restores.
+    /// The effect of a neighbour's fault storm on a VM's restores.
     Storm,
-    /// How fast far pages go to a disk, and how long a touch of one there takes.
+    /// The rate of far pages to a disk, and the time of a touch of one there.
     Spill,
     /// Far pages on other machines beside those in RAM and on a disk, and beside bare connections.
     Far,
-    /// What equal pages of several VMs save in a group, beside compression alone and KSM.
+    /// The memory that equal pages of several VMs save in a group, beside compression alone and KSM.
     Share,
-    /// What a guest on 2 MiB pages gains and loses against 4 KiB.
+    /// Gains and losses of a guest on 2 MiB pages against 4 KiB.
     Huge,
-    /// How eight VMs fare in less memory than they want, by policy and by the kernel.
+    /// The slowdown of eight VMs in less memory than they want, by policy and by the kernel.
     Balance,
-    /// How well it is known who is hot, and what knowing costs.
+    /// How accurate tracking is, and what it costs.
     Track,
     /// One VM before, under and after a limit, over time.
     Limit,
-    /// Which pages belong into fast memory: classifiers against an oracle, simulated.
+    /// The choice of pages for fast memory: classifiers against an oracle, simulated.
     Tiers,
-    /// What the memory pool needs to know, can sell, and how soon memory of it can be used.
+    /// The memory pool: its metadata, the memory that it can give to VMs, and the time until that memory is usable.
     Pool,
-    /// What VMs notice when another engine follows.
+    /// The effect on VMs when another engine replaces the serving one.
     Upgrade,
 }
 
 impl Which {
-    /// As it stands in JSON and tables.
+    /// Its name in JSON and tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Restore => "restore",
@@ -79,18 +79,18 @@ pub enum Part {
     Pairs,
     /// Two VMs whose needs change.
     Stages,
-    /// How much of one VM's memory can go.
+    /// How much of one VM's memory can be taken.
     Memory,
     /// Many VMs that read, with the kernel beside them.
     Busy,
     /// The engine is killed under many VMs that read.
     Recovery,
-    /// Many VMs that do nothing.
+    /// Many idle VMs.
     Idle,
 }
 
 impl Part {
-    /// Whose part it is.
+    /// The measurement that it is a part of.
     pub fn of(self) -> Which {
         match self {
             Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
@@ -99,10 +99,10 @@ impl Part {
     }
 }
 
-/// How to measure it.
+/// The options.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// What.
+    /// The measurement.
     pub which: Which,
     /// What touches the memory.
     pub guest: GuestKind,
@@ -124,7 +124,7 @@ impl Options {
         self.guest == guest
     }
 
-    /// What guest memory holds, one row each. A quick run of QEMU guests, which boot slowly, has one.
+    /// The kinds of data in guest memory, one row each. A quick run of QEMU guests, which boot slowly, has one.
     pub(crate) fn data(&self) -> Vec<Data> {
         let all = [Data::HalfCompressible, Data::Incompressible];
         all.into_iter().take(if self.quick && self.is(GuestKind::Qemu) { 1 } else { 2 }).collect()

@@ -50,14 +50,14 @@ pub enum Role {
     Reader(ReaderConfig),
     /// A VM that does nothing but fault.
     Prober(SparseConfig),
-    /// Becomes the program named by the words after it, and ends with the process that started it.
+    /// Becomes the program that the words after it name, and ends with the process that started it.
     Become {
         /// The file of a memory cgroup that takes a process id.
         procs: Option<PathBuf>,
     },
     /// The plain userfaultfd handler; its standard input is a socket to its guest.
     Handler,
-    /// Changes settings of the machine and puts them back, whatever happens to the bench.
+    /// Changes settings of the machine and restores them, whatever happens to the bench.
     Guard,
 }
 
@@ -87,11 +87,11 @@ pub struct ReaderConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Data {
-    /// 64 bytes of noise, 64 bytes of zeros, and so on.
+    /// 64 bytes of noise and 64 bytes of zeros, by turns.
     HalfCompressible,
     /// Noise.
     Incompressible,
-    /// As the first; three pages of four are the same in all guests, and the rest is this guest's own.
+    /// As `HalfCompressible`; three pages of four are the same in all guests, and the rest is this guest's own.
     Equal(u8),
 }
 
@@ -148,7 +148,7 @@ pub struct GuestConfig {
     pub pages: u64,
     /// Their contents.
     pub data: Data,
-    /// RAM of huge pages (native guests alone).
+    /// RAM has huge pages (native guests alone).
     pub huge: bool,
     /// Fault workers; `None`: the client decides (native guests alone).
     pub fault_workers: Option<usize>,
@@ -161,7 +161,7 @@ pub struct GuestConfig {
 pub enum Pattern {
     /// One after the other.
     Sequential,
-    /// Every 64th page, and so on from the next one, until all were touched.
+    /// Every 64th page, then every 64th from the next one on, until all were touched.
     Strided,
     /// Any page, as often as there are pages.
     Random,
@@ -174,7 +174,7 @@ pub enum Pattern {
 pub struct WorkloadConfig {
     /// Its workload; its operations have no end.
     pub spec: Spec,
-    /// In a KVM guest.
+    /// It runs in a KVM guest.
     pub kvm: bool,
     /// The side that may take its memory: a ballastd, once [`Order::Attach`] was given, or the kernel, from the start.
     pub backing: Backing,
@@ -183,11 +183,11 @@ pub struct WorkloadConfig {
 /// How pages are touched.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Pace {
-    /// No more than this many.
+    /// Most touches.
     pub most: u64,
-    /// Computing between two touches.
+    /// Time of computing between two touches.
     pub think_us: u32,
-    /// The thread stays on the CPU it is on, as a pinned vCPU does.
+    /// The thread stays on its CPU, as a pinned vCPU does.
     pub pinned: bool,
     /// Threads that share them (native guests alone); more than one neither think nor are pinned.
     pub threads: u32,
@@ -198,18 +198,18 @@ impl Pace {
     pub const ALL: Self = Self { most: u64::MAX, think_us: 0, pinned: false, threads: 1 };
 }
 
-/// What to do.
+/// An order.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Order {
     /// Fill memory (and attach it).
     Fill,
-    /// Put every page out: all roles but Ballast's, where the limit does that.
+    /// Page everything out. On Ballast's side the limit does that instead.
     PageOut,
     /// Touch pages that are out, in an order that the seed decides.
     Touch {
         /// Decides the order.
         seed: u64,
-        /// How.
+        /// The pace.
         pace: Pace,
     },
     /// Touch pages in this order, wherever they are.
@@ -225,7 +225,7 @@ pub enum Order {
     Pause,
     /// Compare every byte. A workload ends with it.
     Verify,
-    /// QEMU: stand still until the next order.
+    /// QEMU: do nothing until the next order.
     Hold,
     /// QEMU: work for this long, on a hot set or by Zipf's law.
     Work {
@@ -249,7 +249,7 @@ pub enum Order {
         /// In nanoseconds of the monotonic clock.
         until_ns: u64,
     },
-    /// How many operations the workload has done so far.
+    /// Return the number of operations that the workload has done so far.
     Progress,
     /// Run the workload for this long.
     Slice {
@@ -271,9 +271,9 @@ pub enum Order {
     HugePages(u64),
     /// Guard: a memory cgroup of this name.
     Cgroup(String),
-    /// Guard: in the end, end this process.
+    /// Guard: kill this process at its own end.
     EndProcess(u32),
-    /// Guard: in the end, remove this directory of ours.
+    /// Guard: remove this directory of ours at its own end.
     RemoveDir(PathBuf),
 }
 
@@ -316,7 +316,7 @@ pub enum Answer {
         /// How long it took.
         wall_us: f64,
     },
-    /// Guard: where it is.
+    /// Guard: the path of the object.
     Path(PathBuf),
     /// It could not be done.
     Failed(String),
@@ -327,25 +327,25 @@ pub enum Answer {
 pub struct Probed {
     /// Equal parts of the turn, one after the other.
     pub slices: Vec<Slice>,
-    /// How often it touched a page.
+    /// Number of touches.
     pub touches: u64,
-    /// How often it faulted, by the kernel's count.
+    /// Number of faults, by the kernel's count.
     pub faulted: u64,
 }
 
 /// The faults that ended in one part of a turn.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Slice {
-    /// How long each took.
+    /// Time of each.
     pub faults: Waits,
     /// The times from the end of one to the end of the next.
     pub gaps: Waits,
 }
 
-/// How pages went out.
+/// The result of paging out.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Out {
-    /// How many.
+    /// Number of pages.
     pub pages: u64,
     /// How long it took.
     pub wall_us: f64,
@@ -355,7 +355,7 @@ pub struct Out {
     pub first_us: f64,
 }
 
-/// How a guest read its memory.
+/// The result of a guest's reads.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Reads {
     /// Pages whose touch began and ended in time. The time of one that ended later is among `waits` nevertheless.
@@ -367,7 +367,7 @@ pub struct Reads {
 /// A touch that is quicker than this raised no fault: a minor one with nothing else takes longer.
 pub const FAULT_NS: u32 = 700;
 
-/// How long touches took.
+/// Times of touches.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Touched {
     /// Time per touch.

@@ -1,6 +1,6 @@
-//! The memory of engine and keeper for a GiB of guest RAM. Part of `ballast bench scale`.
+//! The memory of engine and keeper for a GiB of guest RAM. `ballast bench scale` runs it.
 //!
-//! Before: a daemon without VMs. After: a VM of which half holds data was attached, then all its data went far.
+//! Before: a daemon without VMs. After: a VM of which half holds data was attached, and then all its data was evicted.
 //! Threads: the bench's one. Units: bytes per GiB of guest RAM.
 //! Promise: neither guest RAM nor the bytes of far pages are counted; the latter have a figure of their own. Memory
 //! that both processes map is counted once.
@@ -21,10 +21,10 @@ use crate::subject::{Subject, Way, out};
 /// Names of the engine's memory files: page states, and arenas with their index.
 const OWN_FILES: [&str; 2] = ["ballast-state", "ballast-store"];
 
-/// How long the files of a VM may stay after it.
+/// Longest time for which the files of a VM stay after it.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What both processes hold, in bytes.
+/// Memory of both processes in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Held {
     /// Memory of their own, and their share of programs and libraries (`Pss_Anon`, `Pss_File`).
@@ -34,7 +34,7 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// As it is now.
+    /// The present figures.
     pub(crate) fn now(bench: &Bench) -> Result<Self> {
         let (mut held, mut files) = (Self::default(), BTreeMap::new());
         for pid in [bench.engine_pid()?, bench.daemon.keeper_pid()] {
@@ -77,7 +77,7 @@ fn memory_files(pid: u32, into: &mut BTreeMap<(u64, u64), u64>) -> Result<()> {
     Ok(())
 }
 
-/// Without any VM: their files go a moment after the API has forgotten them.
+/// Wait for the state without VMs: their files are closed a moment after the API has forgotten them.
 fn settled(bench: &Bench) -> Result<Held> {
     let start = Instant::now();
     loop {

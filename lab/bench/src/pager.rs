@@ -1,6 +1,6 @@
 //! The pager of a guest: the daemon, the kernel, the plain handler, or none.
 //!
-//! Before: a guest in a helper process has RAM. After: its pages go out when the bench says so.
+//! Before: a guest in a helper process has RAM. After: its pages are paged out when the bench orders it.
 //! Threads: the guest's; the client has one of its own. Units: pages; microseconds of CPU time.
 //! Promise: a guest of the kernel's is in its memory cgroup before it has memory.
 
@@ -17,7 +17,7 @@ use ballast_testvm::GuestRam;
 use crate::order::Backing;
 use crate::plain::Handler;
 
-/// Puts pages out.
+/// Pages memory out.
 pub(crate) enum Pager {
     /// The daemon, by its limit; the client stays attached as long as the process lives.
     Ballast(#[expect(dead_code, reason = "kept, not used")] Client),
@@ -53,7 +53,7 @@ impl Pager {
         })
     }
 
-    /// Put the first `pages` pages of RAM out. Returns the CPU time that other processes spent on it.
+    /// Page out the first `pages` pages of RAM. Returns the CPU time that other processes spent on it.
     pub(crate) fn page_out(&mut self, ram: &GuestRam, pages: u64) -> Result<f64> {
         let len = PageCount(pages).bytes().0 as usize;
         match self {

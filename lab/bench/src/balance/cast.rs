@@ -33,12 +33,12 @@ use crate::{cgroup, cpu, swaps};
 
 /// Between two samples of what the VMs hold.
 const SAMPLE: Duration = Duration::from_millis(200);
-/// How long taking memory away may take.
+/// Longest time until reclaim has taken memory away.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// More than any bench uses.
+/// A limit in bytes that no bench reaches.
 const UNLIMITED: u64 = 1 << 50;
 
-/// The word for a workload in keys.
+/// The name of a workload in keys.
 pub(super) fn word(workload: Workload) -> &'static str {
     match workload {
         Workload::Store => "store",
@@ -78,7 +78,7 @@ pub(super) struct Cast {
     pub vms: Vec<Vm>,
     pub side: Side,
     cgroup: PathBuf,
-    /// Kernel: memory that the processes need beyond guest RAM.
+    /// On the kernel's side: memory that the processes need beyond guest RAM.
     pub own_bytes: u64,
 }
 
@@ -94,9 +94,9 @@ pub(super) struct Window {
     pub misses_per_kop: Vec<f64>,
     /// Time that other programs than VMs and Ballast used, in percent of one CPU.
     pub others_cpu_pct: f64,
-    /// What their far memory occupies, at the end.
+    /// Bytes that their far memory occupies at the end.
     pub far_bytes: f64,
-    /// Ballast: limits changed, decisions, CPU time of the control thread and of the whole engine.
+    /// On Ballast's side: limits changed, decisions, CPU time of the governor and of the whole engine.
     pub changed: u64,
     pub ticks: u64,
     pub control_us: f64,
@@ -171,7 +171,7 @@ impl Cast {
         })
     }
 
-    /// Stand still, with as much memory as there is.
+    /// Stop all VMs, without a limit.
     pub fn rest(&self, bench: &Bench) -> Result<()> {
         self.hold_to(bench, Kind::None, None)?;
         let start = Instant::now();
@@ -188,12 +188,12 @@ impl Cast {
         self.signal(Signal::STOP)
     }
 
-    /// Go on.
+    /// Continue all VMs.
     pub fn wake(&self) -> Result<()> {
         self.signal(Signal::CONT)
     }
 
-    /// From now on all together may have this much, running or not. They run afterwards.
+    /// From now on all VMs together may have this much, whether they run or not. They run afterwards.
     pub fn begin_to_hold(&self, bench: &Bench, policy: Kind, bytes: u64) -> Result<()> {
         if self.side == Side::Kernel {
             // While VMs run, all their pages are young, and the kernel refuses a limit that it cannot keep at once.
@@ -205,7 +205,7 @@ impl Cast {
         self.hold_to(bench, policy, Some(bytes))
     }
 
-    /// All together may have this much, which a policy divides.
+    /// Let all VMs together have this much, which a policy divides.
     fn hold_to(&self, bench: &Bench, policy: Kind, bytes: Option<u64>) -> Result<()> {
         if self.side == Side::Ballast {
             let biggest = self.vms.iter().map(|vm| vm.spec.ram.0).max().unwrap_or(0);
@@ -231,7 +231,7 @@ impl Cast {
         Ok(())
     }
 
-    /// Let all run for a while, and measure them.
+    /// Let all VMs run for a while, and measure them.
     pub fn window(&mut self, bench: &Bench, length: Duration) -> Result<Window> {
         let engine = bench.engine_pid()?;
         let cpu_us =
@@ -252,7 +252,7 @@ impl Cast {
             let Answer::Sliced { ops, wall_us, cpu_us } = vm.worker.answer()? else { bail!("a VM stands") };
             vms_us += cpu_us;
             all_ops.push(ops.max(1) as f64);
-            // A VM that did nothing at all is as slow as one that did one thing.
+            // A VM that did no operation counts as one that did one.
             window.ops_per_s.push(ops.max(1) as f64 * 1e6 / wall_us);
         }
         let (after, (control_after, engine_after)) = (bench.daemon.api().policy()?, cpu_us()?);
@@ -274,7 +274,7 @@ impl Cast {
         Ok(window)
     }
 
-    /// Compare every word, without a limit, and end.
+    /// Compare every word, without a limit, and end the VMs.
     pub fn verify(mut self, bench: &Bench) -> Result<()> {
         self.hold_to(bench, Kind::None, None)?;
         self.vms.iter_mut().try_for_each(|vm| vm.worker.tell(&Order::Verify))?;

@@ -57,7 +57,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
 
 struct Jump {
     converge_s: f64,
-    /// Ballast alone has this.
+    /// On Ballast's side only.
     memory_s: f64,
     steady_slowdown: f64,
     others_slowdown: Vec<f64>,
@@ -111,7 +111,7 @@ fn jump(bench: &mut Bench, cast: &mut Cast, before: &[f64], scale: Scale) -> Res
     })
 }
 
-/// What it was in the last third.
+/// The median in the last third.
 fn last(course: &[(f64, f64)]) -> f64 {
     let last: Vec<f64> = course[course.len() * 2 / 3..].iter().map(|(_, value)| *value).collect();
     median(&last).unwrap_or(0.0)

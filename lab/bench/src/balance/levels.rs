@@ -3,7 +3,7 @@
 //! Before: eight VMs of each side have filled their memory and run without pressure. After: a row for each level.
 //! Threads: the caller's. Units: slowdowns; a level is in percent of the RAM of all VMs.
 //! Promise: the speed without pressure is measured on each side by itself, before and after each level. A level is
-//! compared with the mean of the two, which limits what a drifting machine changes; their difference is the noise. No
+//! compared with the mean of the two, which limits the effect of a drifting machine; their difference is the noise. No
 //! VM's slowdown is left out.
 
 use anyhow::Result;
@@ -19,9 +19,9 @@ use crate::sweep::Side;
 
 /// Percent of all RAM.
 const LEVELS: [u64; 4] = [100, 75, 60, 45];
-/// A quick run has these.
+/// Percent of all RAM in a quick run.
 const QUICK: [u64; 3] = [100, 75, 60];
-/// At this level all policies are measured; at the other levels with scarce memory, Maestro's beside ours.
+/// At this level, in percent, all policies are measured. At the other levels below 100 there are Maestro's and ours.
 const SHORT: u64 = 60;
 
 /// Speed of each VM without pressure: the mean over all windows.
@@ -30,7 +30,7 @@ pub(super) fn speeds(windows: &[Window]) -> Vec<f64> {
     (0..vms).map(|vm| windows.iter().map(|window| window.ops_per_s[vm]).sum::<f64>() / windows.len() as f64).collect()
 }
 
-/// How many times slower each VM is in a window.
+/// Slowdown of each VM in a window.
 pub(super) fn slowdowns(before: &[f64], window: &Window) -> Vec<f64> {
     before.iter().zip(&window.ops_per_s).map(|(before, now)| before / now).collect()
 }
@@ -39,7 +39,7 @@ pub(super) fn geomean(values: &[f64]) -> f64 {
     (values.iter().map(|value| value.ln()).sum::<f64>() / values.len().max(1) as f64).exp()
 }
 
-/// Settle, then measure. The VMs stand still before and after.
+/// Settle, then measure. The VMs are stopped before and after.
 pub(super) fn measure(
     bench: &Bench,
     cast: &mut Cast,
@@ -68,7 +68,7 @@ pub(super) struct Alone {
 pub(super) struct Base {
     /// Speed of each VM without pressure: the mean of before and after.
     pub speeds: Vec<f64>,
-    /// Slowdown after, against before, in each window: the noise.
+    /// Slowdown after the level against before it, in each window: the noise.
     pub aa: Vec<f64>,
 }
 
@@ -143,7 +143,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         });
         match kernel {
             Ok(kernel) => {
-                // How much faster: the kernel's time over ours, less one.
+                // The improvement is the kernel's time over ours, minus one.
                 let faster = us.iter().zip(&kernel).map(|(us, kernel)| (kernel / us - 1.0) * 100.0);
                 row.difference("improvement_pct", &faster.collect::<Vec<_>>());
             }

@@ -1,11 +1,12 @@
 //! Many VMs in less memory than they want: Ballast's policies against the kernel, which balances one memory cgroup.
 //!
-//! Before: Maestro's experiment and Blowfish's (5.2), scaled to this machine. After: by how much VMs get slower at each
-//! level of memory, in pairs, how soon a VM whose demand jumps has what it needs, and how much can be taken for 5 %.
+//! Before: Maestro's experiment and Blowfish's (5.2) are scaled to this machine. After: rows have the slowdown of VMs
+//! at each level of memory and in pairs, the time until a VM whose demand jumps has its memory, and the memory that can
+//! be taken for 5 %.
 //! Threads: the caller's. Units: a slowdown is operations per second without pressure over those with it, of the same
 //! VM among the same others, so the number of VMs that share a CPU cancels out.
-//! Promise: the sides take turns at each level and never run at once. What VMs hold is sampled while they run; the
-//! compressed bytes of either side are on top of it and reported.
+//! Promise: the sides take turns at each level and never run at once. The memory of VMs is sampled while they run; the
+//! compressed bytes of either side are not included in it and are reported.
 
 mod cast;
 mod converge;

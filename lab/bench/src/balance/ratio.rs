@@ -1,9 +1,11 @@
-//! How much of each workload's memory can be taken before it is 5 % slower (Blowfish, 5.1.1), beside the kernel.
+//! Measures how much of each workload's memory can be taken before it is 5 % slower (Blowfish, 5.1.1), beside the
+//! kernel.
 //!
 //! Before: `sweep` bisects over limits, with a second, unlimited guest as the reference. After: a row for each
 //! workload, and for one whose skew huge pages hide (HugeScope, 2.2): a tenth of its pages is hot, side by side or
 //! spread over a part of its huge pages, and the rest is never touched.
-//! Threads: the caller's. Units: fractions of RAM. Promise: one VM at a time; Ballast tracks it, and pays for that.
+//! Threads: the caller's. Units: fractions of RAM. Promise: one VM runs at a time; Ballast tracks it, and the cost of
+//! that is included.
 
 use anyhow::Result;
 use ballast_base::{Bytes, MIB};
@@ -18,7 +20,7 @@ use crate::track::guest::THINK_TICKS;
 
 /// RAM of the guest with skew.
 const SKEWED_RAM: u64 = 256 * MIB;
-/// How its hot pages lie: percent of its memory that is mapped huge, and of its huge pages that have hot pages.
+/// Layout of its hot pages: percent of its memory that is mapped huge, and of its huge pages that have hot pages.
 const LAYOUTS: [(u32, u32); 4] = [(0, 100), (100, 25), (100, 50), (100, 100)];
 
 /// A guest of a row.

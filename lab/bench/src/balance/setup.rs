@@ -18,26 +18,26 @@ use crate::sweep::Side;
 /// The four workloads.
 pub(super) const CAST: [Workload; 4] = [Workload::Store, Workload::Graph, Workload::Matrix, Workload::Scan];
 
-/// What divides the memory on Ballast's side, unless a key names another policy.
+/// The policy that divides the memory on Ballast's side, unless a key names another one.
 pub(super) const POLICY: Kind = Kind::Gain;
 
-/// How large and how long.
+/// Sizes and times.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scale {
     /// RAM of a VM.
     pub(super) ram_bytes: u64,
-    /// From a change of limits until VMs are measured.
+    /// Time from a change of limits until VMs are measured.
     pub(super) settle: Duration,
-    /// How long VMs are measured at a time.
+    /// Length of one measurement.
     pub(super) window: Duration,
-    /// How often.
+    /// Number of measurements.
     pub(super) windows: usize,
     /// Operations of the store with each pattern: some seconds among eight VMs on two CPUs.
     pub(super) store_ops: u64,
 }
 
 impl Scale {
-    /// By what was asked for.
+    /// The scale that the options ask for.
     pub(super) fn of(bench: &Bench) -> Self {
         let s = Duration::from_secs;
         if bench.options.quick {

@@ -3,7 +3,7 @@
 //! Before: two VMs of different programs have filled their memory. After: a row for each pair.
 //! Threads: the caller's. Units: a slowdown is the time of one run through all stages over its time without pressure,
 //! with the same neighbour. Promise: every pair of the four programs is there. Runs are measured from the moment memory
-//! gets short; a VM that ends before its neighbour goes on with its next run.
+//! gets short; a VM that ends before its neighbour continues with its next run.
 //!
 //! | program | its stages, some 24 s alone | after the paper's |
 //! |---|---|---|
@@ -30,7 +30,7 @@ use crate::sweep::Side;
 const THINK: u64 = 1500;
 /// Runs with half of the memory.
 const RUNS: usize = 3;
-/// Between two samples of how far VMs are.
+/// Time between two samples of the VMs' progress.
 const SAMPLE: Duration = Duration::from_millis(50);
 
 /// A program: its name and its stages.
@@ -97,7 +97,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
     Ok(())
 }
 
-/// How many times slower both are, in each run with half of their memory.
+/// The slowdown of both VMs, in each run with half of their memory.
 fn pair(bench: &mut Bench, side: Side, programs: [&Program; 2], scale: Scale) -> Result<Vec<Vec<f64>>> {
     let mut cast = Cast::start(bench, side, &programs.map(|program| program.spec(scale.ram_bytes)))?;
     let ops = programs.map(Program::ops);
@@ -113,7 +113,7 @@ fn pair(bench: &mut Bench, side: Side, programs: [&Program; 2], scale: Scale) ->
     Ok(slow)
 }
 
-/// How long each VM takes for `ops` operations from now on, in seconds.
+/// The time in seconds that each VM takes for `ops` operations from now on.
 fn one_run(cast: &mut Cast, ops: [u64; 2]) -> Result<Vec<f64>> {
     let start = Instant::now();
     let mut from = vec![None; cast.vms.len()];

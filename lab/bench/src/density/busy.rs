@@ -1,8 +1,8 @@
-//! All of the VMs read all of their memory at once, each limited to half of it. Part of `ballast bench density`.
+//! All VMs read all of their memory at once, each limited to half of it. `ballast bench density` runs it.
 //!
-//! Before: a daemon without VMs. After: throughput, waits and fairness of both sides, how long `vm list` takes
-//! meanwhile; in a row of its own how long a guest waits when the engine is killed.
-//! Threads: the bench's one. Units: in every key. Promise: the worst touch of a turn is that of any guest.
+//! Before: a daemon without VMs. After: a row has throughput, waits and fairness of both sides, and the time of `vm
+//! list` meanwhile; a row of its own has a guest's wait when the engine is killed.
+//! Threads: the bench's one. Units: in every key. Promise: the worst touch of a turn is that of all guests.
 
 use std::time::{Duration, Instant};
 
@@ -17,10 +17,10 @@ use crate::rig::Bench;
 use crate::stats::percentile;
 use crate::subject::in_turn;
 
-/// Between two lists.
+/// Pause between two lists.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// How long it is measured.
+/// Number and length of the measurements.
 struct Plan {
     turns: u64,
     /// Time that is not counted before each turn; with it, the time that each guest adds.
@@ -105,7 +105,7 @@ pub(super) fn row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> 
     }
     let mut sides = sides.into_iter();
     let (mut ballast, ours) = sides.next().context("there is a side")?;
-    // Ended before the rest: its processes would disturb that.
+    // The kernel's side ends before the rest, which its processes would disturb.
     let theirs = sides.next().map(|(_, series)| series).unwrap_or_default();
     ours.report(&mut row, "");
     theirs.report(&mut row, "kernel_");
@@ -118,7 +118,7 @@ pub(super) fn row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> 
     Ok(row)
 }
 
-/// How long lists take while all guests read.
+/// Measure lists while all guests read.
 fn lists(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration, row: &mut Row) -> Result<()> {
     let (vms, end) = (fleet.len(), lead + time);
     let list = || {
@@ -143,8 +143,8 @@ fn lists(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration, row: 
     Ok(())
 }
 
-/// The engine is killed while all guests read, once in each turn. The longest touch is at least as long as reported: it
-/// may have gone on after its turn.
+/// Kill the engine while all guests read, once in each turn. The longest touch is at least as long as reported: it may
+/// have ended after its turn.
 pub(super) fn recovery_row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> {
     let plan = if bench.options.quick { HASTY } else { FULL };
     let lead = plan.lead + plan.lead_per_vm * u32::try_from(vms)?;
@@ -164,14 +164,14 @@ pub(super) fn recovery_row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Res
     Ok(row)
 }
 
-/// Kill the engine. Returns also after how many milliseconds the next one's API answered.
+/// Kill the engine. Also returns the milliseconds until the next one's API replied.
 fn killed(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration) -> Result<(Turn, f64)> {
     let before = bench.engine_pid()?;
     let kill = || {
         let pid = Pid::from_raw(before.cast_signed()).context("the engine has no process id")?;
         kill_process(pid, Signal::KILL).context("Killing the engine")?;
         let killed = Instant::now();
-        // With a connection of its own: requests that were cut off are repeated only for some seconds.
+        // The client is a new one: requests that were cut off are repeated only for some seconds.
         let api = Client::new(bench.daemon.dir().join("api.sock"))?.retry_for(Duration::from_secs(60));
         while api.host().map_or(before, |host| host.engine_pid) == before {
             ensure!(killed.elapsed() < Duration::from_secs(120), "no new engine serves the API");

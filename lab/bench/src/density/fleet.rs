@@ -1,6 +1,6 @@
-//! Guests of one side, which do the same at the same time.
+//! The guests of one side, which do the same at the same time.
 //!
-//! Before: a daemon, or the kernel's swap. After: the figures of all of them together.
+//! Before: there is a daemon, or the kernel's swap. After: the caller has the figures of all guests together.
 //! Threads: the caller's; guests are processes. Units: in the names.
 //! Promise: guests get their orders one after the other, long before the time that counts.
 
@@ -18,7 +18,7 @@ use crate::waits::Waits;
 use crate::worker::Worker;
 use crate::{cgroup, cpu};
 
-/// VMs that are not within their limits by then are measured as they are.
+/// Time after which VMs that are not within their limits are measured as they are.
 const SQUEEZE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(20);
 
@@ -29,11 +29,11 @@ pub(crate) enum Side {
     Kernel,
 }
 
-/// What one guest is known by.
+/// One guest.
 struct Member {
     worker: Worker,
     name: String,
-    /// The kernel's: its cgroup, and what it held before the guest had RAM.
+    /// On the kernel's side: its cgroup, and the bytes in it before the guest had RAM.
     cgroup: Option<(PathBuf, u64)>,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Turn {
     pub(crate) touches_per_s: f64,
     pub(crate) p99_us: f64,
     pub(crate) worst_ms: f64,
-    /// Touches of the slowest guest over those of the one in the middle.
+    /// Touches of the slowest guest over the median of all.
     pub(crate) fairness: f64,
     pub(crate) busy_pct: f64,
 }
@@ -75,7 +75,7 @@ impl Fleet {
         self.members.len()
     }
 
-    /// Attach, all at once. Returns how long each took, in milliseconds.
+    /// Attach all at once. Returns the time of each in milliseconds.
     pub(crate) fn attach(&mut self, bench: &Bench) -> Result<Vec<f64>> {
         let answers = self.ask_all(&Order::Attach)?;
         for member in &self.members {
@@ -88,7 +88,7 @@ impl Fleet {
         answers.into_iter().map(ms).collect()
     }
 
-    /// Fill all of their RAM, one after the other.
+    /// Fill the RAM of all, one after the other.
     pub(crate) fn fill(&mut self) -> Result<()> {
         for member in &mut self.members {
             if let Some((cgroup, own)) = &mut member.cgroup {
@@ -99,8 +99,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Limit each guest to half of its RAM (the kernel's: and the memory of its process). Returns how long each took,
-    /// in milliseconds.
+    /// Limit each guest to half of its RAM (on the kernel's side also the memory of its process). Returns the time of
+    /// each in milliseconds.
     pub(crate) fn limit(&mut self, bench: &Bench) -> Result<Vec<f64>> {
         let half = self.ram_bytes / 2;
         let mut times = Vec::new();
@@ -115,7 +115,7 @@ impl Fleet {
         Ok(times)
     }
 
-    /// Wait until Ballast's are within their limits. Returns how many are not.
+    /// Wait until Ballast's guests are within their limits. Returns the number of those that are not.
     pub(crate) fn squeezed(&self, bench: &Bench) -> Result<usize> {
         let start = Instant::now();
         loop {
@@ -128,7 +128,7 @@ impl Fleet {
         }
     }
 
-    /// Have all of them read at once: `lead` is not counted, `time` is, while `meanwhile` runs.
+    /// Have all guests read at once: first for `lead`, which does not count, then for `time`, while `meanwhile` runs.
     pub(crate) fn read<T>(
         &mut self,
         lead: Duration,

@@ -1,6 +1,6 @@
 //! One of many small guests: it fills its RAM, and reads all of it over and over.
 //!
-//! Before: `fleet` starts it as a process of its own. After: how long each touch took.
+//! Before: `fleet` starts it as a process of its own. After: it returns the time of each touch.
 //! Threads: one; the client has one of its own. Units: pages; nanoseconds of the monotonic clock, which guests share.
 //! Promise: every word of every page that is read is compared; wrong data ends the reading with an error.
 

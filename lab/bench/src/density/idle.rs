@@ -1,9 +1,9 @@
-//! The cost of the service with idle VMs, and of requests for one VM at a time. Part of `ballast bench density`.
+//! The cost of the service with idle VMs, and of requests for one VM at a time. `ballast bench density` runs it.
 //!
-//! Before: a daemon without VMs. After: CPU time, threads, memory and descriptors of engine and keeper, and how long an
-//! attach, a limit and a list take.
+//! Before: a daemon without VMs. After: a row has CPU time, threads, memory and descriptors of engine and keeper, and
+//! the times of an attach, a limit and a list.
 //! Threads: the bench's one. Units: in every key. Promise: CPU time is counted when no VM is above its limit. Memory is
-//! what engine and keeper have anonymously, and their memory files without the bytes of far pages.
+//! the anonymous memory of engine and keeper, and their memory files without the bytes of far pages.
 
 use std::time::{Duration, Instant};
 

@@ -25,7 +25,7 @@ use crate::rig::Bench;
 
 /// Numbers of VMs that read.
 const BUSY: [usize; 6] = [1, 2, 8, 32, 128, 256];
-/// Numbers of VMs that do nothing.
+/// Numbers of idle VMs.
 const IDLE: [usize; 4] = [1, 100, 200, 1000];
 const QUICK: [usize; 1] = [4];
 
@@ -39,7 +39,7 @@ fn ram_bytes(bench: &Bench, vms: usize) -> u64 {
     }
 }
 
-/// A guest needs two descriptors here.
+/// Raise the limit on descriptors: a guest needs two here.
 fn raise_descriptors() -> Result<()> {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).context("Raising RLIMIT_NOFILE")
