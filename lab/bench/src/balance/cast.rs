@@ -235,7 +235,7 @@ impl Cast {
     pub fn window(&mut self, bench: &Bench, length: Duration) -> Result<Window> {
         let engine = bench.engine_pid()?;
         let cpu_us =
-            || anyhow::Ok((cpu::of_threads(engine, |name| name == "control")?, cpu::of_threads(engine, |_| true)?));
+            || anyhow::Ok((cpu::of_threads(engine, |name| name == "governor")?, cpu::of_threads(engine, |_| true)?));
         let (policy, (control_us, engine_us)) = (bench.daemon.api().policy()?, cpu_us()?);
         let (misses, all_us) = (self.misses(bench)?, cpu::of_machine()?);
         let start = Instant::now();
