@@ -21,8 +21,8 @@
 //! | 3 | `View::serving`, `View::serving_from_disk` | serving a fault (shared), forgetting a mapping (exclusive) |
 //! | 4 | stage of a unit: Mapping | mapping 2 MiB at once; disturbing waits for it, without page locks |
 //! | 5 | page locks: the lock bits of words | a move of a granule; ascending where several are held |
-//! | 6 | the tracker of heat (`VmHeat`) | planning and absorbing a cycle, picking |
-//! | 7 | `Memory::regions` (while one is opened), `Kept`, `Pinned`, what cannot be read, spans of a view | looking up |
+//! | 6 | the tracker of heat (`VmHeat`), an agent's hints | planning and absorbing a cycle, picking |
+//! | 7 | `Memory::{regions, views}`, `Kept`, `Pinned`, what cannot be read, spans of a view | looking up |
 //!
 //! A fault worker holds 3 and only *tries* 1. Only a discard waits for a page lock while it holds one, and takes them
 //! in ascending order; all others leave a page that they find locked, and try again later. No lock is held while a
