@@ -1,10 +1,11 @@
 //! The plain handler that Ballast is compared with: another process, one thread, one page at a time, a vector of
 //! compressed pages.
 //!
-//! Before: a guest in a helper process makes the userfaultfd. After: its pages go out and are restored as simply as can
-//! be.
-//! Threads: one. Units: pages. Promise: it does what any first version of such a program would do, with LZ4 blocks as
-//! Ballast's store, made by a common library; no quarantine, no checksums, no budget, no state that outlives it.
+//! Before: a guest in a helper process makes the userfaultfd. After: its pages are paged out and restored in the
+//! simplest way.
+//! Threads: one. Units: pages. Promise: it does what any first version of such a program would do. It uses LZ4 blocks
+//! like Ballast's store, from a common library. It has no quarantine, no checksums, no budget, and no state that
+//! outlives it.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -25,11 +26,11 @@ use crate::worker;
 
 #[derive(Serialize, Deserialize)]
 enum Message {
-    /// With the userfaultfd and the memory file.
+    /// The first message. It carries the userfaultfd and the memory file.
     Start { base: u64, len: u64 },
     /// These pages from the start are zapped: compress and punch them.
     Out { pages: u64 },
-    /// Done, for this much CPU time.
+    /// The order is done; it took this CPU time.
     Done { cpu_us: f64 },
 }
 
@@ -51,7 +52,7 @@ impl Handler {
         Ok(handler)
     }
 
-    /// Put out zapped pages. Returns the handler's CPU time.
+    /// Page out zapped pages. Returns the handler's CPU time.
     pub(crate) fn page_out(&mut self, pages: u64) -> Result<f64> {
         scm::send(&self.socket, &serde_json::to_vec(&Message::Out { pages })?, &[])?;
         self.done()
@@ -119,7 +120,7 @@ impl Served {
         let mut scratch = [0; get_maximum_output_size(PAGE_SIZE)];
         for (number, far) in self.far.iter_mut().take(pages as usize).enumerate() {
             let offset = (number * PAGE_SIZE) as u64;
-            // A hole: far already.
+            // A hole is a page that is far already.
             if !memfd::is_present(&self.ram, offset)? {
                 continue;
             }

@@ -1,12 +1,12 @@
-//! A VM that asks all the time whether somebody serves its faults: one thread has the kernel unmap a page, touches it,
-//! and begins again.
+//! A VM that tests all the time whether an engine serves its faults: one thread has the kernel unmap a page, touches
+//! it, and begins again.
 //!
-//! Before: `upgrade` starts it as a process of its own. After: how long each of these faults took, and how long each
-//! time was between two that were served, seen from outside: neither keeper nor engine has a part in the measuring.
+//! Before: `upgrade` starts it as a process of its own. After: it returns the time of each of these faults, and each
+//! time between two served ones. They are measured from outside: neither keeper nor engine takes part.
 //! Threads: one in the guest, without a pause; the client has one of its own. Units: nanoseconds of the monotonic
 //! clock; slices of [`SLICE_NS`].
-//! Promise: every touch was a fault, by the kernel's count, and one that an engine served, by the engines' count; its
-//! page had the number that was written last. A time in which nobody serves is a touch, and a time between two served
+//! Promise: every touch was a fault, by the kernel's count, and an engine served it, by the engines' count; its page
+//! had the number that was written last. A time without an engine shows as a touch, and as a time between two served
 //! faults, of at least that length.
 
 use std::sync::atomic::Ordering::Relaxed;
@@ -24,19 +24,19 @@ use crate::pager::Pager;
 use crate::rig::Bench;
 use crate::worker::Worker;
 
-/// One part of a turn, whose faults are counted apart.
+/// Length of a part of a turn, whose faults are counted separately: 20 ms.
 const SLICE_NS: u64 = 20_000_000;
-/// Half of it goes far, so that all of it is under userfaultfd.
+/// Bytes of RAM. Half of it goes far, so that all of it is under userfaultfd.
 const RAM: u64 = 32 * MIB;
 /// Pages that are touched in turn.
 const PAGES: usize = 64;
-/// Guest and bench are ready by then.
+/// Time from the order to the turn: guest and bench are ready then.
 const LEAD: Duration = Duration::from_millis(50);
-/// Its faults until an upgrade begins.
+/// Time of faults before an upgrade begins.
 const BEFORE: Duration = Duration::from_millis(100);
-/// A turn. One upgrade and the end of the old engine take less, unless the host is crowded.
+/// Length of a turn. One upgrade and the end of the old engine take less, unless the host is crowded.
 const TIME: Duration = Duration::from_millis(1000);
-/// What an upgrade does after its end (the old engine ends, the keeper becomes another program) counts as well.
+/// Time after an upgrade that counts as well: the old engine ends, the keeper becomes another program.
 const AFTER: Duration = Duration::from_millis(100);
 const SQUEEZE: Duration = Duration::from_secs(60);
 
@@ -45,7 +45,7 @@ pub(crate) struct Prober {
     config: SparseConfig,
     ram: GuestRam,
     pager: Option<Pager>,
-    /// How often each of the pages was touched.
+    /// Number of touches of each of the pages.
     touches: [u64; PAGES],
 }
 
@@ -65,7 +65,7 @@ impl Prober {
                 Ok(Answer::Attached { wall_us: start.elapsed().as_secs_f64() * 1e6 })
             }
             Order::Fill => {
-                // Numbers that nobody compresses to nothing; the pages that are touched begin at 0.
+                // With their numbers these pages are no zero pages; the pages that are touched begin at 0.
                 for page in PAGES..self.ram.len() / PAGE_SIZE {
                     self.ram.word(page * PAGE_SIZE).store(page as u64, Relaxed);
                 }
@@ -81,7 +81,7 @@ impl Prober {
         let slices = (until_ns.saturating_sub(from_ns) / SLICE_NS) as usize + 1;
         let mut probed = Probed { slices: vec![Slice::default(); slices], ..Probed::default() };
         std::thread::sleep(Duration::from_nanos(from_ns.saturating_sub(monotonic_ns())));
-        // None of them is far when the turn begins.
+        // No page may be far when the turn begins.
         (0..PAGES).for_each(|page| {
             self.ram.word(page * PAGE_SIZE).load(Relaxed);
         });
@@ -122,7 +122,7 @@ fn faults() -> Result<u64> {
     Ok((usage.ru_minflt + usage.ru_majflt) as u64)
 }
 
-/// The same as the bench sees it.
+/// The bench's handle to a prober.
 pub(crate) struct Probe {
     worker: Worker,
     name: String,
@@ -147,7 +147,7 @@ impl Window {
 }
 
 impl Probe {
-    /// Start it.
+    /// Start the VM, and have half of it evicted.
     pub(crate) fn start(bench: &mut Bench) -> Result<Self> {
         let name = bench.vm_name();
         let config = SparseConfig { socket: bench.daemon.attach_socket(), name: name.clone(), ram_bytes: RAM };
@@ -165,7 +165,8 @@ impl Probe {
         Ok(probe)
     }
 
-    /// Have it fault for one turn, in which `meanwhile` runs. Returns the time that took as well.
+    /// Have it fault for one turn, in which `meanwhile` runs. Returns the faults, the window of `meanwhile`, and its
+    /// result.
     pub(crate) fn turn<T>(
         &mut self,
         bench: &Bench,

@@ -1,6 +1,6 @@
-//! Progress on standard error while a bench measures, which may take an hour.
+//! Shows progress on standard error while a bench measures, which may take an hour.
 //!
-//! Before: a bench starts. After: it ends, and the terminal is clear of it.
+//! Before: a bench starts. After: it has ended, and nothing is left on the terminal.
 //! Threads: the bench's; on a terminal one more, which draws once a second. Units: rows, and steps within a row.
 //! Promise: standard output has rows alone. Without a terminal there is a line per row, and one per minute within it.
 
@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Often enough to show that time passes, seldom enough not to disturb the measurement.
+/// Time between two draws: often enough to show that time passes, and too rare to disturb the measurement.
 const TICK: Duration = Duration::from_secs(1);
-/// Between two lines about one row, where there is no terminal.
+/// Time between two lines about one row, where there is no terminal.
 const QUIET: Duration = Duration::from_secs(60);
 
-/// What is shown. Clones show the same.
+/// The state that is shown. Clones show the same.
 #[derive(Clone, Debug)]
 pub(crate) struct Progress {
     bar: ProgressBar,
@@ -22,7 +22,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Begin. Must be called before the thread is pinned to a CPU: the thread that draws inherits it.
+    /// Begin. It must be called before the thread is pinned to a CPU, which the thread that draws would inherit.
     pub(crate) fn start() -> Self {
         let bar = ProgressBar::new_spinner();
         if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed_precise} {prefix}{wide_msg}") {
@@ -34,14 +34,14 @@ impl Progress {
         Self { bar, said: Arc::new(Mutex::new(Instant::now())) }
     }
 
-    /// Show what is measured from now on.
+    /// Show the row that is measured from now on.
     pub(crate) fn row(&self, title: &str) {
         self.bar.set_message("");
         self.bar.set_prefix(title.to_owned());
         self.say(Duration::ZERO, || title.to_owned());
     }
 
-    /// Show the position within it: step `at` of `of`.
+    /// Show the position within the row: step `at` of `of`.
     pub(crate) fn step(&self, what: &str, at: usize, of: usize) {
         let text = format!(": {what} {at} of {of}");
         self.say(QUIET, || format!("{}{text}", self.bar.prefix()));
@@ -65,7 +65,7 @@ impl Progress {
         self.bar.finish_and_clear();
     }
 
-    /// A line, where no bar is drawn and the last line is old enough.
+    /// Print a line if no bar is drawn and the last line is old enough.
     fn say(&self, quiet: Duration, text: impl FnOnce() -> String) {
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         if self.bar.is_hidden() && said.elapsed() >= quiet {
@@ -75,7 +75,7 @@ impl Progress {
     }
 }
 
-/// See [`Progress::over`].
+/// The iterator that [`Progress::over`] returns.
 pub(crate) struct Over<T> {
     progress: Progress,
     what: &'static str,

@@ -1,10 +1,10 @@
 //! A guest in QEMU: an unmodified kernel, and in it the bench program of `testvm`, which touches its own memory.
 //!
-//! Before: `guest` was asked for one. After: times as the guest's own clock measured them.
-//! Threads: QEMU's, in its process; it stands still while pages go out, as all of guest RAM does, the guest's kernel
-//! included. Units: an operation is the touch of one page by one word.
-//! Promise: the same QEMU, with the same command line, on all sides: under `ballast run`, or in a memory cgroup whose
-//! pages the kernel swaps. QEMU ends with this process.
+//! Before: `guest` was asked for one. After: the bench has times that the guest's own clock measured.
+//! Threads: QEMU's, in its process; it is stopped while pages go out. All of guest RAM goes out, with the guest's
+//! kernel. Units: an operation is the touch of one page by one word.
+//! Promise: the same QEMU, with the same command line, runs on all sides: under `ballast run`, or in a memory cgroup
+//! whose pages the kernel swaps. QEMU ends with this process.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -20,9 +20,9 @@ use crate::stats::Summary;
 use crate::worker::ROLE_COMMAND;
 use crate::{cpu, swap, swaps};
 
-/// RAM of a guest beyond its data: kernel, initrd twice.
+/// RAM of a guest beyond its data: the kernel, and the initrd twice.
 const BESIDE: Bytes = Bytes(160 * MIB);
-/// Until a guest has booted or done an order: an interpreted one on a busy machine is slow.
+/// Longest time until a guest has booted or done an order: an interpreted one on a busy machine is slow.
 const TIMEOUT: Duration = Duration::from_secs(180);
 /// The name of QEMU's memory files.
 const RAM_NAME: &str = "memfd:memory-backend-memfd";
@@ -32,7 +32,7 @@ pub(crate) struct Vmm {
     ram: PathBuf,
     /// Where RAM is mapped: address and length.
     mapped: (Hva, u64),
-    /// If no side takes its pages: how many there are.
+    /// If no side takes its pages: their number.
     stays: Option<u64>,
 }
 
@@ -76,7 +76,7 @@ impl Vmm {
         Ok(self.qemu.qmp()?.pause()?)
     }
 
-    /// The kernel's side: all of guest RAM goes to swap. (The floor's stays.)
+    /// On the kernel's side, page out all of guest RAM to swap. (The floor's stays.)
     pub(crate) fn page_out(&mut self) -> Result<Out> {
         if let Some(pages) = self.stays {
             return Ok(Out { pages, ..Out::default() });
@@ -88,7 +88,7 @@ impl Vmm {
         Ok(Out { pages: swaps::used_pages()?.saturating_sub(before), wall_us, cpu_us, first_us: 0.0 })
     }
 
-    /// Go on, and touch every page once.
+    /// Continue, and touch every page once.
     pub(crate) fn touch(&mut self, seed: u64) -> Result<Touched> {
         self.qemu.qmp()?.resume()?;
         let numbers = self.ask(&format!("t {seed}"), "touched")?;
@@ -150,10 +150,10 @@ fn mapping_of(pid: u32) -> Result<(Hva, u64)> {
 /// The facts in every row of such guests.
 pub(crate) fn facts(row: &mut Row) {
     row.fact("accelerator", if Accel::detect() == Accel::Kvm { "kvm" } else { "tcg" });
-    row.because("a plain handler of a QEMU guest: QEMU hands its memory to nobody but the preload library");
+    row.because("a plain handler of a QEMU guest: QEMU gives its memory to the preload library only");
 }
 
-/// A row that such guests do not have.
+/// A row without figures, because such guests cannot measure it.
 pub(crate) fn not_measured(bench: &str, what: &str, keys: &[&str]) -> Row {
     let mut row = Row::new(bench, GuestKind::Qemu.name(), what);
     row.because("several interpreted guests on these CPUs measure the interpreter (--guest native or kvm)");

@@ -1,8 +1,8 @@
-//! How fast cold pages leave DRAM.
+//! The rate at which cold pages leave DRAM.
 //!
-//! Before: guests hold all their data. After: pages per second from the order to the last punch.
-//! Units: pages per second; microseconds of CPU per page, of all threads that had a part in it.
-//! Promise: Ballast's rate counts everything but the fixed wait in quarantine, and the rate with it stands beside.
+//! Before: guests hold all their data. After: rows have pages per second from the order to the last punch.
+//! Units: pages per second; microseconds of CPU per page, of all threads that take part.
+//! Promise: Ballast's rate counts everything but the fixed wait in quarantine; the rate with the wait is reported, too.
 
 use anyhow::Result;
 
@@ -17,19 +17,19 @@ const WAYS: [Way; 3] = [Way::Ballast, Way::Kernel, Way::Plain];
 /// Pages of a guest of 2 GiB: the scan cost of each reclaimed page must not grow with the guest.
 const LARGE: u64 = 524_288;
 
-/// How long it leaves a page there when the VMM may pin memory, as one whose guest does I/O does: the setting
+/// Time in us that a page stays there when the VMM may pin memory, as one with a guest that does I/O: the setting
 /// `quarantine_ms`.
 const PINNABLE_WAIT_US: f64 = 1_000_000.0;
-/// How long the engine leaves a page in quarantine when a VM whose memory nothing can pin is over its limit
+/// Time in us that the engine leaves a page in quarantine when a VM whose memory nothing can pin is over its limit
 /// (`Tuning::direct_quarantine` in `pager`).
 const WAIT_US: f64 = 20_000.0;
 
-/// Pages per second, all told.
+/// Pages per second with the wait.
 fn rate_with_wait(out: &Out) -> f64 {
     out.pages as f64 * 1e6 / out.wall_us
 }
 
-/// Pages per second without the wait, which was no longer than it took until the first page went. (Only Ballast waits.)
+/// Pages per second without the wait, which was at most the time until the first page was gone. (Only Ballast waits.)
 pub(crate) fn rate(out: &Out) -> f64 {
     rate_after(WAIT_US, out)
 }

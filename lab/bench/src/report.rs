@@ -1,8 +1,8 @@
 //! A row of results: one JSON object, or a small table for people.
 //!
-//! Before: a bench has measured its repetitions. After: standard output.
-//! Threads: none. Units: in every key. Promise: every figure carries its spread and its A/A noise, and one that could
-//! not be measured is null with the reason beside it.
+//! Before: a bench has measured its repetitions. After: `main` prints the row.
+//! Threads: none. Units: in every key. Promise: every figure has its spread and its A/A noise; one that could not be
+//! measured is null, and the row has the reason.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::stats::{Spread, aa_noise_pct, median_ci95, ratios};
 
-/// Why a figure is not there.
+/// The text for a missing figure.
 pub const NOT_MEASURED: &str = "not measured";
 
 /// One row.
@@ -28,7 +28,7 @@ pub struct Row {
 struct Figure {
     spread: Spread,
     aa_pct: Option<f64>,
-    /// Where the true median lies, for differences that are smaller than their spread.
+    /// The 95 % interval of the median, for differences that are smaller than their spread.
     ci95: Option<(f64, f64)>,
 }
 
@@ -41,34 +41,34 @@ impl Row {
         row
     }
 
-    /// What it is about.
+    /// Its title.
     pub(crate) fn title(&self) -> &str {
         &self.title
     }
 
-    /// Something that was not measured in repetitions.
+    /// Add a value that was not measured in repetitions.
     pub fn fact(&mut self, key: &str, value: impl Into<Value>) {
         self.facts.push((key.to_owned(), value.into()));
     }
 
-    /// A figure from its repetitions, in the order they were measured.
+    /// Add a figure from its repetitions, in the order they were measured.
     pub fn figure(&mut self, key: &str, values: &[f64]) {
         let figure = Spread::of(values).map(|spread| Figure { spread, aa_pct: aa_noise_pct(values), ci95: None });
         self.figures.push((key.to_owned(), figure));
     }
 
-    /// A difference that may be nothing: its noise cannot be given in percent of itself.
+    /// Add a difference, which may be zero: its noise cannot be given in percent of itself.
     pub fn difference(&mut self, key: &str, values: &[f64]) {
         let ci95 = median_ci95(values);
         self.figures.push((key.to_owned(), Spread::of(values).map(|spread| Figure { spread, aa_pct: None, ci95 })));
     }
 
-    /// A ratio of two sides, repetition by repetition.
+    /// Add a ratio of two sides, repetition by repetition.
     pub fn ratio(&mut self, key: &str, ours: &[f64], theirs: &[f64]) {
         self.figure(key, &ratios(ours, theirs));
     }
 
-    /// Say once why figures are missing.
+    /// Add a reason for missing figures, once.
     pub fn because(&mut self, why: &str) {
         if !self.missing.iter().any(|said| said == why) {
             self.missing.push(why.to_owned());
@@ -134,7 +134,7 @@ impl Row {
     }
 }
 
-/// Four digits: such a measurement has no more.
+/// The value with four significant digits: a measurement has no more.
 pub(crate) fn rounded(value: f64) -> Value {
     if value == 0.0 || !value.is_finite() {
         return json!(value);
@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_figure_brings_its_spread_and_noise_and_a_missing_one_is_null_with_the_reason() {
+    fn a_figure_has_its_spread_and_noise_and_a_missing_one_is_null_with_the_reason() {
         let mut row = Row::new("restore", "native", "some data");
         row.figure("a_us", &[2.0, 2.2, 4.0, 4.4]);
         row.figure("b_us", &[]);

@@ -1,6 +1,6 @@
-//! How long one touch of a far page takes, as the guest's thread sees it.
+//! The time of one touch of a far page, as the guest's thread sees it.
 //!
-//! Before: pages are out, by each way. After: percentiles of single touches in random order.
+//! Before: pages are out, by each way. After: rows have percentiles of single touches in random order.
 //! Threads: the bench's one. Units: microseconds per touch.
 //! Promise: the ways take turns, forwards and backwards; each page is touched once.
 
@@ -15,9 +15,9 @@ use crate::{machine, qemu, swaps};
 
 const WAYS: [Way; 4] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor];
 
-/// A pinned vCPU, as fast as it can: the headline figures.
+/// A pinned vCPU without pauses: the headline figures.
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
-/// With computing in between, so that the worker that serves the touches has gone to sleep.
+/// A pinned vCPU that computes in between, so that the worker that serves the touches has gone to sleep.
 const PACED: Pace = Pace { most: 1000, think_us: 100, pinned: true, ..Pace::ALL };
 /// A thread that the scheduler migrates.
 const MOVING: Pace = Pace { most: 2000, ..Pace::ALL };
@@ -133,7 +133,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     Ok(())
 }
 
-/// Where the engine's part of the time went, over all rounds.
+/// Add the stages of the engine's part of the time, over all rounds.
 pub(crate) fn stages(row: &mut Row, stages: &RestoreStages) {
     let RestoreStages { queue, lookup, read, install } = stages;
     for (name, stage) in [("queue", queue), ("lookup", lookup), ("read", read), ("install", install)] {

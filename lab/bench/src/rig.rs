@@ -1,8 +1,7 @@
-//! The equipment of every bench: its daemon, the kernel's swap, the guard that puts the machine back, and the next
-//! name.
+//! The equipment of every bench: its daemon, the kernel's swap, the guard that restores the machine, and the next name.
 //!
-//! Before: `lib` knows which bench runs, and what settings and swap that needs. After: a bench starts guests.
-//! Threads: the bench's one. Units: none. Promise: fields are dropped in order, so the guard puts things back last.
+//! Before: `lib` knows which bench runs, and the settings and swap that it needs. After: a bench starts guests.
+//! Threads: the bench's one. Units: none. Promise: fields are dropped in order, so the guard restores the machine last.
 
 use std::path::PathBuf;
 
@@ -20,7 +19,7 @@ use crate::report::Row;
 /// The kernel's swap space.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum KernelSwap {
-    /// The bench has no figures of the kernel's.
+    /// The bench has no figures of the kernel.
     None,
     /// A zram device.
     Zram,
@@ -33,7 +32,7 @@ pub(crate) enum KernelSwap {
 pub(crate) struct Bench {
     pub(crate) options: Options,
     pub(crate) daemon: Daemon,
-    /// The swap device, or why there is none.
+    /// The swap device, or the reason why there is none.
     pub(crate) kernel: Result<PathBuf, String>,
     names: u32,
     pub(crate) progress: Progress,
@@ -59,7 +58,7 @@ impl Bench {
         Ok(Self { options, daemon, kernel, names: 0, progress, guard, _one_cpu: one_cpu })
     }
 
-    /// Do something with a daemon that has other settings, instead of the bench's own.
+    /// Run `work` with a daemon that has other settings, instead of the bench's own.
     pub(crate) fn with_settings<T>(&mut self, settings: &str, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let daemon = Daemon::with_settings(settings)?;
         self.guard.remove_dir(daemon.dir().to_owned())?;
@@ -73,7 +72,7 @@ impl Bench {
         result
     }
 
-    /// A row about what is measured from now on.
+    /// A row for the measurement that begins now.
     pub(crate) fn row(&self, what: &str) -> Row {
         let row = Row::new(self.options.which.name(), self.options.guest(), what);
         self.progress.row(row.title());

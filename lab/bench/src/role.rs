@@ -1,6 +1,6 @@
 //! The roles of a helper process, and the orders that each takes.
 //!
-//! Before: `worker` started this process. After: exit when the orders end, or when the bench dies.
+//! Before: `worker` started this process. After: it exits when the orders end, or when the bench dies.
 //! Promise: all roles but the guard's end with the bench.
 
 use std::ffi::OsString;
@@ -23,7 +23,7 @@ use crate::probe::Prober;
 use crate::workload::Runner;
 use crate::{guard, plain};
 
-/// Play a role, given as JSON, until standard input ends. The words are those of a program to become.
+/// Play a role, given as JSON, until standard input ends. The words are a program to become, and its arguments.
 pub fn run(role: &str, words: &[OsString]) -> Result<()> {
     let role: Role = serde_json::from_str(role).context("This command is for the bench alone; its role")?;
     if !matches!(role, Role::Guard) {
@@ -78,7 +78,7 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
     }
 }
 
-/// Execute another program. The signal that ends this process with its parent, and its memory cgroup, survive that.
+/// Execute another program. The signal that ends this process with its parent, and its memory cgroup, survive the exec.
 fn turn_into(words: &[OsString], procs: Option<PathBuf>) -> Result<()> {
     let (program, words) = words.split_first().context("there is no program to become")?;
     if let Some(procs) = procs {

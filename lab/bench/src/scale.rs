@@ -1,7 +1,7 @@
 //! The gain of a second VM: two that are reclaimed (or restored) at once against one.
 //!
-//! Before: two guests of each way hold their data. After: throughput of two over throughput of one.
-//! Threads: the bench's one. Units: pages per second. Promise: one and two take turns, from the same start.
+//! Before: two guests of each way hold their data. After: a row has the throughput of two over that of one.
+//! Threads: the bench's one. Units: pages per second. Promise: one and two take turns, from the same state.
 
 use std::time::Instant;
 
@@ -26,7 +26,7 @@ struct Series {
 }
 
 impl Series {
-    /// One alone, then both at once; the other way round in every second round.
+    /// Measure one alone, then both at once; in every second round in the opposite order.
     fn round(&mut self, bench: &mut Bench, pair: &mut [Subject], round: u64) -> Result<()> {
         let [first, second] = pair else { return Ok(()) };
         for turn in 0..2 {

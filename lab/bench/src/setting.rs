@@ -1,21 +1,21 @@
-//! A setting of the machine that gets its old value back.
+//! A setting of the machine that is restored to its old value.
 //!
-//! Before: root; the file of a setting in `/proc` or `/sys`. After: the value is as it was.
-//! Threads: one. Units: none. Promise: a value that could not be put back is named on standard error.
+//! Before: this is root, and a setting has a file in `/proc` or `/sys`. After: the value is as it was.
+//! Threads: one. Units: none. Promise: a value that could not be restored is named on standard error.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// Report a value that could not be put back.
+/// Report a failure to restore something.
 pub(crate) fn warn(what: &str, result: std::io::Result<()>) {
     if let Err(error) = result {
         eprintln!("ballast bench: {what}: {error}");
     }
 }
 
-/// A setting that has its old value again when this is dropped.
+/// A changed setting. Drop restores its old value.
 #[derive(Debug)]
 pub struct Setting {
     path: PathBuf,
@@ -23,7 +23,7 @@ pub struct Setting {
 }
 
 impl Setting {
-    /// Change it; `None` if it has this value already.
+    /// Change a setting; `None` if it has this value already.
     pub fn change(path: impl Into<PathBuf>, value: &str) -> Result<Option<Self>> {
         let path = path.into();
         let before = selected(&read(&path)?).to_owned();
@@ -34,12 +34,12 @@ impl Setting {
         Ok(Some(Self { path, before }))
     }
 
-    /// One that was changed before, by a bench that did not live to put it back.
+    /// A setting that another bench changed and, because it was killed, did not restore.
     pub fn changed(path: PathBuf, before: String) -> Self {
         Self { path, before }
     }
 
-    /// Where it is, and its old value.
+    /// Its path and its old value.
     pub fn before(&self) -> (&Path, &str) {
         (&self.path, &self.before)
     }
@@ -54,7 +54,7 @@ impl Drop for Setting {
     }
 }
 
-/// The text of a file of the kernel's.
+/// The text of a file of the kernel.
 pub(crate) fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("Reading {}", path.display()))
 }

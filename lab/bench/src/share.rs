@@ -1,10 +1,11 @@
-//! Equal pages once: three guests that have three pages of four in common, all of them far, in a group and not; and
-//! twins of theirs in private memory that the kernel merges. So half of all pages are another one's, as in three real
-//! guests with the same data in Redis.
+//! The sharing of equal pages. Three guests have three of four pages in common, and all pages are far, in a group and
+//! not; twins of them are in private memory that the kernel merges. So half of all pages are copies of another, as in
+//! three real guests with the same data in Redis.
 //!
-//! Before: a bench without guests. After: what each way saves, its CPU time, and how soon pages come back.
-//! Units: MiB saved are of the memory that holds data, all of which is other than zeros; what the engine itself takes
-//! more is taken off. Promise: every page is verified, and KSM's settings are put back.
+//! Before: a bench without guests. After: a row has the memory that each way saves, its CPU time, and the rate of
+//! restores.
+//! Units: saved MiB are of the memory that holds data, none of which is zeros; the memory that the engine itself uses
+//! more is subtracted. Promise: every page is verified, and KSM's settings are restored.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -22,12 +23,12 @@ use crate::subject::{Subject, Way, in_turn, out, touch};
 use crate::{cpu, setting};
 
 const GUESTS: u8 = 3;
-/// All guests of this bench.
+/// The setting that puts all guests of this bench into one group.
 const GROUP: &str = "[dedup]\nguests = [\"bench-*\"]\n";
 const KSM: &str = "/sys/kernel/mm/ksm";
-/// As fast as possible: the question is the CPU time of a page.
+/// Settings for merges as fast as possible: the question is the CPU time of a page.
 const KSM_SETTINGS: [(&str, &str); 3] = [("pages_to_scan", "5000"), ("sleep_millisecs", "1"), ("run", "1")];
-/// A merge that takes longer has failed.
+/// Time after which a merge has failed.
 const TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_EVERY: Duration = Duration::from_millis(10);
 
@@ -85,7 +86,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     each(row)
 }
 
-/// Memory that is a process's own.
+/// Anonymous memory of a process.
 fn own_mib(pid: u32) -> Result<f64> {
     let path = format!("/proc/{pid}/status");
     let text = setting::read(path.as_ref())?;
@@ -93,7 +94,7 @@ fn own_mib(pid: u32) -> Result<f64> {
     kib.map(|kib: f64| kib / 1024.0).with_context(|| format!("{path} has no RssAnon"))
 }
 
-/// Guests whose pages all go out and come back.
+/// Measure guests whose pages are all paged out and restored.
 fn far(bench: &mut Bench, count: u64, seed: u64, series: &mut Series) -> Result<()> {
     let new = |guest| Subject::new(bench, Way::Ballast, count, Data::Equal(guest));
     let mut guests = (0..GUESTS).map(new).collect::<Result<Vec<_>>>()?;
@@ -112,7 +113,7 @@ fn far(bench: &mut Bench, count: u64, seed: u64, series: &mut Series) -> Result<
     guests.iter_mut().try_for_each(Subject::verify)
 }
 
-/// A number of KSM's.
+/// A counter of KSM.
 fn ksm(name: &str) -> Result<u64> {
     let text = setting::read(format!("{KSM}/{name}").as_ref())?;
     text.trim().parse().with_context(|| format!("{KSM}/{name} is {text:?}"))
@@ -126,7 +127,7 @@ fn ksmd() -> Result<u32> {
     pids.into_iter().find(is_it).context("there is no thread ksmd")
 }
 
-/// The same content in private memory of one process, merged until no page is merged any more.
+/// Measure the same content in private memory of one process, which KSM merges until it merges no further page.
 fn merged(count: u64, series: &mut Series) -> Result<()> {
     ensure!(ksm("run")? == 0, "it runs already, for others");
     let pid = ksmd()?;
@@ -145,14 +146,14 @@ fn merged(count: u64, series: &mut Series) -> Result<()> {
     }
     let (cpu_before, begun) = (cpu::of_threads(pid, |_| true)?, Instant::now());
     let set = KSM_SETTINGS.map(|(name, value)| Setting::change(format!("{KSM}/{name}"), value));
-    // In the order in which they were changed, but it stops first.
+    // Drop restores them in reverse order, so KSM stops first.
     let set = set.into_iter().rev().collect::<Result<Vec<_>>>()?;
     let (mut last, mut scans) = (0, ksm("full_scans")?);
     loop {
         std::thread::sleep(POLL_EVERY);
         let now = ksm("full_scans")?;
         if now < scans + 2 {
-            ensure!(begun.elapsed() < TIMEOUT, "it has not come to an end in {TIMEOUT:?}");
+            ensure!(begun.elapsed() < TIMEOUT, "it has not ended within {TIMEOUT:?}");
             continue;
         }
         let sharing = ksm("pages_sharing")?;
@@ -160,7 +161,7 @@ fn merged(count: u64, series: &mut Series) -> Result<()> {
             break;
         }
         if begun.elapsed() > TIMEOUT {
-            bail!("it goes on after {TIMEOUT:?}");
+            bail!("it still merges after {TIMEOUT:?}");
         }
         (last, scans) = (sharing, now);
     }

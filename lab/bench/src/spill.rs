@@ -1,9 +1,9 @@
-//! How fast far pages go to a disk, and how long a touch of a page there takes.
+//! The rate at which far pages go to a disk, and the time of a touch of a page there.
 //!
 //! Before: guests hold all their data; the daemon has a file store in a directory, the kernel a swap file in the same.
-//! After: pages per second to the disk, and percentiles of single touches in random order.
-//! Units: pages or MiB per second; microseconds per touch. Promise: a touch is of a page that is on the disk alone: all
-//! of a guest's pages are, before the first touch. The floor is one read of 4 KiB at a time, past the page cache.
+//! After: rows have pages per second to the disk, and percentiles of single touches in random order.
+//! Units: pages or MiB per second; microseconds per touch. Promise: before the first touch, all of a guest's pages are
+//! on the disk alone. The floor is one read of 4 KiB at a time, past the page cache.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -24,15 +24,15 @@ use crate::{cgroup, cpu, restore};
 
 /// Size of the kernel's swap file.
 pub(crate) const SWAP: Bytes = Bytes(GIB);
-/// How long a page is far before it goes to the disk: the least that can be set.
+/// Seconds that a page is far before it goes to the disk: the least that can be set.
 const AFTER_S: u64 = 1;
-/// Between two samples.
+/// Time between two samples.
 const SAMPLE: Duration = Duration::from_millis(2);
-/// How the names of the spill worker's threads begin.
+/// Beginning of the names of the spill worker's threads.
 const WORKER: &str = "spill";
-/// A longer pause is one between two passes of the spill worker, not a slow disk.
+/// A longer pause is one between two passes of the spill worker, and not a slow disk.
 const PAUSE: Duration = Duration::from_millis(200);
-/// How long writing all pages to the disk may take.
+/// Longest time until all pages are on the disk.
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Reads of one round of the floor.
 const READS: usize = 2000;
@@ -65,7 +65,7 @@ impl Series {
     }
 }
 
-/// Ballast: reclaim to RAM, spill to the file, restore.
+/// Measure Ballast: reclaim to RAM, spill to the file, restore.
 fn ballast(bench: &mut Bench, subject: &mut Subject, seed: u64, series: &mut Series) -> Result<()> {
     let stat = |bench: &Bench, subject: &Subject| bench.daemon.api().vm(subject.name());
     let before = stat(bench, subject)?.reclaim.spilled_pages;
@@ -104,10 +104,10 @@ fn ballast(bench: &mut Bench, subject: &mut Subject, seed: u64, series: &mut Ser
     Ok(())
 }
 
-/// The kernel: out to the swap file and out of the swap cache, then in again.
+/// Measure the kernel: page out to the swap file, empty the swap cache, and page in.
 fn kernel(subject: &mut Subject, seed: u64, series: &mut Series) -> Result<()> {
     let cgroup = subject.cgroup().context("the kernel's guest has no cgroup")?.to_owned();
-    // The whole host's, which is otherwise quiet: a cgroup's own counters are up to two seconds old.
+    // The counters are those of the whole host, which is otherwise quiet: a cgroup's are up to two seconds old.
     let (writing, start) = (vmstat("nr_writeback")?, Instant::now());
     let Answer::Out(out) = subject.ask(&Order::PageOut)? else { bail!("no page went out") };
     ensure!(out.pages > 0, "the kernel put no page out");
@@ -117,7 +117,7 @@ fn kernel(subject: &mut Subject, seed: u64, series: &mut Series) -> Result<()> {
     }
     series.out.push(out.pages as f64 / start.elapsed().as_secs_f64());
     series.cpu.push(out.cpu_us / out.pages as f64);
-    // What was written stays cached until somebody wants the memory.
+    // Written pages stay in the swap cache until the memory is needed.
     cgroup::empty(&cgroup);
     let before = vmstat("pswpin")?;
     let touched = touch(&mut [subject], seed, PINNED)?[0];
@@ -125,9 +125,9 @@ fn kernel(subject: &mut Subject, seed: u64, series: &mut Series) -> Result<()> {
     Ok(())
 }
 
-/// One of the kernel's counters of pages, exact.
+/// One of the kernel's counters of pages, up to date.
 fn vmstat(name: &str) -> Result<u64> {
-    // Otherwise what single CPUs have counted is missing.
+    // Without this, counts of single CPUs are missing.
     std::fs::write("/proc/sys/vm/stat_refresh", "1").context("Writing /proc/sys/vm/stat_refresh")?;
     let text = std::fs::read_to_string("/proc/vmstat").context("Reading /proc/vmstat")?;
     let pages = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
@@ -215,7 +215,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     Ok(())
 }
 
-/// A percentile: its name, and where it is in a summary.
+/// A percentile: its name, and its field of a summary.
 type Figure = (&'static str, fn(&Summary) -> f64);
 
 fn report(row: &mut Row, [ballast, kernel]: &[Series; 2], floor: &Series) {

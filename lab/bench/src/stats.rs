@@ -1,15 +1,15 @@
-//! Percentiles, medians, spread, and how much two measurements of the same thing differ.
+//! Percentiles, medians, spread, and the difference of two measurements of the same thing.
 //!
-//! Before: times of single touches, or figures of repetitions. After: the figures of a row.
-//! Threads: none. Units: whatever the values have; times of touches arrive in ns and leave in us.
-//! Promise: no figure is made of nothing: without values the answer is `None`, or a summary that counts 0.
+//! Before: a bench has times of single touches, or figures of repetitions. After: a row has figures.
+//! Threads: none. Units: those of the values; times of touches are given in ns and returned in us.
+//! Promise: without values the result is `None`, or a summary that counts 0.
 
 use serde::{Deserialize, Serialize};
 
 /// The distribution of one round of touches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
-    /// How many touches; the rest is 0 when this is.
+    /// Number of touches; if it is 0, so are the other fields.
     pub count: u64,
     /// Median.
     pub p50_us: f64,
@@ -22,7 +22,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// From times in nanoseconds, which are sorted on the way.
+    /// The summary of times in nanoseconds, which this sorts.
     pub fn of(times_ns: &mut [u32]) -> Self {
         times_ns.sort_unstable();
         let us = |fraction| percentile(times_ns, fraction).map_or(0.0, |ns| f64::from(ns) / 1e3);
@@ -70,7 +70,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-/// The A/A noise: by how many percent two repetitions of the *same* measurement, next to each other in time, differ;
+/// The A/A noise: the difference in percent of two repetitions of the *same* measurement, next to each other in time;
 /// the median over the pairs. A difference between two sides that is not well above this means nothing.
 pub fn aa_noise_pct(values: &[f64]) -> Option<f64> {
     let differ = |pair: &[f64; 2]| ((pair[1] / pair[0] - 1.0) * 100.0).abs();
@@ -78,7 +78,7 @@ pub fn aa_noise_pct(values: &[f64]) -> Option<f64> {
     median(&pairs.iter().map(differ).filter(|pct| pct.is_finite()).collect::<Vec<_>>())
 }
 
-/// Between which values the median of many more such measurements would be, with 95 % confidence (bootstrap).
+/// The interval of the median of many more such measurements, with 95 % confidence (bootstrap).
 pub fn median_ci95(values: &[f64]) -> Option<(f64, f64)> {
     const DRAWS: usize = 1000;
     let mut seed = 0;
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_pair_repetitions_and_leave_out_what_has_no_ratio() {
+    fn ratios_pair_repetitions_and_leave_out_pairs_without_a_ratio() {
         assert_eq!(ratios(&[1.0, 2.0, 3.0], &[2.0, 0.0, 1.0]), [0.5, 3.0]);
     }
 

@@ -1,9 +1,9 @@
 //! The effect of a neighbour that faults as fast as it can on a VM's restores.
 //!
-//! Before: a victim with far pages, and a neighbour that is held to half of the memory it touches. After: the
+//! Before: a victim has far pages, and a neighbour is held to half of the memory it touches. After: a row has the
 //! victim's percentiles alone and beside the storm.
 //! Units: microseconds per touch. Promise: alone and beside take turns; while the victim is measured alone, the
-//! neighbour stands still and its reclaim with it. The figures of a round are medians over its turns.
+//! neighbour does nothing, and neither does its reclaim. The figures of a round are medians over its turns.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ const WAYS: [Way; 2] = [Way::Ballast, Way::Kernel];
 const KEYS: [&str; 2] = ["storm_victim_p99_ratio", "storm_victim_p50_ratio"];
 /// Touches in one turn of the victim.
 const TURN: u64 = 2000;
-/// The storm is well under way before the victim's turn begins.
+/// Time of the storm before the victim's turn begins.
 const LEAD: Duration = Duration::from_millis(10);
 /// Pages of the neighbour, which is held to half of them.
 const NEIGHBOUR_PAGES: u64 = 16_384;
@@ -34,7 +34,7 @@ struct Series {
 }
 
 impl Series {
-    /// Each turn, the victim's pages go out; it touches some of them, alone or beside the storm.
+    /// In each turn the victim's pages go out, and it touches some of them, alone or beside the storm.
     fn round(&mut self, bench: &mut Bench, pair: &mut [Subject], turns: u64, seed: u64) -> Result<()> {
         let [victim, neighbour] = pair else { return Ok(()) };
         neighbour.hold_to(bench, PageCount(NEIGHBOUR_PAGES / 2).bytes().0)?;
@@ -94,7 +94,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             let result = of.round(bench, pair, turns, round * turns);
             match result {
                 Err(error) if pair.iter().all(|subject| subject.way == Way::Kernel) => {
-                    // The kernel finds every page of the storm young, and kills; Ballast's turns go on.
+                    // The kernel finds every page of the storm young, and kills the guest; Ballast's turns continue.
                     row.because(&format!("the kernel beside a storm: {error:#} (was it out of memory? see dmesg)"));
                     *series = Series::default();
                     pair.clear();

@@ -1,8 +1,8 @@
-//! The subject of a measurement: a guest whose pages are put out and restored in one of four ways.
+//! The subject of a measurement: a guest whose pages are paged out and restored by one of the ways ([`Way`]).
 //!
-//! Before: the bench has a daemon, and the kernel's swap if it is available. After: figures of one round.
+//! Before: the bench has a daemon, and the kernel's swap if it is available. After: it has the figures of one round.
 //! Threads: the bench's one; the guests are processes. Units: pages, microseconds.
-//! Promise: all four ways go through the same orders; only [`Subject::out`] knows that Ballast is asked by its limit.
+//! Promise: all ways have the same orders; only [`out`] knows that a limit makes Ballast page out.
 
 use std::fs::File;
 use std::time::{Duration, Instant};
@@ -18,14 +18,14 @@ use crate::rig::Bench;
 use crate::worker::Worker;
 use crate::{cgroup, cpu};
 
-/// The limit of a guest of Ballast while its pages go out: next to nothing.
+/// The limit of a guest of Ballast while its pages go out, far below its data.
 const SQUEEZED: Bytes = Bytes(4 * MIB);
-/// A squeeze that takes longer has failed.
+/// Time after which a squeeze has failed.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Between two samples of a file's memory, each of which costs a microsecond.
+/// Time between two samples of a file's memory, each of which costs a microsecond.
 const SAMPLE: Duration = Duration::from_micros(200);
 
-/// The four ways.
+/// The ways by which a guest's pages go out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// The product: keeper, engine, client.
@@ -50,17 +50,17 @@ impl Way {
 /// A guest.
 #[derive(Debug)]
 pub struct Subject {
-    /// By which way its pages go.
+    /// The way by which its pages go out.
     pub way: Way,
     config: GuestConfig,
     worker: Option<Worker>,
     /// The process whose memory it is, if that is not the worker.
     vmm: Option<u32>,
-    /// Guest RAM, to ask what it holds.
+    /// Guest RAM, to read its size.
     ram: Option<File>,
-    /// The kernel's: its cgroup.
+    /// Its cgroup, on the kernel's side.
     cgroup: Option<std::path::PathBuf>,
-    /// Ballast's: its name.
+    /// Its name, on Ballast's side.
     name: String,
 }
 
@@ -71,7 +71,7 @@ struct Squeeze {
 }
 
 impl Subject {
-    /// Make one. A native guest is filled at once, a KVM guest before each round.
+    /// Make a guest. A native one is filled at once, a KVM guest before each round.
     pub fn new(bench: &mut Bench, way: Way, pages: u64, data: Data) -> Result<Self> {
         Self::with_fault_workers(bench, way, None, pages, data)
     }
@@ -102,7 +102,7 @@ impl Subject {
     }
 
     fn start(&mut self, bench: &mut Bench) -> Result<()> {
-        // The old one first: the new one should get its memory.
+        // The old one ends first: the new one should get its memory.
         (self.worker, self.ram) = (None, None);
         if let Backing::Ballast { name, .. } = &mut self.config.backing {
             *name = bench.vm_name();
@@ -132,7 +132,7 @@ impl Subject {
         &self.name
     }
 
-    /// Hold the guest to this many bytes, by its limit or its cgroup's.
+    /// Hold the guest to this number of bytes, by its limit or its cgroup's.
     pub fn hold_to(&mut self, bench: &Bench, bytes: u64) -> Result<()> {
         match (self.way, &self.cgroup) {
             (Way::Ballast | Way::Huge, _) => bench.daemon.api().set_limit(&self.name, Some(bytes)).map(drop)?,
@@ -142,22 +142,22 @@ impl Subject {
         Ok(())
     }
 
-    /// Bytes of data it holds.
+    /// Bytes of data that it holds.
     pub fn data_bytes(&self) -> u64 {
         PageCount(self.config.pages).bytes().0
     }
 
-    /// The kernel's: its cgroup.
+    /// Its cgroup, on the kernel's side.
     pub fn cgroup(&self) -> Option<&std::path::Path> {
         self.cgroup.as_deref()
     }
 
-    /// Memory its RAM file occupies.
+    /// Memory that its RAM file occupies.
     pub fn resident(&self) -> Result<PageCount> {
         Ok(memfd::resident(self.ram.as_ref().context("guest RAM is no file")?)?)
     }
 
-    /// CPU time of the engine's threads and of the guest's, whose own thread does nothing meanwhile.
+    /// CPU time of the engine's threads and of the guest's process, whose own thread does nothing meanwhile.
     fn cpu_us(&mut self, bench: &Bench) -> Result<f64> {
         let pid = self.vmm.unwrap_or(self.worker()?.pid());
         Ok(cpu::of_threads(bench.engine_pid()?, |_| true)? + cpu::of_threads(pid, |_| true)?)
@@ -203,7 +203,7 @@ impl Subject {
             cpu_us: self.cpu_us(bench)? - squeeze.cpu_us,
             first_us: first_us.unwrap_or(wall_us),
         };
-        // As the engine sees it.
+        // The engine must see the same.
         let stat = bench.daemon.api().vm(&self.name)?;
         ensure!(stat.resident_bytes <= SQUEEZED.0 + MIB, "the engine sees {} bytes resident", stat.resident_bytes);
         Ok(out)
@@ -214,7 +214,7 @@ impl Subject {
         if !self.way.is_ours() {
             return Ok(());
         }
-        // Above all data and below RAM, so that reclaim watches and does nothing; other guests' RAM is all data.
+        // The limit is above all data and below RAM, so that reclaim does nothing; other guests' RAM is all data.
         let limit = (self.config.kind == GuestKind::Native).then(|| PageCount(2 * self.config.pages - 1).bytes().0);
         bench.daemon.api().set_limit(&self.name, limit)?;
         Ok(())
@@ -245,14 +245,14 @@ impl Bench {
     }
 }
 
-/// Have a guest touch pages wherever they are. Returns what it saw.
+/// Have a guest touch pages wherever they are. Returns its figures.
 pub fn walk(subject: &mut Subject, pattern: Pattern, seed: u64) -> Result<Touched> {
     let Answer::Touched(touched) = subject.ask(&Order::Walk { pattern, seed })? else { bail!("a guest does not walk") };
     ensure!(touched.wrong == 0, "WRONG DATA: {} pages have wrong bytes ({:?})", touched.wrong, subject.way);
     Ok(touched)
 }
 
-/// The sides in the order of this round: forwards, backwards, forwards, ...
+/// The sides in the order of this round: forwards and backwards by turns.
 pub fn in_turn<T>(sides: impl IntoIterator<Item = T>, round: u64) -> Vec<T> {
     let mut turns: Vec<T> = sides.into_iter().collect();
     if round % 2 == 1 {
@@ -261,8 +261,7 @@ pub fn in_turn<T>(sides: impl IntoIterator<Item = T>, round: u64) -> Vec<T> {
     turns
 }
 
-/// Put every page of these guests out, all at once: the sum of pages and CPU time, and the time until the last was
-/// done.
+/// Page out these guests, all at once. Returns the sum of pages and CPU time, and the time until the last was done.
 pub fn out(bench: &mut Bench, subjects: &mut [&mut Subject]) -> Result<Out> {
     if bench.options.is(GuestKind::Kvm) {
         subjects.iter_mut().try_for_each(|subject| subject.start(bench))?;
@@ -282,7 +281,7 @@ pub fn out(bench: &mut Bench, subjects: &mut [&mut Subject]) -> Result<Out> {
     Ok(sum)
 }
 
-/// Have these guests touch pages that are out, all at once. Returns what each of them saw.
+/// Have these guests touch pages that are out, all at once. Returns the figures of each.
 pub fn touch(subjects: &mut [&mut Subject], seed: u64, pace: Pace) -> Result<Vec<Touched>> {
     let order = Order::Touch { seed, pace };
     subjects.iter_mut().try_for_each(|subject| subject.worker()?.tell(&order))?;

@@ -15,12 +15,12 @@ use std::path::Path;
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// The highest priority a swap device can have.
+/// The highest priority that a swap device can have.
 pub const TOP_PRIORITY: u16 = 0x7FFF;
 
 const SWAP_FLAG_PREFER: i32 = 0x8000;
 
-/// The beginning of a swap header that the kernel leaves alone: space for a boot loader, or for a note.
+/// Bytes at the beginning of a swap header that the kernel does not use: space for a boot loader, or for a note.
 const BOOT_BITS: usize = 1024;
 
 /// Write the header of an empty swap area of `size` bytes (`union swap_header`, version 1) with a note of up to 1 KiB.
@@ -62,7 +62,7 @@ pub fn off(device: &Path) -> io::Result<()> {
     if unsafe { libc::swapoff(path.as_ptr()) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Ask the kernel to reclaim a mapping of another process now (`MADV_PAGEOUT`), on this thread.
+/// Have the kernel reclaim a mapping of another process now (`MADV_PAGEOUT`), on the calling thread.
 pub fn page_out_of(pid: u32, start: Hva, len: u64) -> io::Result<()> {
     let pid = Pid::from_raw(pid.cast_signed()).ok_or(io::ErrorKind::InvalidInput)?;
     let process = pidfd_open(pid, PidfdFlags::empty())?;

@@ -1,7 +1,7 @@
-//! The swap devices of this host: the list, their contents, and the guards that end each when dropped.
+//! The swap devices of this host: their list, their use, and guards that end each when dropped.
 //!
-//! Before: root. After: `zram` and `leftover` hold or put back what is here.
-//! Threads: one. Units: bytes, pages. Promise: reading changes nothing; a drop that fails says so on standard error.
+//! Before: this is root. After: `zram` and `leftover` use or restore these devices.
+//! Threads: one. Units: bytes, pages. Promise: a read changes nothing; a drop that fails says so on standard error.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ const BLOCK: &str = "/sys/block";
 pub(crate) const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
 pub(crate) const ZSWAP: &str = "/sys/module/zswap/parameters/enabled";
 
-/// A sized zram device: empty and without memory again when dropped.
+/// A sized zram device. Drop resets it, so that it has no memory.
 #[derive(Debug)]
 pub(crate) struct Sized(pub PathBuf);
 
@@ -47,7 +47,7 @@ impl Drop for Named {
     }
 }
 
-/// The lock of a process that changes the machine; waits for another bench.
+/// Take the lock for changes of the machine; waits for another bench.
 pub(crate) fn lock() -> Result<File> {
     ensure!(rustix::process::geteuid().is_root(), "the kernel's swap can be measured by root only");
     let lock = File::open(BLOCK).with_context(|| format!("Opening {BLOCK}"))?;
@@ -58,7 +58,7 @@ pub(crate) fn lock() -> Result<File> {
     Ok(lock)
 }
 
-/// The zram devices: their directories in sysfs, their nodes, and whether somebody uses them.
+/// The zram devices: their directories in sysfs, their nodes, and whether they are in use.
 pub(crate) fn devices() -> Result<Vec<(PathBuf, PathBuf, bool)>> {
     let mut devices = Vec::new();
     for entry in fs::read_dir(BLOCK).with_context(|| format!("Reading {BLOCK}"))? {
@@ -87,7 +87,7 @@ pub(crate) fn used_pages() -> Result<u64> {
     Ok(text.lines().skip(1).filter_map(used_kib).sum::<u64>() * 1024 / PAGE_SIZE as u64)
 }
 
-/// Memory a zram device of this name uses for its pages, in bytes; and its compression.
+/// Bytes of memory that a zram device of this name uses for its pages, and its compression.
 pub(crate) fn used(device: &Path) -> Result<(u64, String)> {
     let block = Path::new(BLOCK).join(device.file_name().context("a device has a name")?);
     let stat = read(&block.join("mm_stat"))?;

@@ -1,8 +1,8 @@
-//! One VM under a limit, over time: memory above faults.
+//! Draws one VM under a limit, over time: its memory, and below it its faults.
 //!
-//! Before: the row of `bench limit` has a value for each sample. After: an SVG with axes and units.
-//! Threads: none. Units: pixels; seconds to the right; the axes name theirs.
-//! Promise: both parts have the same times above each other.
+//! Before: the row of `bench limit` has a value for each sample. After: it is an SVG with axes and units.
+//! Threads: none. Units: pixels; seconds to the right; the axes name their units.
+//! Promise: both parts share the time axis.
 
 use anyhow::{Context, Result, anyhow, ensure};
 use ballast_base::MIB;
@@ -58,7 +58,7 @@ pub(super) fn draw(row: &Value) -> Result<String> {
     Ok(text)
 }
 
-/// The values of a key, sample by sample; null where there is none.
+/// The values of a key, sample by sample; `None` where the row has null.
 fn series(row: &Value, key: &str) -> Result<Vec<Option<f64>>> {
     let values = row[key].as_array().with_context(|| format!("the row has no list {key}"))?;
     Ok(values.iter().map(Value::as_f64).collect())

@@ -1,14 +1,14 @@
 //! Plots of the headlines, made from the rows of benches: `ballast-bench plot`.
 //!
-//! Before: `ballast bench WHAT --json` wrote rows to files. After: one SVG for each headline that they have.
+//! Before: `ballast bench WHAT --json` wrote rows to files. After: each headline in them has an SVG.
 //! Threads: none. Units: in the axes. Promise: all figures come from rows; a range is that of the rounds, or the
 //! confidence interval of the median.
 //!
 //! | File | Headline |
 //! |---|---|
-//! | `restore.svg` | how long a touch of a far page takes |
-//! | `reclaim.svg` | how fast cold pages leave DRAM |
-//! | `idle.svg` | what being attached costs |
+//! | `restore.svg` | time of a touch of a far page |
+//! | `reclaim.svg` | rate at which cold pages leave DRAM |
+//! | `idle.svg` | cost of the attachment |
 //! | `balance.svg` | eight VMs in less memory than they want |
 //! | `vm-under-limit.svg` | one VM under a limit, over time |
 
@@ -161,7 +161,7 @@ mod tests {
         assert!(run(&[file], dir.path()).expect_err("nothing").to_string().contains("no row of restore"));
     }
 
-    /// As the benches print them.
+    /// A row as the benches print it.
     fn printed(bench: &str, facts: &[(&str, Value)], figures: &[&str], differences: &[&str]) -> String {
         let mut row = Row::new(bench, "native", "a test");
         facts.iter().for_each(|(key, value)| row.fact(key, value.clone()));
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn every_headline_is_drawn_from_what_the_benches_print_and_a_later_file_counts() {
+    fn every_headline_is_drawn_from_printed_rows_and_a_later_file_counts() {
         let dir = tempfile::tempdir().expect("a directory");
         let percentiles = |sides: [&str; 4]| sides.map(|side| ["p50", "p90", "p99"].map(|p| format!("{side}_us_{p}")));
         let restore = percentiles(["restore", "kernel_swapin", "plain", "floor"]).concat();

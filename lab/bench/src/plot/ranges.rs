@@ -1,8 +1,8 @@
-//! A chart of medians with their ranges, side by side in groups.
+//! Draws medians with their ranges, side by side in groups.
 //!
-//! Before: `plot` has the points. After: an SVG with axes, units, a legend and the value of each median.
-//! Threads: none. Units: pixels; the axis names those of the values.
-//! Promise: a linear axis begins at zero, or below it where values are; a logarithmic one says so.
+//! Before: `plot` has the points. After: it has an SVG with axes, units, a legend and the value of each median.
+//! Threads: none. Units: pixels; the axis names the unit of the values.
+//! Promise: a linear axis begins at zero, or below it if values do; a logarithmic one says so.
 
 use anyhow::{Result, anyhow};
 use plotters::coord::Shift;
@@ -63,7 +63,7 @@ impl Chart {
         Ok(text)
     }
 
-    /// Where a value is on the axis.
+    /// The position of a value on the axis.
     fn height(&self, value: f64) -> f64 {
         if self.logarithmic { value.max(f64::MIN_POSITIVE).log10() } else { value }
     }

@@ -1,6 +1,7 @@
 //! Rows of benches, read from the JSON that `ballast bench --json` printed.
 //!
-//! Before: files with one object a line. After: the points of a chart. Threads: none. Units: those of the keys.
+//! Before: there are files with one object a line. After: a chart has its points. Threads: none. Units: those of the
+//! keys.
 //! Promise: a line that is no row is an error with its file and number; a figure that was not measured has no point. If
 //! a bench is measured again, its rows are in a later file, and only they count.
 

@@ -1,7 +1,8 @@
-//! Three ways to hand out slices: the pool's, the lowest free ones, and a buddy allocator's.
+//! Three allocators of slices: the pool, first fit, and a buddy allocator.
 //!
-//! Before: `churn` has VMs come and go. After: what is left, and in which pieces. None keeps a VM in one piece: each
-//! gives it any slices, so that all of them can sell every slice, and what differs is what is left whole.
+//! Before: `churn` has VMs arrive and leave. After: it knows what is free, and in which pieces. No allocator keeps a VM
+//! in one piece: each gives it any slices, so that all of them can give away every slice. They differ in the memory
+//! that stays whole.
 //! Units: slices, and frames of 1 GiB. Promise: the two others work on the same nodes, one VM at a time, and zero
 //! nothing.
 
@@ -18,20 +19,20 @@ use ballast_pool::{
 /// The memory of a VM.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Got {
-    /// Pieces of it.
+    /// Number of its pieces.
     pub(super) extents: u32,
-    /// Frames that are whole and aligned, in pool and guest.
+    /// Number of frames that are whole and aligned, in pool and guest.
     pub(super) frames: u32,
 }
 
 pub(super) trait Allocator {
-    /// Give a VM memory of a node, if there is as much.
+    /// Give a VM memory of a node, if there is enough.
     fn allocate(&mut self, id: u64, node: u8, slices: u32) -> Result<Option<Got>>;
-    /// The VM is gone.
+    /// Take back the memory of a VM that is gone.
     fn release(&mut self, id: u64) -> Result<()>;
-    /// Frames of a node that are free as a whole.
+    /// Number of frames of a node that are free as a whole.
     fn whole(&self, node: u8) -> u32;
-    /// Part of these: pages of 1 GiB.
+    /// Number of those that are pages of 1 GiB.
     fn undemoted(&self, _node: u8) -> u32 {
         0
     }
@@ -44,7 +45,7 @@ pub(super) struct Ours {
 }
 
 impl Ours {
-    /// Nodes of whole frames, all of them pages of 1 GiB, zeroed.
+    /// A pool of nodes with whole frames, which are all pages of 1 GiB and zeroed.
     pub(super) fn new(nodes: u8, frames: u32, brick: u32, vms: u32, is_one_domain: bool) -> Result<Self> {
         let slices = frames * FRAME_SLICES;
         let specs: Vec<NodeSpec> = (0..nodes).map(|numa| NodeSpec { numa: numa.into(), slices }).collect();
@@ -67,7 +68,7 @@ impl Ours {
     }
 }
 
-/// Frames of an extent that the guest has aligned.
+/// Number of frames of an extent that are also aligned in the guest.
 fn aligned_frames(extent: Extent, guest: GuestIdx) -> u32 {
     let is_aligned = |at: u32| at.is_multiple_of(FRAME_SLICES);
     let guest_of = |at: SliceIdx| guest.0 + (at.0 - extent.start.0);
@@ -103,7 +104,7 @@ impl Allocator for Ours {
     }
 }
 
-/// The lowest free slices.
+/// First fit: a VM gets the lowest free slices.
 pub(super) struct FirstFit {
     /// For each node and slice: is it free?
     free: Vec<Vec<bool>>,
@@ -156,14 +157,15 @@ impl Allocator for FirstFit {
     }
 }
 
-/// Blocks of 2 MiB to 1 GiB; the largest that a VM still needs, from the smallest that holds it, the lowest first.
+/// A buddy allocator with blocks of 2 MiB to 1 GiB. A VM gets the largest block that it still needs, split off the
+/// smallest free one that holds it, the lowest first.
 pub(super) struct Buddy {
-    /// For each node and order: where free blocks begin.
+    /// For each node and order: the starts of free blocks.
     free: Vec<[BTreeSet<u32>; ORDERS]>,
     vms: BTreeMap<u64, (u8, Vec<(u32, usize)>)>,
 }
 
-/// From one slice to a frame.
+/// Number of orders: from one slice to a frame.
 const ORDERS: usize = FRAME_SLICES.trailing_zeros() as usize + 1;
 
 impl Buddy {
@@ -173,7 +175,7 @@ impl Buddy {
         Self { free: vec![one; nodes.into()], vms: BTreeMap::new() }
     }
 
-    /// A block of this order, split off a larger one if need be.
+    /// A block of this order, split off a larger one if necessary.
     fn take(free: &mut [BTreeSet<u32>; ORDERS], order: usize) -> Option<u32> {
         let from = (order..ORDERS).find(|order| !free[*order].is_empty())?;
         let at = free[from].pop_first()?;
@@ -226,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_of_them_hands_out_all_there_is_and_has_it_again() {
+    fn each_allocator_gives_all_slices_away_and_gets_them_back() {
         let mut all: Vec<Box<dyn Allocator>> = vec![
             Box::new(Ours::new(1, 4, 512, 16, true).expect("a pool")),
             Box::new(FirstFit::new(1, 4)),

@@ -1,10 +1,10 @@
 //! Real memory for a pool: files, filled before any request, and a VM's RAM mapped from them.
 //!
-//! Before: `ready` says how much, of what. After: it asks for memory as a VMM does. The pool's state is in shared
-//! memory, too, as it would be in a daemon.
+//! Before: `ready` gives a size and a kind of memory. After: it requests memory as a VMM does. The pool's state is in
+//! shared memory, too, as in a daemon.
 //! Threads: the bench's one. Units: bytes in files; slices in the pool.
-//! Promise: a slice is zeroed through a mapping of the bench's own before the pool may hand it out again, and
-//! [`Ram::check_and_mark`] looks whether it was.
+//! Promise: a slice is zeroed through a mapping of the bench's own before the pool may give it away again, and
+//! [`Ram::check_and_mark`] checks that.
 
 use std::num::{NonZeroU32, NonZeroU64};
 
@@ -35,7 +35,7 @@ pub(super) struct Bricks {
     slices: u32,
     /// Slices of a brick.
     brick: u32,
-    /// How much of it is mapped huge; shared memory is collapsed as far as the kernel can.
+    /// Percent of it that is mapped huge; shared memory is collapsed as far as the kernel can.
     pub(super) collapsed_pct: f64,
     vms: u64,
 }
@@ -95,7 +95,7 @@ impl Bricks {
         self.pool.metadata_bytes()
     }
 
-    /// RAM for a VM of all of it, as a VMM would have it: mapped in pieces, each from its file, and in the page tables.
+    /// RAM of the whole pool for one VM, as a VMM would have it: mapped in pieces, each from its file, and populated.
     pub(super) fn request(&mut self) -> Result<Ram> {
         self.vms += 1;
         let vm = VmId(NonZeroU64::new(self.vms).context("an id")?);
@@ -118,7 +118,8 @@ impl Bricks {
         Ok(ram)
     }
 
-    /// The VM is gone, and its memory is zeroed by `zero` through the bench's mappings. Returns how long that took.
+    /// Take back the memory of the VM, and zero it by `zero` through the bench's mappings. Returns the time of that in
+    /// microseconds.
     pub(super) fn release(&mut self, ram: Ram, zero: impl Fn(*mut u8, usize)) -> Result<f64> {
         drop(ram);
         self.pool.release(VmId(NonZeroU64::new(self.vms).context("an id")?))?;
@@ -139,14 +140,14 @@ impl Bricks {
     }
 }
 
-/// Where these slices of one brick are in the bench's own mapping.
+/// The place of these slices of one brick in the bench's own mapping.
 fn place(bricks: &[Brick], brick: u32, extent: Extent) -> (&Mapping, usize, usize) {
     let map = &bricks[(extent.start.0 / brick) as usize].map;
     let slices = |slices: u32| slices as usize * SLICE_SIZE as usize;
     (map, slices(extent.start.0 % brick), slices(extent.slices))
 }
 
-/// Make one huge page of 2 MiB of a file in shared memory. Returns whether it is one.
+/// Collapse 2 MiB of a file in shared memory to a huge page. Returns whether it is one.
 fn collapse(map: &Mapping, offset: usize) -> bool {
     /// Linux 6.1; not in `libc` for all targets.
     const MADV_COLLAPSE: i32 = 25;
@@ -163,7 +164,7 @@ pub(super) struct Ram {
 }
 
 impl Ram {
-    /// Address space, aligned to 1 GiB, with nothing in it.
+    /// Reserve address space, aligned to 1 GiB.
     fn reserve(len: u64) -> Result<Self> {
         let gib = FRAME_SLICES as usize * SLICE_SIZE as usize;
         let len = len as usize;
@@ -175,7 +176,7 @@ impl Ram {
         Ok(Self { base: at.next_multiple_of(gib), len, reserved: (at, reserved) })
     }
 
-    /// Put a piece of a file there.
+    /// Map a piece of a file there.
     fn map(&self, at: u64, file: &OwnedFd, offset: u64, len: u64) -> Result<()> {
         ensure!(at + len <= self.len as u64, "a piece of {len:#x} bytes at {at:#x} is outside of RAM");
         let place = (self.base + at as usize) as *mut std::ffi::c_void;
@@ -197,14 +198,14 @@ impl Ram {
         self.base as *mut u64
     }
 
-    /// Look at a word of each page, which must be zero, and leave a secret there.
+    /// Check a word of each page, which must be zero, and leave a mark there.
     pub(super) fn check_and_mark(&self) -> Result<()> {
         for offset in (0..self.len).step_by(PAGE_SIZE) {
             let word = (self.base + offset + offset / PAGE_SIZE % 512 * 8) as *mut u64;
             // SAFETY: the word is aligned and inside this value's mapping, which nobody else uses.
             let found = unsafe { word.read_volatile() };
             if found != 0 {
-                bail!("a VM found {found:#x} at {offset:#x}: somebody else's memory");
+                bail!("a VM found {found:#x} at {offset:#x}: memory of another VM");
             }
             // SAFETY: the same word.
             unsafe { word.write_volatile(0x005e_c2e7_005e_c2e7) };

@@ -1,7 +1,8 @@
-//! VMs come and go, as many as a host holds: the memory that can be sold, and the memory left in whole GiB.
+//! VMs arrive and leave, as many as a host holds: the share of memory that VMs can get, and the free memory in whole
+//! GiB.
 //!
-//! Before: an occupancy. After: a row. Units: slices; shares in percent. Promise: all allocators see the same VMs on
-//! the same nodes in the same order. This is a model: no memory is reserved, and zeroing takes no time.
+//! Before: an occupancy is given. After: there is a row. Units: slices; shares in percent. Promise: all allocators see
+//! the same VMs on the same nodes in the same order. This is a model: no memory is reserved, and zeroing takes no time.
 
 use anyhow::{Context, Result, bail};
 use ballast_pool::FRAME_SLICES;
@@ -20,13 +21,13 @@ const MOST_VMS: u32 = 1024;
 /// One allocator's figures, a value for each round.
 #[derive(Default)]
 struct Figures {
-    /// Share of all memory that VMs have when the host is full, plus what one more VM then gets.
+    /// Share of all memory that VMs have when the host is full, plus the share that one more VM then gets.
     sellable: Vec<f64>,
     /// Share of free memory in whole and aligned GiB.
     whole: Vec<f64>,
     /// Share of free memory in whole pages of 1 GiB that were never demoted: the pool's alone.
     undemoted: Vec<f64>,
-    /// Share of the GiB that VMs could have had as whole frames and got so.
+    /// Of the GiB that VMs could get as whole frames, the share that they did get as whole frames.
     given: Vec<f64>,
     extents: Vec<f64>,
 }
@@ -40,7 +41,7 @@ struct Host {
 }
 
 impl Host {
-    /// Let a VM come if it fits below this many slices a node: where less is used.
+    /// Let a VM arrive at the node with less used memory, if it fits below this number of slices of the node.
     fn arrive(&mut self, slices: u32, most: u32) -> Result<bool> {
         let node = u8::from(self.used[1] < self.used[0]);
         if self.used[usize::from(node)] + slices > most || self.vms.len() + 2 >= MOST_VMS as usize {
@@ -72,7 +73,7 @@ impl Host {
         Ok(())
     }
 
-    /// Let VMs come until not even the smallest fits, then sell what is left in one piece to a VM for each node.
+    /// Let VMs arrive until not even the smallest fits; then give the rest of each node to one VM.
     fn fill(&mut self, seed: &mut u64, figures: &mut Figures) -> Result<()> {
         while self.arrive(sizes::draw(seed), NODE_SLICES)? {}
         while self.arrive(sizes::SMALLEST, NODE_SLICES)? {}
@@ -104,7 +105,7 @@ pub(super) fn row(mut row: Row, occupancy_pct: u32, rounds: u64, steps: u32) -> 
             let allocator: Box<dyn Allocator> = match side {
                 0 => Box::new(FirstFit::new(NODES, FRAMES)),
                 1 => Box::new(Buddy::new(NODES, FRAMES)),
-                // Every VM a trust domain, files of 64 MiB.
+                // Every VM is a trust domain; files have 64 MiB.
                 2 => Box::new(Ours::new(NODES, FRAMES, 32, MOST_VMS, false)?),
                 _ => Box::new(Ours::new(NODES, FRAMES, FRAME_SLICES, MOST_VMS, true)?),
             };
@@ -126,7 +127,7 @@ pub(super) fn row(mut row: Row, occupancy_pct: u32, rounds: u64, steps: u32) -> 
     Ok(row)
 }
 
-/// Fill the host up to `most`, then let VMs go at random and others come, `steps` times.
+/// Fill the host up to `most`, then `steps` times let a random VM leave and others arrive.
 fn run(host: &mut Host, seed: &mut u64, most: u32, steps: u32) -> Result<()> {
     while host.arrive(sizes::draw(seed), most)? {}
     for _ in 0..steps {

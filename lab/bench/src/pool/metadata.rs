@@ -1,9 +1,9 @@
 //! The pool's metadata, in bytes.
 //!
-//! Before: the size of a host. After: a row. Units: bytes; GiB, where the paper says GB.
-//! Promise: computed from a pool of that size whose VMs were really handed out, not measured as memory of a process:
-//! the state as far as it was used, and what a process keeps beside it. What the kernel keeps (`struct page`, page
-//! tables) is not in it.
+//! Before: the size of a host is given. After: there is a row. Units: bytes; GiB, where the paper says GB.
+//! Promise: the figures are computed from a pool of that size with all its VMs, and not measured as memory of a
+//! process. They contain the used part of the state, and the memory that a process keeps for it. Memory that the kernel
+//! keeps (`struct page`, page tables) is not included.
 
 use anyhow::{Result, bail};
 use ballast_base::GIB;
@@ -19,7 +19,7 @@ fn paper_bytes(nodes: u64, slices: u64, vms: u64, entries: u64) -> u64 {
     MODULES + 112 * nodes + slices + vms * 120 * nodes + 24 * entries
 }
 
-/// The row of a host of this size, with bricks of a frame and of 64 MiB, full of VMs of 4 GiB or as they are sold.
+/// The row of a host of this size, with bricks of a frame and of 64 MiB, full of VMs of 4 GiB or of a cloud's sizes.
 pub(super) fn row(mut row: Row, gib: u32) -> Result<Row> {
     const NODES: u8 = 2;
     let frames = gib / u32::from(NODES);
@@ -55,7 +55,7 @@ pub(super) fn row(mut row: Row, gib: u32) -> Result<Row> {
         row.figure(&format!("metadata_bytes_per_gib{name}"), &[per_gib(now)]);
         row.figure(&format!("paper_bytes_per_gib{name}"), &[per_gib(paper_bytes(2, slices, vms, entries))]);
     }
-    // Every slice an entry of its own: 24 bytes stored and 12 in the look-ups.
+    // In the worst case every slice is an entry of its own: 24 bytes stored and 12 in the look-ups.
     let worst = bytes[1] + slices * 36;
     row.figure("metadata_bytes_per_gib_worst", &[per_gib(worst)]);
     Ok(row)

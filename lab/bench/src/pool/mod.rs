@@ -1,9 +1,10 @@
-//! The pool: its metadata, the memory it can sell, and how soon memory of it can be used.
+//! The pool: its metadata, the memory that VMs can get from it, and the time until that memory can be used.
 //!
-//! Before: the bench has its guard. After: rows of six kinds (`measures`). *Metadata* and *churn* are computed by the
-//! pool itself, without memory; *ready*, *sold*, *speed* and *zeroing* use real memory, which the guard returns.
-//! Threads: the bench's one. Units: in the keys. Promise: no memory is taken that others may need: sizes for which
-//! memory is short are left out, with the reason.
+//! Before: the bench has its guard. After: there are rows of six kinds (`measures`). The pool itself computes
+//! *metadata* and *churn*, without memory; *ready*, *sold*, *speed* and *zeroing* use real memory, which the guard
+//! returns.
+//! Threads: the bench's one. Units: in the keys. Promise: the bench takes no memory that others may need: it leaves out
+//! sizes for which memory is short, with the reason.
 
 mod allocators;
 mod bricks;
@@ -24,7 +25,7 @@ use crate::order::GuestKind;
 use crate::report::Row;
 use crate::rig::Bench;
 
-/// Memory that is left to others.
+/// Memory that is left to other programs.
 const SPARE: Bytes = Bytes(8 * GIB);
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -75,8 +76,8 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     Ok(())
 }
 
-/// Why rows are left out.
-const NO_HUGE_PAGES: &str = "the host has not as many huge pages to spare";
+/// The reason for a missing row.
+const NO_HUGE_PAGES: &str = "the host does not have that many free huge pages";
 
 /// Huge pages that the guard has reserved and will return.
 struct HugePages {
@@ -84,7 +85,7 @@ struct HugePages {
 }
 
 impl HugePages {
-    /// Are there enough for this much? More are reserved if not.
+    /// Are there enough for this many bytes? If not, more are reserved.
     fn have(&mut self, bench: &mut Bench, bytes: u64) -> bool {
         let more = (bytes / HUGE_SIZE as u64).saturating_sub(self.pages);
         let got = more == 0 || bench.guard.huge_pages(more).is_ok();
@@ -102,7 +103,7 @@ fn left_out(mut row: Row, measures: &str, bytes: u64, key: &str, why: &str) -> R
     row
 }
 
-/// A size, if there is memory for it: the pool's own, a file of huge pages, and one of base pages that comes and goes.
+/// The row of a size, if there is memory for it: for the pool, a file of huge pages, and one of base pages at a time.
 fn ready(bench: &mut Bench, row: Row, kind: Kind, size: u64, huge: &mut HugePages, rounds: u32) -> Result<Row> {
     let room = machine::mem_available().unwrap_or_default() + huge.pages * HUGE_SIZE as u64;
     if room < 3 * size + SPARE.0 {

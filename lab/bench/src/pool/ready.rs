@@ -1,10 +1,9 @@
-//! From a request to memory that can be used: the pool beside the kernel's ways.
+//! The time from a request to memory that can be used: the pool beside the kernel's ways.
 //!
-//! Before: a size, and the kind of the pool's memory. After: a row. Units: microseconds, GiB per second;
-//! bytes a GiB.
+//! Before: a size and the kind of the pool's memory are given. After: there is a row. Units: microseconds, GiB per
+//! second; bytes per GiB.
 //! Promise: the sides take turns, forwards and backwards; an uncounted round comes first, so that no side pays for
-//! memory that the host uses for the first time. In every request of the pool, the contents are searched for the secret
-//! of the VM before it.
+//! memory that the host uses for the first time. Memory from the pool is searched for the mark of the previous VM.
 
 use std::time::Instant;
 
@@ -19,7 +18,7 @@ use super::zeroing::memset;
 use crate::progress::Progress;
 use crate::report::Row;
 
-/// The row of one size. `huge`: as many huge pages as the sides need are there.
+/// The row of one size. `huge`: there are as many huge pages as the sides need.
 pub(super) fn row(mut row: Row, kind: Kind, slices: u32, huge: bool, rounds: u32, progress: &Progress) -> Result<Row> {
     let size = Bytes(u64::from(slices) * SLICE_SIZE);
     row.fact("measures", "ready");
@@ -78,7 +77,7 @@ pub(super) fn row(mut row: Row, kind: Kind, slices: u32, huge: bool, rounds: u32
     row.figure("memfd_page_table_bytes_per_gib", &tables[2]);
     row.figure("zero_at_release_gib_per_s", &zero_gib_per_s);
     if !huge {
-        row.because("the host has not as many huge pages to spare");
+        row.because("the host does not have that many free huge pages");
     }
     Ok(row)
 }
@@ -87,7 +86,7 @@ fn micros(start: Instant) -> f64 {
     start.elapsed().as_secs_f64() * 1e6
 }
 
-/// A file of huge pages that the host has reserved, mapped and faulted in: the kernel zeroes.
+/// A file of huge pages that the host has reserved, mapped and faulted in: the kernel zeroes them.
 fn hugetlb(size: Bytes) -> Result<(f64, Mapping)> {
     let start = Instant::now();
     let file = memfd::create_huge("ballast-bench-hugetlb", size).context("Making a file of huge pages")?;
@@ -124,7 +123,7 @@ fn populate(size: Bytes) -> Result<f64> {
         unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags, &file, 0) };
     let at = at.context("Mapping a memory file")?;
     let took = micros(start);
-    // SAFETY: exactly what was just mapped, and nobody else knows it.
+    // SAFETY: exactly the new mapping, and no other code knows it.
     unsafe { rustix::mm::munmap(at, len) }.context("Unmapping a memory file")?;
     Ok(took)
 }

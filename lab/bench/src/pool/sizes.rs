@@ -11,7 +11,7 @@ use ballast_pool::SLICE_SIZE;
 
 use crate::stats::random;
 
-/// Memory of a VM in MiB, and how many VMs had it.
+/// Memory of a VM in MiB, and the number of VMs with it.
 const AZURE: [(u64, u64); 14] = [
     (768, 38_578),
     (1792, 892_166),

@@ -1,10 +1,11 @@
-//! VMs come and go on real reserved pages, through the product's own pool, until it is full: what of it is sold.
+//! VMs arrive and leave on real reserved pages, through the product's own pool, until it is full: the share of it that
+//! VMs have then.
 //!
-//! Before: as many huge pages as the pool has. After: a row. Units: shares in percent.
+//! Before: there are as many huge pages as the pool has. After: there is a row. Units: shares in percent.
 //! Threads: one of its own, in a mount name space of its own, so that nothing stays mounted however the bench ends.
-//! Promise: each VM maps all it gets and looks at every page for what others left. Sizes are those of the model
-//! (`sizes.rs`) divided by 32, as are files: a host of 128 GiB with files of 1 GiB. The kernel's number of huge pages
-//! is the guard's; the pool is told of a host whose number is in a file.
+//! Promise: each VM maps all its memory and checks every page for data of others. Sizes are those of the model
+//! (`sizes.rs`) divided by 32, as are files: this stands for a host of 128 GiB with files of 1 GiB. The guard has set
+//! the kernel's number of huge pages; the pool reads another number from a file.
 
 use std::path::Path;
 
@@ -64,7 +65,7 @@ fn measure(size: Bytes, rounds: u64, steps: u32) -> Result<[Vec<f64>; 4]> {
         }
         while vms.arrive(sizes::SMALLEST / SCALE)? {}
         while vms.arrive(1)? {}
-        vms.reserve.validate().context("The pool is not as it must be")?;
+        vms.reserve.validate().context("The pool's state is invalid")?;
         let overview = vms.reserve.overview();
         let share = |of: fn(&ballast_reserve::Node) -> Bytes| {
             100.0 * overview.nodes.iter().map(|node| of(node).0).sum::<u64>() as f64 / size.0 as f64
@@ -85,7 +86,7 @@ struct Vms {
 }
 
 impl Vms {
-    /// A VM takes memory, looks through it, and marks it. Returns whether there was enough.
+    /// A VM takes memory, checks it, and marks it. Returns whether there was enough.
     fn arrive(&mut self, slices: u32) -> Result<bool> {
         let size = Bytes(u64::from(slices.max(1)) * SLICE_SIZE);
         let grant = match self.reserve.grant("vm", size, Mode::Mix, &Nodes::Any) {
@@ -100,7 +101,7 @@ impl Vms {
         for at in (0..map.len()).step_by(PAGE_SIZE) {
             let word = &map.words(at, 1)[0];
             if word.swap(grant.vm | 1, std::sync::atomic::Ordering::Relaxed) != 0 {
-                bail!("a VM found at {at:#x} what another one had left");
+                bail!("a VM found at {at:#x} data of another VM");
             }
         }
         self.searched += size.0;
@@ -108,7 +109,7 @@ impl Vms {
         Ok(true)
     }
 
-    /// What VMs left is taken and zeroed.
+    /// Take back and zero the memory of VMs that are gone.
     fn tend(&mut self) -> Result<()> {
         self.reserve.tend()?;
         while let Some(job) = self.reserve.next_job()? {
@@ -119,7 +120,7 @@ impl Vms {
     }
 }
 
-/// A mount name space for this thread, of which nothing is seen elsewhere.
+/// Give this thread a mount name space of its own, whose mounts are not seen elsewhere.
 fn own_mounts() -> std::io::Result<()> {
     // SAFETY: the call takes no pointer; this thread alone gets another name space.
     if unsafe { libc::unshare(libc::CLONE_NEWNS) } == -1 {

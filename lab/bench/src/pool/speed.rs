@@ -1,8 +1,8 @@
-//! How fast memory of the pool is once a VM has it: beside a plain file of huge pages.
+//! The speed of memory of the pool that a VM has, beside a plain file of huge pages.
 //!
-//! Before: a size. After: a row. Threads: the bench's one, which is the guest. Units: nanoseconds; GiB per second.
-//! Promise: both sides have as many huge pages, every page table entry is there, and the same accesses go to both, by
-//! turns.
+//! Before: a size is given. After: there is a row. Threads: the bench's one, which is the guest. Units: nanoseconds; GiB
+//! per second. Promise: both sides have as many huge pages, every page table entry is there, and the same accesses go
+//! to both, by turns.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -16,10 +16,10 @@ use super::bricks::Bricks;
 use crate::progress::Progress;
 use crate::report::Row;
 
-/// Loads of a round that each wait for the one before.
+/// Loads of a round, each of which waits for the previous one.
 const LOADS: usize = 4_000_000;
 
-/// The row of one size, for which twice as many huge pages are there.
+/// The row of one size, for which there are twice as many huge pages.
 pub(super) fn row(mut row: Row, slices: u32, rounds: u32, progress: &Progress) -> Result<Row> {
     let size = Bytes(u64::from(slices) * SLICE_SIZE);
     row.fact("measures", "speed");
@@ -52,7 +52,7 @@ pub(super) fn row(mut row: Row, slices: u32, rounds: u32, progress: &Progress) -
     Ok(row)
 }
 
-/// Nanoseconds of a load from a random place, the address of which depends on the load before.
+/// Nanoseconds of a load from a random place, whose address depends on the previous load.
 ///
 /// # Safety
 /// `at` is the start of `words` words that are mapped and nobody else's.
@@ -60,17 +60,17 @@ unsafe fn chase(at: *mut u64, words: usize) -> f64 {
     let start = Instant::now();
     let mut place = 1u64;
     for _ in 0..LOADS {
-        // An odd multiplier and an odd step: all places in turn, in no order that a prefetcher knows.
+        // An odd multiplier and an odd step visit all places, in no order that a prefetcher knows.
         place = place.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let index = ((u128::from(place) * words as u128) >> 64) as usize;
-        // SAFETY: the index is below the number of words. What is there is no more than a bit that changes the place.
+        // SAFETY: the index is below the number of words. The value only changes a bit of the place.
         place ^= unsafe { at.add(index).read_volatile() } & 1;
     }
     black_box(place);
     start.elapsed().as_secs_f64() * 1e9 / LOADS as f64
 }
 
-/// GiB a second, written and read in order.
+/// GiB per second, written and read in order.
 ///
 /// # Safety
 /// As [`chase`].

@@ -1,7 +1,7 @@
-//! How fast memory is zeroed: with ordinary stores, past the caches, and by the kernel.
+//! The rate of zeroing: with ordinary stores, with stores past the caches, and by the kernel.
 //!
-//! Before: a size. After: a row. Units: GiB per second. Promise: the same huge pages for all, in turns; none of them is
-//! fresh; the last word of the zeroed memory is checked.
+//! Before: a size is given. After: there is a row. Units: GiB per second. Promise: all ways zero the same huge pages,
+//! in turns; none of these is fresh; the last word of the zeroed memory is checked.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use ballast_sys::{Mapping, memfd};
 
 use crate::report::Row;
 
-/// The row of one size, which is a multiple of 2 MiB; as many huge pages are there.
+/// The row of one size, which is a multiple of 2 MiB and for which there are as many huge pages.
 pub(super) fn row(mut row: Row, size: Bytes, rounds: u32) -> Result<Row> {
     row.fact("measures", "zeroing");
     row.fact("ram_bytes", size.0);
@@ -53,7 +53,7 @@ pub(super) fn memset(at: *mut u8, len: usize) {
     unsafe { at.write_bytes(0, len) };
 }
 
-/// The same with stores that go past the caches (MOVNTI and its wider sisters).
+/// The same with stores past the caches (MOVNTDQ).
 #[cfg(target_arch = "x86_64")]
 pub(super) fn non_temporal(at: *mut u8, len: usize) {
     use std::arch::x86_64::{__m128i, _mm_setzero_si128, _mm_sfence, _mm_stream_si128};
@@ -66,7 +66,7 @@ pub(super) fn non_temporal(at: *mut u8, len: usize) {
     unsafe { _mm_sfence() };
 }
 
-/// No such stores are known here.
+/// The same with ordinary stores: such stores are not known here.
 #[cfg(not(target_arch = "x86_64"))]
 pub(super) fn non_temporal(at: *mut u8, len: usize) {
     memset(at, len);
