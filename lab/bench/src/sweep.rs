@@ -1,10 +1,10 @@
-//! How much of a guest's memory can be taken before it is slower than allowed.
+//! Finds how much of a guest's memory can be taken before it is slower than allowed.
 //!
-//! Before: a spec, and who takes the memory: Ballast by its limit, the kernel by a memory cgroup and the swap there is.
-//! After: the largest part of RAM that was taken while the guest lost no more speed than that.
+//! Before: a spec, and the side that takes the memory: Ballast by its limit, or the kernel by a memory cgroup and swap.
+//! After: the largest part of RAM is known that was taken while the guest was no slower than allowed.
 //! Threads: the bench's one; guests are processes. Units: fractions of the guest's RAM; percent of its speed.
 //! Promise: the reference is a second guest with the same spec and no limit. The two run in short turns, never at once,
-//! so the machine's other load hits both alike. Their difference without a limit is measured first and taken out.
+//! so the machine's other load affects both alike. Their difference without a limit is measured first and subtracted.
 //! Nothing is measured before the guest has settled, and a limit that is not kept does not count as taken.
 //!
 //! ```text
@@ -32,12 +32,12 @@ pub(crate) enum Side {
     Kernel,
 }
 
-/// How to search.
+/// The steps and times of a search.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
-    /// Before the first limit: also the time that a tracker needs to know the guest.
+    /// Time before the first limit, in which a tracker gets to know the guest.
     pub warm_ms: u64,
-    /// From a new limit until the first slice.
+    /// Time from a new limit until the first slice.
     pub settle_ms: u64,
     /// Length of a slice.
     pub slice_ms: u64,
@@ -45,15 +45,15 @@ pub(crate) struct Plan {
     pub slices: usize,
     /// Limits that are tried: the result is exact to `1 / 2^steps` of RAM.
     pub steps: u32,
-    /// The guest may be slower by this.
+    /// Slowdown that is allowed.
     pub allowed_pct: f64,
 }
 
 impl Plan {
-    /// Some 25 s a sweep.
+    /// A sweep takes some 25 s.
     pub(crate) const FULL: Self =
         Self { warm_ms: 8000, settle_ms: 2000, slice_ms: 150, slices: 7, steps: 5, allowed_pct: 5.0 };
-    /// Some 5 s, and exact to an eighth.
+    /// A sweep takes some 5 s, and is exact to an eighth.
     pub(crate) const QUICK: Self =
         Self { warm_ms: 2000, settle_ms: 500, slice_ms: 50, slices: 3, steps: 3, allowed_pct: 5.0 };
 }
@@ -76,11 +76,11 @@ pub(crate) struct Sweep {
 /// The result.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Found {
-    /// This part of RAM was taken.
+    /// The part of RAM that was taken.
     pub taken: f64,
-    /// How much slower the guest was then, in percent.
+    /// Slowdown of the guest then, in percent.
     pub slowdown_pct: f64,
-    /// By how many percent the two differ without a limit: the noise.
+    /// Difference of the two without a limit, in percent: the noise.
     pub noise_pct: f64,
 }
 
@@ -92,7 +92,7 @@ struct Pair {
     ram: u64,
 }
 
-/// How its memory is taken.
+/// The means by which its memory is taken.
 enum Held {
     Ballast { name: String },
     Kernel { cgroup: PathBuf, unlimited: u64 },
@@ -104,7 +104,7 @@ impl Sweep {
         let mut pair = self.start(bench)?;
         let plan = self.plan;
         pair.reference.speed(plan.settle_ms)?;
-        // Last, since a guest that stands still looks cold.
+        // The guest runs last, because a stopped guest looks cold.
         pair.guest.speed(plan.warm_ms)?;
         let base = pair.ratio(plan)?;
         let mut found = Found { noise_pct: (1.0 - pair.ratio(plan)? / base).abs() * 100.0, ..Found::default() };
@@ -112,11 +112,11 @@ impl Sweep {
         for _ in bench.progress.over("size", 0..plan.steps) {
             let taken = f64::midpoint(least, most);
             let mut is_bearable = false;
-            // Twice, if need be: by then the guest has refaulted what it needs.
+            // It is tried twice if necessary: by then the guest has refaulted the pages it needs.
             for _ in 0..2 {
                 let (ratio, is_kept) = match pair.squeeze(bench, taken, plan) {
                     Ok(outcome) => outcome,
-                    // The kernel kills a guest that it cannot squeeze; then it can be asked nothing more.
+                    // The kernel kills a guest that it cannot squeeze, and then there is no guest to ask.
                     Err(_) if self.side == Side::Kernel => return Ok(found),
                     Err(error) => return Err(error),
                 };
@@ -184,7 +184,7 @@ impl Pair {
         match &self.held {
             Held::Ballast { name } => bench.daemon.api().set_limit(name, Some(self.ram - taken)).map(drop)?,
             Held::Kernel { cgroup, unlimited } => {
-                // The kernel refuses a limit that it cannot get to at once, or gets there while it is written.
+                // The kernel refuses a limit that it cannot reach at once, or reaches it during the write.
                 let Ok(()) = cgroup::limit(cgroup, unlimited.saturating_sub(taken)) else { return Ok((0.0, false)) };
             }
         }
@@ -192,7 +192,7 @@ impl Pair {
             bail!("a VM stands")
         };
         let ratio = self.ratio(plan)?;
-        // A little above it is where reclaim begins.
+        // A little above the limit is allowed.
         let kept = match &self.held {
             Held::Ballast { name } => bench.daemon.api().vm(name)?.resident_bytes <= self.ram - taken + self.ram / 64,
             Held::Kernel { .. } => true,

@@ -1,11 +1,11 @@
-//! The effect of an upgrade on VMs, while another engine follows the serving one.
+//! The effect on VMs when another engine replaces the serving one.
 //!
-//! Before: VMs that are held to half of their RAM read all of it over and over. After: how long touches took with an
-//! upgrade in the middle and without one, how long each VM had no engine, and whether anything went wrong; and what a
-//! VM that does nothing but fault saw of an upgrade (`probe`).
-//! Threads: the bench's one; one asks the API all the time; VMs are processes. Units: in the names.
-//! Promise: every word that is read is compared: wrong data ends the bench. Turns with and without an upgrade take
-//! turns. `BALLAST_NEXT` names the `ballastd` of another build; the bench goes forth and back between it and its own.
+//! Before: VMs that are held to half of their RAM read all of it repeatedly. After: a row has the times of touches with
+//! an upgrade in the middle and without one, the time for which each VM had no engine, the failed requests, and the
+//! faults of a VM that only faults (`probe`).
+//! Threads: the bench's one; one sends API requests all the time; VMs are processes. Units: in the names.
+//! Promise: every word that is read is compared: wrong data ends the bench. Turns with and without an upgrade
+//! alternate. `BALLAST_NEXT` names the `ballastd` of another build; upgrades alternate between it and the bench's own.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -25,7 +25,7 @@ use crate::report::Row;
 use crate::rig::Bench;
 use crate::waits::Waits;
 
-/// Uncounted time: all have read by then.
+/// Uncounted time before a turn, in which all VMs begin to read.
 const LEAD: Duration = Duration::from_millis(300);
 /// Counted time. The upgrade begins with it.
 const TIME: Duration = Duration::from_millis(1500);
@@ -66,7 +66,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     }
     fleet.verify()?;
     let mut probe = Probe::start(bench)?;
-    // In each round one window without an upgrade, one with, and one more without: the two show how much chance does.
+    // Each round has one window without an upgrade, one with, and one more without: the two show the noise.
     let mut probed: [Vec<Slice>; 3] = Default::default();
     let (mut touches, mut cut) = (0, 0);
     for round in bench.progress.over("probe", 0..turns) {
@@ -105,12 +105,12 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     row.fact("second_reader_us_p99", second.percentile_ns(0.99) as f64 / 1e3);
     row.fact("api_requests", asked.load(Relaxed));
     row.fact("failed_ops", failed.load(Relaxed));
-    // One would have ended the bench.
+    // A wrong byte would have ended the bench.
     row.fact("wrong_bytes", 0);
     each(row)
 }
 
-/// Ask for the list of VMs until it is over. One that does not come at once, or lacks a VM, has failed.
+/// Request the list of VMs until the turn is over. A list that does not come at once, or lacks a VM, has failed.
 fn list_vms(socket: &Path, vms: usize, is_over: &AtomicBool, asked: &AtomicU64, failed: &AtomicU64) {
     while !is_over.load(Relaxed) {
         asked.fetch_add(1, Relaxed);
@@ -123,8 +123,8 @@ fn list_vms(socket: &Path, vms: usize, is_over: &AtomicBool, asked: &AtomicU64, 
     }
 }
 
-/// How long it takes to become one more reader of a userfaultfd that somebody waits on: what happens to a VM in the
-/// instant from which two engines serve it. No fault waits for it.
+/// The time to become one more reader of a userfaultfd that has a waiter, as when two engines begin to serve a VM. No
+/// fault waits for it.
 fn second_reader() -> Result<Waits> {
     let (uffd, _) = Uffd::create(0)?;
     let waits_on = EventFlags::IN | EventFlags::ET;
@@ -140,7 +140,7 @@ fn second_reader() -> Result<Waits> {
     Ok(took)
 }
 
-/// One upgrade, to its end.
+/// Run one upgrade to its end.
 fn upgrade(socket: &Path, program: String) -> Result<UpgradeStat> {
     let client = Client::new(socket)?.retry_for(LONGEST);
     client.begin_upgrade(&UpgradeRequest { program: Some(program) })?;

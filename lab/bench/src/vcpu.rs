@@ -1,7 +1,7 @@
-//! A guest whose memory a KVM virtual CPU touches: one fill, one round of touches, by the guest program of `testvm`.
+//! A guest whose memory a KVM virtual CPU touches: one fill and one round of touches, by the guest program of `testvm`.
 //!
-//! Before: `guest` was asked for a KVM guest. After: the times as the guest's own clock measured them.
-//! Threads: the vCPU's; it waits between its phases until told to go on.
+//! Before: `guest` was asked for a KVM guest. After: the bench has times that the guest's own clock measured.
+//! Threads: the vCPU's; it waits between its phases until it gets the order to continue.
 //! Units: an operation is the touch of one page, of which eight words are checked and, half of the time, written.
 //! Promise: pages are touched once each, scattered by a stride; a wrong word makes the round an error.
 
@@ -47,7 +47,7 @@ impl Vcpu {
                     if moment == Moment::Run
                         && let Ok(gate) = gate.lock()
                     {
-                        // The other ends go only when this process does.
+                        // The other ends close only when this process ends.
                         let _ = gate.1.send(());
                         let _ = gate.0.recv();
                     }

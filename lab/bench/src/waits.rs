@@ -1,14 +1,14 @@
-//! How long touches took, of many guests: counts by length, which can be added up.
+//! Times of touches of many guests: counts by length, which can be added.
 //!
-//! Before: a guest times each touch. After: percentiles over all guests.
-//! Threads: none. Units: nanoseconds. Promise: a percentile is at most 1/32 too long; the longest is exact.
+//! Before: a guest times each touch. After: the bench has percentiles over all guests.
+//! Threads: none. Units: nanoseconds. Promise: a percentile is at most 1/32 too long; the longest time is exact.
 
 use serde::{Deserialize, Serialize};
 
 /// Classes for each doubling of the length.
 const PER_DOUBLING: u64 = 32;
 
-/// Lengths, counted.
+/// Counts of lengths.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Waits {
     /// By class.
@@ -33,7 +33,7 @@ fn most(class: u64) -> u64 {
 }
 
 impl Waits {
-    /// Count one.
+    /// Count a length.
     pub(crate) fn add(&mut self, ns: u64) {
         let class = class(ns);
         if self.counts.len() <= class {
@@ -43,7 +43,7 @@ impl Waits {
         self.worst_ns = self.worst_ns.max(ns);
     }
 
-    /// Count another guest's.
+    /// Add another guest's counts.
     pub(crate) fn merge(&mut self, other: &Self) {
         if self.counts.len() < other.counts.len() {
             self.counts.resize(other.counts.len(), 0);
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_percentile_is_at_most_one_part_in_32_too_long_and_the_longest_is_exact() {
+    fn a_percentile_is_at_most_1_32nd_too_long_and_the_longest_is_exact() {
         for ns in (0..64).chain([65, 1000, 14_000, 123_456_789, 6_000_000_000, u64::MAX >> 1]) {
             let most = most(class(ns) as u64);
             assert!(ns <= most && most - ns <= ns / 32, "{ns}: {most}");

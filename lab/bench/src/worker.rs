@@ -1,8 +1,8 @@
-//! A helper process, from the bench's side.
+//! The bench's side of a helper process.
 //!
-//! Before: a [`Role`]. After: `ballast-bench bench-role` plays it in a process of its own, which ends with the bench.
-//! Threads: the one that started the helper. Promise: when this is dropped, the helper is ended and reaped, and its
-//! files are removed.
+//! Before: the bench needs a [`Role`]. After: `ballast-bench bench-role` plays it in a process of its own, which ends
+//! with the bench.
+//! Threads: the one that started the helper. Promise: a drop ends and reaps the helper, and removes its files.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -16,7 +16,7 @@ use crate::order::{Answer, Order, Role};
 /// The hidden subcommand that plays a role.
 pub const ROLE_COMMAND: &str = "bench-role";
 
-/// A process that runs this program in a role.
+/// The command that runs this program in a role.
 pub fn command(role: &Role) -> Result<Command> {
     let program = std::env::current_exe().context("Finding this program's own file")?;
     let mut command = Command::new(program);
@@ -28,7 +28,7 @@ pub fn command(role: &Role) -> Result<Command> {
 #[derive(Debug)]
 pub struct Worker {
     child: Child,
-    // Dropped with the worker: for the guard, the end of its input is the signal to put everything back.
+    // Dropped with the worker: for the guard, the end of its input is the signal to restore everything.
     orders: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
     /// It ends by itself when its input ends, and must not be killed.
@@ -38,13 +38,13 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Start one.
+    /// Start a helper.
     pub fn start(role: &Role) -> Result<Self> {
         let is_guard = matches!(role, Role::Guard);
         let mut command = command(role)?;
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         if is_guard {
-            // Out of reach of the terminal's interrupt key.
+            // The terminal's interrupt key must not reach it.
             command.process_group(0);
         }
         let mut child = command.spawn().context("Starting a helper of the bench")?;
@@ -94,7 +94,7 @@ impl Drop for Worker {
         }
         let _ = self.child.wait();
         if let Some(dir) = &self.dir {
-            // Most guests make none.
+            // Most guests have no such directory.
             let _ = std::fs::remove_dir_all(dir);
         }
     }

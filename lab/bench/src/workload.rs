@@ -1,9 +1,10 @@
 //! A VM of `testvm` that runs a workload without end, measured slice by slice.
 //!
-//! Before: the bench says what it runs and who may take its memory. After: operations per slice, and whether every word
-//! is right. A bench may stop (`SIGSTOP`) and continue this process between orders, so that VMs take turns.
+//! Before: the bench gives the workload and the side that may take its memory. After: it has operations per slice, and
+//! knows whether every word is right. A bench may stop (`SIGSTOP`) and continue this process between orders, so that
+//! VMs take turns.
 //! Threads: the VM's, and this one, which sleeps during a slice. Units: operations.
-//! Promise: the same spec on every side. All words are checked as they are read, and a wrong one makes the slice an
+//! Promise: every side runs the same spec. All words are checked as they are read, and a wrong one makes the slice an
 //! error. A workload of the kernel's side is in its memory cgroup before it has any memory.
 //!
 //! ```text
@@ -35,9 +36,9 @@ pub(crate) struct Runner {
 }
 
 struct Running {
-    /// Every word was compared once more after the run.
+    /// Gets a message when every word was compared once more after the run.
     verified: Receiver<()>,
-    /// Why it is over.
+    /// Gets the reason for the end.
     ended: Receiver<String>,
 }
 
@@ -80,7 +81,7 @@ impl Runner {
         Ok(Answer::Filled { ram: Some(ram), vmm: None })
     }
 
-    /// From now on the daemon could take its memory.
+    /// Attach the VM: from now on the daemon may take its memory.
     pub(crate) fn attach(&mut self) -> Result<Answer> {
         ensure!(matches!(self.config.backing, Backing::Ballast { .. }), "this VM's memory is not for a ballastd");
         ensure!(self.pager.is_none(), "the VM is attached already");
@@ -89,12 +90,12 @@ impl Runner {
         Ok(Answer::Done)
     }
 
-    /// Map this percentage of RAM by one entry for each unit, spread evenly: of 50 %, every second unit.
+    /// Map this percentage of RAM by one entry for each unit, spread evenly: for 50 %, every second unit.
     pub(crate) fn map_huge(&mut self, percent: u32) -> Result<Answer> {
         let vm = self.vm()?;
         let remote = Remote::open(std::process::id()).context("Opening this process")?;
         let before = |unit: usize| unit * percent as usize / 100;
-        // One at a time: a page that is touched just now is busy, and ends the call.
+        // One unit at a time: a page that is being touched is busy, and ends the call.
         for unit in (0..vm.ram().len() / HUGE_SIZE).filter(|unit| before(unit + 1) > before(*unit)) {
             let start = Hva((vm.ram().addr() + unit * HUGE_SIZE) as u64);
             let mut outcome = Collapsed::Busy;
@@ -125,7 +126,7 @@ impl Runner {
         Ok(Answer::Sliced { ops: after.ops - before.ops, wall_us, cpu_us: cpu::of_process()? - cpu_us })
     }
 
-    /// Set how busy it is from now on.
+    /// Set its rounds of computing before each operation.
     pub(crate) fn think(&self, rounds: u64) -> Result<Answer> {
         self.running()?.0.think(rounds);
         Ok(Answer::Done)

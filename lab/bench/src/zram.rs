@@ -1,10 +1,10 @@
 //! The kernel's swap for a bench: a zram device as the only swap, with Ballast's compression where the kernel has it;
 //! or a file on a disk.
 //!
-//! Before: root, an unused zram device, no other swap. After: everything is as it was.
+//! Before: this is root, and there is an unused zram device and no other swap. After: everything is as it was.
 //! Threads: one. Units: bytes. Promise: a device in use is never touched, and every change is undone when [`Swap`] is
 //! dropped, in reverse order. Two benches do not disturb each other: the second waits for the first. The next bench
-//! puts back the leftovers of one that was killed together with its guard ([`crate::leftover`]).
+//! restores what one left behind that was killed together with its guard ([`crate::leftover`]).
 
 use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
@@ -96,12 +96,12 @@ fn alone() -> Result<File> {
     let lock = lock()?;
     leftover::put_back()?;
     if let Some(other) = swaps()?.first() {
-        bail!("another swap device is active ({other}): what it takes could not be told apart (swapoff {other})");
+        bail!("another swap device is active ({other}); its pages would count as the bench's (swapoff {other})");
     }
     Ok(lock)
 }
 
-/// One page at a time, as Ballast; and no compressed pool in front of the device.
+/// Make the kernel swap in one page at a time, as Ballast does, with no compressed pool in front of the device.
 fn plainly(settings: &mut Vec<Setting>) -> Result<()> {
     settings.extend(Setting::change(PAGE_CLUSTER, "0")?);
     let zswap = Path::new(ZSWAP);
@@ -111,7 +111,7 @@ fn plainly(settings: &mut Vec<Setting>) -> Result<()> {
     Ok(())
 }
 
-/// A zram device nobody uses: its directory in sysfs and its node.
+/// A zram device that nobody uses: its directory in sysfs and its node.
 fn unused() -> Result<(PathBuf, PathBuf)> {
     let devices = devices()?;
     let found = devices.len();
@@ -135,7 +135,7 @@ mod tests {
         vec![zram("disksize"), zram("comp_algorithm"), page_cluster, format!("{:?}", swaps().expect("swaps"))]
     }
 
-    /// The same while no bench runs, without leftovers. `None`, with a printed skip, if that is impossible.
+    /// The settings while no bench runs, without leftovers. Prints a skip and returns `None` if that is impossible.
     fn machine_before() -> Option<Vec<String>> {
         let _held = match lock() {
             Ok(lock) => lock,
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_bench_left_that_died_with_its_guard_is_put_back_by_the_next() {
+    fn the_next_bench_puts_back_the_changes_of_one_killed_with_its_guard() {
         let Some(before) = machine_before() else { return };
         let dir = tempfile::tempdir().expect("a directory");
         match Swap::new() {

@@ -1,5 +1,4 @@
-//! `ballast bench` as a script meets it: its rows have their keys, and the machine is as it was, however the bench
-//! ends.
+//! `ballast bench` as a script runs it: its rows have their keys, and the machine is as it was, however the bench ends.
 
 use std::fs::File;
 use std::io::Read;
@@ -13,7 +12,7 @@ use serde_json::Value;
 
 const BENCH: &str = env!("CARGO_BIN_EXE_ballast-bench");
 
-/// Is something missing that every bench needs? Then say so.
+/// Returns true, and says what is missing, if something is missing that every bench needs.
 fn no_bench() -> bool {
     let (needs, why) = if !rustix::process::geteuid().is_root() {
         ("root", "this user is not root")
@@ -28,8 +27,8 @@ fn no_bench() -> bool {
     true
 }
 
-/// What a bench may change, read while none runs: each holds this lock as long as anything is changed. How much of
-/// a swap is used is not the bench's: a host with an active one uses more of it meanwhile.
+/// The settings of the machine that a bench may change. They are read while no bench runs: each bench holds this lock
+/// as long as anything is changed. The used part of a swap is left out: an active one of the host changes meanwhile.
 fn machine() -> String {
     let lock = File::open("/sys/block").expect("sysfs");
     flock(&lock, FlockOperation::LockExclusive).expect("lock");
@@ -41,13 +40,13 @@ fn machine() -> String {
     settings + &names.collect::<Vec<_>>().join(" ")
 }
 
-/// The machine before a bench, without what one left that was killed together with its guard.
+/// The machine before a bench, after the changes of one that was killed together with its guard are put back.
 fn machine_before() -> String {
     ballast_bench::put_back_leftovers().expect("put back");
     machine()
 }
 
-/// The rows of a bench in haste.
+/// The rows of a bench with `--quick`.
 fn rows(arguments: &[&str]) -> Vec<Value> {
     let dir = tempfile::tempdir().expect("a directory");
     let mut bench = Command::new(BENCH);
@@ -62,14 +61,14 @@ fn rows(arguments: &[&str]) -> Vec<Value> {
     let text = String::from_utf8_lossy(&output.stdout);
     let rows: Vec<Value> =
         text.lines().map(|line| serde_json::from_str(line).expect("one JSON object a line")).collect();
-    // A line for each row that is measured: what cannot be measured is said at once.
+    // A bench announces each row that it measures. It says at once what cannot be measured.
     let has_figure = |row: &Value| row.as_object().is_some_and(|row| row.values().any(Value::is_f64));
     let announced = said.lines().any(|line| line.starts_with(&format!("ballast bench: {}, ", arguments[0])));
     assert!(announced || !rows.iter().any(has_figure), "{said}");
     rows
 }
 
-/// Is this figure there, with its spread and noise?
+/// Assert that the row has this figure, with its spread and noise.
 fn assert_figure(row: &Value, key: &str) {
     for suffix in ["", "_min", "_max", "_aa_pct"] {
         assert!(row[format!("{key}{suffix}")].is_number(), "{key}{suffix} in {row}");
@@ -77,7 +76,7 @@ fn assert_figure(row: &Value, key: &str) {
 }
 
 #[test]
-fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
+fn qemu_guests_have_rows_and_name_the_figures_not_measured() {
     if no_bench() {
         return;
     }
@@ -115,7 +114,7 @@ fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
 }
 
 #[test]
-fn ranges_of_hot_memory_are_compared_with_an_oracle_and_said_to_be_simulated() {
+fn tiers_compares_hot_ranges_with_an_oracle_and_marks_its_rows_simulated() {
     let rows = rows(&["tiers"]);
     assert!(rows.iter().all(|row| row["simulated"] == true && row["guest"] == "simulated"), "{rows:?}");
     let (cost, hits): (Vec<&Value>, Vec<&Value>) = rows.iter().partition(|row| row["measures"] == "classifier_cpu");
@@ -134,7 +133,7 @@ fn ranges_of_hot_memory_are_compared_with_an_oracle_and_said_to_be_simulated() {
 }
 
 #[test]
-fn a_vm_under_a_limit_is_seen_over_time_and_drawn() {
+fn limit_has_samples_over_time_and_a_plot() {
     if no_bench() {
         return;
     }
@@ -159,7 +158,7 @@ fn a_vm_under_a_limit_is_seen_over_time_and_drawn() {
 }
 
 #[test]
-fn the_pool_has_its_metadata_its_churn_and_real_memory_and_gives_the_huge_pages_back() {
+fn pool_has_metadata_churn_and_real_memory_and_returns_the_huge_pages() {
     const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
     if no_bench() {
         return;
@@ -201,13 +200,13 @@ fn the_pool_has_its_metadata_its_churn_and_real_memory_and_gives_the_huge_pages_
     assert_eq!(std::fs::read_to_string(HUGE_PAGES).expect("read"), before, "huge pages were kept");
 }
 
-/// Is this figure of one repetition there?
+/// Assert that the row has this figure of one repetition.
 fn assert_figure_alone(row: &Value, key: &str) {
     assert!(row[key].is_number(), "{key} in {row}");
 }
 
 #[test]
-fn spill_has_the_rate_to_the_disk_and_the_time_back_and_leaves_no_swap_file() {
+fn spill_has_the_rate_to_disk_and_the_time_to_restore_and_leaves_no_swap_file() {
     if no_bench() {
         return;
     }
@@ -233,7 +232,7 @@ fn spill_has_the_rate_to_the_disk_and_the_time_back_and_leaves_no_swap_file() {
 }
 
 #[test]
-fn far_has_the_cluster_beside_ram_disk_and_bare_connections() {
+fn far_compares_the_cluster_with_ram_disk_and_bare_connections() {
     if no_bench() || missing("valkey", ballast_testvm::valkey::valkey_missing()) {
         return;
     }
@@ -255,7 +254,7 @@ fn far_has_the_cluster_beside_ram_disk_and_bare_connections() {
 }
 
 #[test]
-fn scale_has_two_vms_ten_vms_two_fault_workers_and_the_memory_of_the_engine() {
+fn scale_has_two_vms_ten_vms_two_fault_workers_and_engine_memory() {
     if no_bench() {
         return;
     }
@@ -272,7 +271,7 @@ fn scale_has_two_vms_ten_vms_two_fault_workers_and_the_memory_of_the_engine() {
 }
 
 #[test]
-fn density_has_busy_recovering_and_idle_vms_and_their_cost_and_every_byte_of_them_is_right() {
+fn density_has_busy_recovering_and_idle_vms_and_checks_every_byte() {
     if no_bench() {
         return;
     }
@@ -285,7 +284,7 @@ fn density_has_busy_recovering_and_idle_vms_and_their_cost_and_every_byte_of_the
     ["density_touches_per_s", "density_p99_us", "density_worst_page_ms"]
         .iter()
         .for_each(|key| assert_figure(busy, key));
-    // Another swap device, or no memory cgroups: then the row must say so.
+    // Where another swap device is active, or memory cgroups are missing, the row must say so.
     let measured = busy["not_measured"].is_null();
     for key in ["kernel_density_touches_per_s", "density_ratio_kernel", "kernel_density_fairness"] {
         assert_eq!(busy[key].is_number(), measured, "{key} in {busy}");
@@ -386,7 +385,7 @@ fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
             assert_figure(row, key);
         }
         let kernel = ["kernel_swapin_us_p50", "kernel_swapin_us_p99", "ratio_restore_p50", "ratio_restore_p99"];
-        // Another swap device, or no memory cgroups: then the row must say so.
+        // Where another swap device is active, or memory cgroups are missing, the row must say so.
         let measured = row["not_measured"].is_null();
         kernel.iter().for_each(|key| assert_eq!(row[key].is_number(), measured, "{key} in {row}"));
         assert!(row["host"]["kernel"].is_string() && row["host"]["build"].is_string(), "{row}");

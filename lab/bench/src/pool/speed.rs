@@ -1,8 +1,8 @@
 //! The speed of memory of the pool that a VM has, beside a plain file of huge pages.
 //!
-//! Before: a size is given. After: there is a row. Threads: the bench's one, which is the guest. Units: nanoseconds; GiB
-//! per second. Promise: both sides have as many huge pages, every page table entry is there, and the same accesses go
-//! to both, by turns.
+//! Before: a size is given. After: there is a row. Threads: the bench's one, which is the guest. Units: nanoseconds;
+//! GiB per second. Promise: both sides have as many huge pages, every page table entry is there, and the same accesses
+//! go to both, by turns.
 
 use std::hint::black_box;
 use std::time::Instant;

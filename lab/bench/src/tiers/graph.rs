@@ -1,10 +1,10 @@
 //! Breadth-first searches of a Kronecker graph, with the address of every access.
 //!
-//! Before: a seed and a size. After: for each epoch the accesses of each page, and all of them in order.
+//! Before: a seed and a size are given. After: each epoch has the accesses of each page, and all accesses in order.
 //! The graph is made as Graph500 makes it (A 0.57, B 0.19, C 0.19, 16 edges a vertex, names shuffled) and is searched
 //! from one vertex after the other. Memory is laid out as a program would: offsets of 8 bytes, edges of 8, vertex
-//! records of 64, the queue. Units: offsets in bytes. Promise: an access to the line of 64 bytes that the same array
-//! was accessed at last is in the cache and is not counted.
+//! records of 64, the queue. Units: offsets in bytes. Promise: an access to the same line of 64 bytes as the last
+//! access to that array is a cache hit and does not count.
 
 use ballast_base::{HUGE_SIZE, PAGE_SIZE};
 
@@ -27,10 +27,10 @@ enum Array {
 pub(crate) struct Search {
     offsets: Vec<u32>,
     edges: Vec<u32>,
-    /// In which search a vertex was seen last.
+    /// The search in which each vertex was seen last.
     seen: Vec<u32>,
     queue: Vec<u32>,
-    /// The vertex whose edges are looked at, as a position in the queue, and the next edge of it.
+    /// The vertex whose edges are followed, as a position in the queue, and its next edge.
     head: usize,
     edge: usize,
     searches: u32,
@@ -76,7 +76,7 @@ impl Search {
         Self { offsets, edges, seen, queue: Vec::new(), head: 0, edge: 0, searches: 0, seed, starts, bytes, lines }
     }
 
-    /// The next `accesses`: how many went to each page, and all of them.
+    /// The next `accesses`: their number for each page, and all of them.
     pub(crate) fn epoch(&mut self, accesses: u64) -> (Vec<f64>, Vec<u64>) {
         let mut pages = vec![0.0; (self.bytes / PAGE_SIZE as u64) as usize];
         let mut all = Vec::with_capacity(accesses as usize + 8);
@@ -94,7 +94,7 @@ impl Search {
         }
     }
 
-    /// Look at one edge, or go on to the next vertex, or begin the next search.
+    /// Follow one edge, or continue with the next vertex, or begin the next search.
     fn step(&mut self, all: &mut Vec<u64>) {
         let Some(&vertex) = self.queue.get(self.head) else {
             let start = (random(&mut self.seed) % self.seen.len() as u64) as u32;
@@ -140,7 +140,7 @@ mod tests {
         assert!(all.len() >= 300_000 && all.iter().all(|offset| *offset < search.bytes));
         assert_eq!(pages.iter().sum::<f64>(), all.len() as f64);
         assert!(search.searches > 1, "it goes on");
-        // Every vertex with an edge is in one piece, as good as always.
+        // Nearly every vertex with an edge is in one connected component.
         let linked = search.offsets.windows(2).filter(|pair| pair[0] < pair[1]).count();
         let reached = search.seen.iter().filter(|seen| **seen > 0).count();
         assert!(reached * 10 > linked * 9, "{reached} of {linked}");

@@ -1,10 +1,10 @@
-//! Which pages belong into fast memory: classifiers of ranges against an oracle, simulated. `ballast bench tiers`.
+//! The choice of pages for fast memory: classifiers of ranges against an oracle, simulated. `ballast bench tiers`.
 //!
-//! Before: nothing; no daemon, no root. After: for each access stream and size of the fast tier, the share of accesses
-//! that the fast tier serves by the published rule, by ours, by a count for each 2 MiB, by LRU, by first touch, and to
-//! a clairvoyant oracle that moves for nothing; then what classifying costs. Threads: the bench's one. Units: in every
-//! key. Promise: every row says that it is simulated. The classifiers and the plans are the product's; memory, samples
-//! and moves are modelled; only the CPU time is measured.
+//! Before: nothing; it needs no daemon and no root. After: rows have, for each access stream and size of the fast tier,
+//! the share of accesses that the fast tier serves by the published rule, by ours, by a count for each 2 MiB, by LRU,
+//! by first touch, and by a clairvoyant oracle whose moves are free; the last row has the cost of classifying.
+//! Threads: the bench's one. Units: in every key. Promise: every row says that it is simulated. The classifiers and the
+//! plans are the product's; memory, samples and moves are modelled; only the CPU time is measured.
 
 mod graph;
 mod simulate;
@@ -20,7 +20,7 @@ use crate::stats::random;
 use crate::tiers::simulate::{Guest, Way, base};
 use crate::tiers::stream::{Kind, Stream};
 
-/// How much is simulated.
+/// The extent of the simulation.
 struct Plan {
     memory: u64,
     graph_memory: u64,
@@ -28,16 +28,16 @@ struct Plan {
     seeds: u64,
     /// Accesses of the graph's program in an epoch.
     accesses: u64,
-    /// Samples a second, and the share of memory that the fast tier has, in percent.
+    /// Samples per second, and the share of memory in the fast tier, in percent.
     rate: usize,
     fast_pct: &'static [u64],
-    /// Samples a second to show what depends on them.
+    /// Other numbers of samples per second, to show their effect.
     rates: &'static [usize],
     /// Epochs whose CPU time is measured together, because the kernel counts it in ticks.
     cost_epochs: u64,
 }
 
-/// The guest has what the paper's have (Demeter §5.1), a fifth of it fast memory; and half and twice as much.
+/// The guest has the memory of the paper's (Demeter §5.1), a fifth of it fast memory; and half and twice as much.
 const FULL: Plan = Plan {
     memory: 16 * GIB,
     graph_memory: 256 * MIB,
@@ -61,10 +61,10 @@ const QUICK: Plan = Plan {
     cost_epochs: 2,
 };
 
-/// Samples a second of which the cost is measured.
+/// Samples per second whose cost is measured.
 const COST_RATE: usize = 1_000_000;
 
-/// Simulate all of it. `begin` is told what the next row is about.
+/// Simulate all of it. `begin` gets the title of the next row.
 pub(crate) fn run(quick: bool, begin: &dyn Fn(&str), each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let plan = if quick { QUICK } else { FULL };
     let row = |what: &str| {
@@ -103,7 +103,7 @@ struct Outcome {
     ranges: Option<(usize, u64)>,
 }
 
-/// What the fast tier serves, by each way.
+/// Add the shares of accesses that the fast tier serves, by each way.
 fn hits(row: &mut Row, plan: &Plan, kind: Kind, fast_pct: u64, rate: usize) {
     let mut oracles = [Vec::new(), Vec::new()];
     let mut outcomes: Vec<Vec<Outcome>> = Way::ALL.iter().map(|_| Vec::new()).collect();
@@ -129,7 +129,7 @@ fn hits(row: &mut Row, plan: &Plan, kind: Kind, fast_pct: u64, rate: usize) {
             }
             stream.advance();
         }
-        // The second half: the state of a program that runs for long, moves of its hot set included.
+        // The second half is the state of a program that runs for long, including moves of its hot set.
         let settled = |shares: &[f64]| mean(&shares[shares.len() / 2..]) * 100.0;
         for (oracle, best) in oracles.iter_mut().zip(&best) {
             oracle.push(settled(best));
@@ -181,7 +181,7 @@ fn cost(row: &mut Row, plan: &Plan) -> Result<()> {
     let samples = stream.sample(COST_RATE / 2, &mut state);
     let base = base(units as u64 * UNIT);
     let of_guest: Vec<u64> = samples.iter().map(|offset| base + offset).collect();
-    // The worst for a classifier: half a million places in 64 TiB.
+    // The worst case for a classifier is half a million places in 64 TiB.
     let anywhere: Vec<u64> = samples.iter().map(|_| simulate::anywhere(random(&mut state))).collect();
     for (samples, key) in [(of_guest, "classifier_cpu_pct"), (anywhere, "classifier_cpu_pct_anywhere")] {
         for way in [Way::Ours, Way::Published] {

@@ -1,20 +1,20 @@
-//! A guest with a fast and a slow tier, simulated: the tier that serves its accesses under each way of placing pages.
+//! Simulates a guest with a fast and a slow tier: the tier that serves its accesses under each way of placing pages.
 //!
-//! Before: a stream, and samples of it. After: the share of accesses that the fast tier served, epoch by epoch, and
-//! what was moved for it. Nothing is timed: that share is computed from the stream's truth. Units: 2 MiB pages; an
-//! epoch is 500 ms. Promise: all ways see the same samples, begin with the same placement (memory was first touched in
-//! the order of its addresses, so the fast tier has the lowest), and those that move have the same bandwidth and
-//! reserve, except for LRU, which moves for free.
+//! Before: there is a stream, and samples of it. After: the share of accesses that the fast tier served is known, epoch
+//! by epoch, and the bytes that were moved for it. No time is measured: the share is computed from the stream's truth.
+//! Units: 2 MiB pages; an epoch is 500 ms. Promise: all ways see the same samples and begin with the same placement:
+//! memory was first touched in the order of its addresses, so the fast tier has the lowest. The ways that move pages
+//! have the same bandwidth and reserve, except for LRU, whose moves are free.
 
 use std::ops::ControlFlow;
 
 use ballast_ranges::relocate::{self, Limits, Placement, Rule, Tier};
 use ballast_ranges::{Classifier, Fitted, Parameters, Published, Range, Roots, UNIT, rank};
 
-/// Where mappings end on x86-64, and how far down they may reach: the roots are those of a real program.
+/// The end of mappings on x86-64, and the bytes below it that they may use: the roots are those of a real program.
 const MAPPINGS_END: u64 = 0x7fff_f7ff_f000;
 const MAPPINGS: u64 = 64 << 40;
-/// A heap that nothing is in.
+/// An empty heap.
 const HEAP: (u64, u64) = (0x2000_0000, 0x6000_0000);
 /// CPUs of the guest (Demeter §5.1).
 pub(crate) const VCPUS: u64 = 4;
@@ -38,7 +38,7 @@ pub(crate) fn base(memory: u64) -> u64 {
     (MAPPINGS_END - memory) / UNIT * UNIT - UNIT
 }
 
-/// A range for each unit that was sampled: what ranges would be without a rule, to show what a rule gains or loses.
+/// A classifier with a range for each unit: ranges without a rule, to show the gain or loss of a rule.
 #[derive(Debug)]
 struct ByUnit {
     base: u64,
@@ -86,7 +86,7 @@ impl Classifier for ByUnit {
     }
 }
 
-/// How pages are placed.
+/// A way to place pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Published,
@@ -99,7 +99,7 @@ pub(crate) enum Way {
 impl Way {
     pub(crate) const ALL: [Self; 5] = [Self::Ours, Self::Published, Self::ByUnit, Self::Lru, Self::FirstTouch];
 
-    /// The end of its keys; ours have none.
+    /// The suffix of its keys; ours have none.
     pub(crate) fn suffix(self) -> &'static str {
         match self {
             Self::Ours => "",
@@ -154,7 +154,7 @@ pub(crate) struct Guest {
     classifier: Option<Box<dyn Classifier>>,
     memory: Memory,
     fast: u64,
-    /// For LRU: when each page was sampled last.
+    /// For LRU: the time of each page's last sample.
     sampled: Vec<u64>,
     clock: u64,
     moved: u64,
@@ -175,7 +175,7 @@ impl Guest {
         fast.map(|(_, share)| share).sum()
     }
 
-    /// An epoch with these accesses sampled, as offsets, is over.
+    /// End an epoch in which these accesses, given as offsets, were sampled.
     pub(crate) fn end_epoch(&mut self, samples: &[u64]) {
         if self.way == Way::Lru {
             for offset in samples {
@@ -222,7 +222,7 @@ mod tests {
     use super::*;
     use crate::tiers::stream::{Kind, Stream};
 
-    /// The share of accesses that the fast tier serves in the end, and that an oracle's would.
+    /// The share of accesses that the fast tier serves in the end, and the oracle's share.
     fn served(way: Way, kind: Kind, fast: usize) -> (f64, f64) {
         const MEMORY: u64 = 512 * UNIT;
         let mut stream = Stream::new(kind, MEMORY, 3, 0);

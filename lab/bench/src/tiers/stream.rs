@@ -1,6 +1,6 @@
 //! Access streams whose truth is known: the share of a program's accesses to each part of its memory.
 //!
-//! Before: a seed. After: samples for classifiers, and the truth that they are judged by.
+//! Before: a seed is given. After: there are samples for classifiers, and the truth by which they are judged.
 //! Units: offsets in memory in bytes, shares of 1; an epoch is 500 ms. Promise: the same seed gives the same stream;
 //! truth is computed and not sampled, except for the graph, whose every access is counted.
 
@@ -28,7 +28,7 @@ pub(crate) enum Kind {
     Scattered(u64),
     /// A hot eighth that jumps every 20 s.
     Moving,
-    /// Pages of which the nth is touched n times as rarely, anywhere in memory: hashed keys.
+    /// Zipf's law, with popular pages anywhere in memory, like hashed keys.
     Zipf,
     /// Breadth-first searches of a Kronecker graph.
     Graph,
@@ -49,12 +49,12 @@ impl Kind {
     }
 }
 
-/// One epoch after the other.
+/// A stream, epoch by epoch.
 pub(crate) struct Stream {
     source: Source,
     /// Share of the accesses of this epoch that goes to each unit.
     units: Vec<f64>,
-    /// The same of each page, the hottest first, added up.
+    /// Cumulative shares of the pages, and of the units, the hottest first.
     best_pages: Vec<f64>,
     best_units: Vec<f64>,
 }
@@ -65,7 +65,7 @@ enum Source {
 }
 
 impl Stream {
-    /// A program with this much memory; the graph's has what the graph needs.
+    /// A program with this much memory; the graph's has as much as the graph needs.
     pub(crate) fn new(kind: Kind, memory: u64, seed: u64, accesses_per_epoch: u64) -> Self {
         let of = |source| Self { source, units: Vec::new(), best_pages: Vec::new(), best_units: Vec::new() };
         if kind == Kind::Graph {
@@ -88,7 +88,7 @@ impl Stream {
         self.best_units = added_up(self.units.clone());
     }
 
-    /// The next epoch.
+    /// Begin the next epoch.
     pub(crate) fn advance(&mut self) {
         match &mut self.source {
             Source::Law { moves, shift, epoch, seed, .. } => {
@@ -113,8 +113,8 @@ impl Stream {
         &self.units
     }
 
-    /// The most that a tier of this number of units can serve, of pages of 4 KiB and of 2 MiB, to somebody who knows
-    /// this epoch and moves for nothing.
+    /// The largest share that a tier of this number of units can serve, with pages of 4 KiB and of 2 MiB, if this epoch
+    /// is known and moves are free.
     pub(crate) fn oracle(&self, fast: usize) -> (f64, f64) {
         let best = |sums: &[f64], count: usize| sums.get(count.min(sums.len()).wrapping_sub(1)).copied().unwrap_or(0.0);
         (best(&self.best_pages, fast * PAGES_PER_UNIT as usize), best(&self.best_units, fast))
@@ -149,7 +149,7 @@ fn added_up(mut shares: Vec<f64>) -> Vec<f64> {
     shares
 }
 
-/// How often each page is accessed.
+/// The relative rate of accesses to each page.
 fn law(kind: Kind, pages: u64, mut seed: u64) -> Vec<f64> {
     let spots = match kind {
         Kind::Zipf => {
@@ -175,7 +175,7 @@ fn law(kind: Kind, pages: u64, mut seed: u64) -> Vec<f64> {
 
 /// Draws pages by their shares in constant time (Vose's alias method).
 struct Draw {
-    /// The share of a slot that is its own page's, and whose the rest is.
+    /// For each slot: the share of its own page, and the page that has the rest.
     slots: Vec<(f32, u32)>,
 }
 

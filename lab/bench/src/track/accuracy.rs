@@ -1,20 +1,20 @@
-//! How well the hot set is known page by page.
+//! The accuracy of tracking, page by page.
 //!
-//! Before: a guest runs a workload whose every operation can be computed again. After: precision, recall and F1 of the
-//! pages that the tracker calls hot.
+//! Before: a guest runs a workload whose every operation can be computed again. After: rows have precision, recall and
+//! F1 of the pages that the tracker calls hot.
 //! Threads: the bench's one. Units: fractions. Promise: there are three ground truths, and none depends on tracking.
 //!
-//! - *Touched*: the pages that the guest touched from the begin of the third last cycle to the end of the last.
-//! - *By rate*: those that the workload more likely than not touches in that time. HugeScope's average over many
-//!   intervals (§4.2.2) would tend to it.
+//! - *Touched*: the pages that the guest touched from the beginning of the third last cycle to the end of the last.
+//! - *By rate*: those that the workload touches in that time with a chance of at least half. HugeScope's average over
+//!   many intervals (§4.2.2) would tend to it.
 //! - *By weight*: the pages that take nine tenths of all accesses.
 //!
 //! Of the pages touched once in ten seconds, chance decides which are touched in six. Only a tracker that watches all
-//! of them all the time can know. `f1_knowing_rates` bounds the others: the F1, against what was touched, of the best
-//! set that the true rates of all pages allow.
+//! of them all the time can know. `f1_knowing_rates` is the bound for other trackers: the F1, against the touched
+//! pages, of the best set that the true rates of all pages allow.
 //!
 //! The other ways of tracking replay the same recording. *Huge only* sees no fine scan, so one touch makes 512 pages
-//! hot. *Sampled* sees the fine scans of one unit in twenty, as Thermostat splits 5 % of the huge pages.
+//! hot. *Sampled* sees the fine scans of 1/20 of the units, as Thermostat splits 5 % of the huge pages.
 
 use anyhow::{Context, Result};
 use ballast_base::{Bytes, MIB, PAGES_PER_UNIT, PageCount, PageIdx};
@@ -29,7 +29,7 @@ use crate::rig::Bench;
 /// Sizes of RAM, cycles before the hot set is compared, and repetitions. The budget is too small for fine scans of all
 /// huge pages of the larger one within three cycles.
 const SIZES: [(u64, usize, usize); 2] = [(128 * MIB, 3, 3), (512 * MIB, 10, 1)];
-/// *Sampled* sees one unit in this number.
+/// *Sampled* sees 1/N of the units.
 const SAMPLED: u32 = 20;
 
 type Sees = fn(UnitId) -> bool;
@@ -63,8 +63,8 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     Ok(())
 }
 
-/// A tenth of memory is hot, and in every huge page; nothing else is touched (HugeScope §2.2). Or every page has a
-/// popularity of its own.
+/// With the hot set, a tenth of memory is hot, spread over every huge page, and nothing else is touched (HugeScope
+/// §2.2). With Zipf's law, every page has a popularity of its own.
 fn spec(workload: Workload, ram: Bytes) -> Spec {
     let mut spec = Spec::new(workload, ram);
     (spec.placement, spec.think_ticks) = (Placement::Scattered, THINK_TICKS);
@@ -81,7 +81,7 @@ fn name(workload: Workload) -> &'static str {
 /// The figures of a row.
 #[derive(Default)]
 struct Scores {
-    /// For each way: precision, recall, F1 against what was touched; F1 by weight; F1 by rate.
+    /// For each way: precision, recall, F1 against the touched pages; F1 by weight; F1 by rate.
     ways: [[Vec<f64>; 5]; WAYS.len()],
     knowing_rates: Vec<f64>,
     wss_error_pct: Vec<f64>,
@@ -148,7 +148,7 @@ impl Scores {
     }
 }
 
-/// A tracker that saw only such fine scans.
+/// A tracker that saw only the fine scans that `sees` selects.
 fn replay(recording: &Recording, sees: impl Fn(UnitId) -> bool) -> Tracker {
     let mut recording = recording.clone();
     for frame in &mut recording.frames {
@@ -161,7 +161,7 @@ fn replay(recording: &Recording, sees: impl Fn(UnitId) -> bool) -> Tracker {
     recording.replay(Settings::default(), |_, _| ())
 }
 
-/// What it calls hot.
+/// The pages that it calls hot.
 fn hot(tracker: &Tracker, ram: Bytes) -> PageSet {
     let mut pages = PageSet::new(ram);
     for (unit, map) in tracker.hot_pages() {
@@ -170,7 +170,7 @@ fn hot(tracker: &Tracker, ram: Bytes) -> PageSet {
     pages
 }
 
-/// The pages of which this is so.
+/// The pages for which this is true.
 fn set(ram: Bytes, of: impl Iterator<Item = bool>) -> PageSet {
     let mut pages = PageSet::new(ram);
     (0..).map(PageIdx).zip(of).filter(|(_, is)| *is).for_each(|(page, _)| pages.insert(page));
@@ -182,8 +182,8 @@ fn chances(rates: &[f64], ops: u64) -> Vec<f64> {
     rates.iter().map(|rate| 1.0 - (-rate * ops as f64).exp()).collect()
 }
 
-/// The best expected F1 of a set of pages that are touched with these chances: the likeliest pages, up to the best
-/// count.
+/// The best expected F1 of a set of pages that are touched with these chances. That set consists of the likeliest
+/// pages, up to the best count.
 fn best_f1(chances: &[f64]) -> f64 {
     let mut chances = chances.to_vec();
     chances.sort_unstable_by(|a, b| b.total_cmp(a));
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_score_is_one_for_the_truth_itself_and_zero_for_what_has_nothing_of_it() {
+    fn a_score_is_one_for_the_truth_itself_and_zero_for_a_disjoint_set() {
         assert_eq!(score(&pages(0..10), &pages(0..10)), [1.0, 1.0, 1.0]);
         assert_eq!(score(&pages(0..10), &pages(10..20)), [0.0, 0.0, 0.0]);
         assert_eq!(score(&pages(0..0), &pages(0..0)), [0.0, 0.0, 0.0]);
@@ -226,11 +226,11 @@ mod tests {
     }
 
     #[test]
-    fn who_knows_the_rates_is_right_about_what_is_certain_and_names_what_is_likely_enough() {
+    fn the_best_set_has_the_certain_pages_and_those_that_are_likely_enough() {
         assert!((best_f1(&[1.0, 0.0, 1.0]) - 1.0).abs() < 1e-9);
-        // All of them: half are hits, and nothing is missed.
+        // The best set has all of them: half are hits, and nothing is missed.
         assert!((best_f1(&[0.5; 100]) - 2.0 / 3.0).abs() < 1e-9);
-        // The unlikely ones would cost more than they bring.
+        // An unlikely page would lower the score.
         let few = best_f1(&[1.0, 1.0, 0.1]);
         assert!((few - 4.0 / 4.1).abs() < 1e-9, "{few}");
         let chances = chances(&[0.0, 0.1, 5.0], 10);

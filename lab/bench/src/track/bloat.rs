@@ -1,10 +1,10 @@
 //! Hot bloat (HugeScope §2.2, scaled down): how much memory can be taken from a guest whose hot pages lie alone in huge
 //! pages, with fine cycles and without.
 //!
-//! Before: a guest in huge pages that touched all its memory, and then uses a tenth of it. After: for each share of the
-//! hot pages that is spread over all huge pages, the part of RAM that can be taken while the guest is at most 5 %
-//! slower.
-//! Threads: the bench's one. Units: percent of RAM. Promise: both are the same daemon with one setting changed.
+//! Before: a guest in huge pages touched all its memory, and then uses a tenth of it. After: a row has, for each share
+//! of the hot pages that is spread over all huge pages, the part of RAM that can be taken while the guest is at most
+//! 5 % slower.
+//! Threads: the bench's one. Units: percent of RAM. Promise: both sides are the same daemon with one setting changed.
 
 use anyhow::Result;
 use ballast_base::{Bytes, MIB};
@@ -17,7 +17,7 @@ use crate::rig::Bench;
 use crate::sweep::{Plan, Side, Sweep};
 
 const RAM: u64 = 256 * MIB;
-/// Settings of each side, and what its keys end with.
+/// The suffix of each side's keys, and its settings.
 const SIDES: [(&str, &str); 2] =
     [("fine", "[heat]\nfine_cycles = true\n"), ("coarse", "[heat]\nfine_cycles = false\n")];
 

@@ -1,14 +1,14 @@
 //! Fair against classic generations (Blowfish §5.3, Figure 9a): how much can be taken from a guest half in huge pages
 //! and half in base pages before it misses too much.
 //!
-//! Before: a guest whose pages are used by Zipf's law, the popular ones side by side, every second 2 MiB a huge page,
-//! so there are huge and base pages of every warmth. After: what it missed and waited while limits took more and more
+//! Before: a guest uses its pages by Zipf's law, the popular ones side by side; every second 2 MiB is a huge page, so
+//! there are huge and base pages of every heat. After: a row has its misses and waits while limits took more and more
 //! of it, by both rules, and the reclamation ratio of each at the same rate of misses.
 //! Threads: the bench's one. Units: fractions of RAM; restores for 100 operations; percent of the time. Promise: both
-//! are the same daemon with one setting changed: `fair`. The guest never stands still, and checks every word that it
-//! reads.
+//! sides are the same daemon with one setting changed: `fair`. The guest is never stopped, and checks every word that
+//! it reads.
 //!
-//! The rules differ only if huge pages at the edge of what is kept are touched in some cycles and not in others. The
+//! The rules differ only if huge pages at the edge of the kept memory are touched in some cycles and not in others. The
 //! guest's size and speed are chosen for that (lab/notebook). Misses are counted instead of speed, because other load
 //! on the machine hardly disturbs a count of thousands.
 
@@ -25,7 +25,7 @@ use crate::rig::Bench;
 
 /// Percent of RAM that is mapped huge.
 const HUGE_PCT: u32 = 50;
-/// What each side's keys end with, and its settings.
+/// The suffix of each side's keys, and its settings.
 const SIDES: [(&str, &str); 2] = [("fair", "[heat]\nfair = true\n"), ("classic", "[heat]\nfair = false\n")];
 /// The ratios are compared at this number of misses in 100 operations: at some 17 us each, 1 to 2 % of the guest's
 /// time.
@@ -34,16 +34,16 @@ const ALLOWED_PCT: f64 = 5.0;
 /// second, and about one in a cycle (two to four seconds) in each 2 MiB of the colder half.
 const THINK_TICKS: u64 = 166_000;
 
-/// How to measure.
+/// Sizes and times of the measurement.
 struct Plan {
     ram: u64,
     /// Parts of RAM that are taken, ascending.
     taken: &'static [f64],
-    /// Before the first.
+    /// Time before the first limit.
     warm_ms: u64,
-    /// From a limit until it counts.
+    /// Time from a limit until it is measured.
     settle_ms: u64,
-    /// How long it counts.
+    /// Time for which it is measured.
     count_ms: u64,
     repetitions: usize,
 }
@@ -59,9 +59,9 @@ const FULL: Plan = Plan {
 const QUICK: Plan =
     Plan { ram: 128 * MIB, taken: &[0.3, 0.6], warm_ms: 2000, settle_ms: 500, count_ms: 1000, repetitions: 1 };
 
-/// What a limit came to.
+/// The result of a limit.
 struct Point {
-    /// What was not resident at the end.
+    /// The part of RAM that was not resident at the end.
     taken: f64,
     missed_pct: f64,
     /// By the engine's account.
@@ -76,10 +76,10 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     row.fact("huge_pct", HUGE_PCT);
     row.fact("allowed_missed_pct", ALLOWED_PCT);
     row.fact("repetitions", plan.repetitions);
-    // Of each side, by repetition.
+    // For each side, by repetition.
     let mut curves: [Vec<Vec<Point>>; 2] = Default::default();
     let free = available()?;
-    // What is taken is compressed, and collapsing takes new huge pages before it frees the old ones.
+    // The store compresses the taken memory, and a collapse takes new huge pages before it frees the old ones.
     let needed = plan.ram / 2 * 3 + SPARE;
     if !bench.options.is(GuestKind::Native) {
         row.because("native guests alone: what is taken does not depend on who touches the memory");
@@ -87,7 +87,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         row.because(&format!("{} MiB of memory are free, {} are needed", free / MIB, needed / MIB));
     } else {
         for turn in bench.progress.over("turn", 0..2 * plan.repetitions) {
-            // One side first, then the other.
+            // The side that comes first changes with each repetition.
             let side = (turn / 2 + turn % 2) % 2;
             curves[side].push(bench.with_settings(SIDES[side].1, |bench| plan.run(bench))?);
         }
@@ -109,7 +109,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     each(row)
 }
 
-/// The part that can be taken, between the points that were measured; with nothing taken nothing is missed.
+/// The part that can be taken, interpolated between the measured points; with nothing taken nothing is missed.
 fn ratio(curve: &[Point]) -> f64 {
     let (mut taken, mut missed) = (0.0, 0.0);
     for point in curve {
@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ratio_is_read_off_between_the_points_and_is_no_more_than_what_was_taken() {
+    fn a_ratio_is_interpolated_and_is_no_more_than_the_taken_part() {
         let curve = |missed: [f64; 2]| {
             let point = |taken, missed_pct| Point { taken, missed_pct, waited_pct: 0.0 };
             ratio(&[point(0.4, missed[0]), point(0.6, missed[1])])

@@ -1,9 +1,9 @@
 //! A workload guest that is tracked, and the recording of its access cycles.
 //!
-//! Before: a daemon. After: a VM that runs its workload, attached, with its memory mapped huge; its cycles from the
-//! API, and how many operations it had done at any time of the tracker's.
-//! Threads: the bench's one. Units: operations, time since tracking of the VM began. Promise: the guest tells only the
-//! number of its operations.
+//! Before: there is a daemon. After: a VM runs its workload, attached, with its memory mapped huge; the bench has its
+//! cycles from the API, and its number of operations at any time of the tracker's clock.
+//! Threads: the bench's one. Units: operations, time since tracking of the VM began. Promise: the guest reports only
+//! the number of its operations.
 
 use std::time::{Duration, Instant};
 
@@ -20,9 +20,9 @@ use crate::worker::Worker;
 /// Computing after each operation, in ticks of the TSC: some 10 us. So a guest does some 100,000 operations a second,
 /// as a key-value store does on one CPU. A loop that only touches memory does millions.
 pub(crate) const THINK_TICKS: u64 = 25_000;
-/// Between two questions to the tracker.
+/// Time between two requests to the tracker.
 const SAMPLE: Duration = Duration::from_millis(20);
-/// Cycles that take longer have failed.
+/// Time after which cycles have failed.
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A VM that runs and is attached.
@@ -31,10 +31,10 @@ pub(super) struct Tracked {
     pub name: String,
 }
 
-/// What was recorded, and when the guest had done how much.
+/// The recording, and the guest's progress.
 pub(super) struct Watched {
     pub recording: Recording,
-    /// When, on the tracker's clock; and operations so far.
+    /// Times on the tracker's clock, and operations so far.
     progress: Vec<(Duration, u64)>,
 }
 
@@ -43,7 +43,7 @@ impl Tracked {
         Self::start_mixed(bench, spec, 100)
     }
 
-    /// With this percentage of its memory mapped huge, spread evenly.
+    /// The same with this percentage of its memory mapped huge, spread evenly.
     pub(super) fn start_mixed(bench: &mut Bench, spec: Spec, percent: u32) -> Result<Self> {
         let name = bench.vm_name();
         let backing = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
@@ -70,13 +70,13 @@ impl Tracked {
     /// Track it until `cycles` cycles and one more coarse cycle were recorded.
     pub(super) fn watch(&mut self, bench: &Bench, cycles: usize) -> Result<Watched> {
         let api = bench.daemon.api();
-        // From the first call on they are kept.
+        // The engine keeps cycles from the first call on.
         api.heat_cycles(&self.name, 0)?;
         api.set_track(&self.name, Track::On)?;
         let (start, mut after, mut seen) = (Instant::now(), 0, 0);
         let mut recording: Option<Recording> = None;
         let mut samples = Vec::new();
-        // By how much the bench's clock is ahead of the tracker's, at most.
+        // The most that the bench's clock is ahead of the tracker's.
         let mut ahead = Duration::MAX;
         while seen <= cycles {
             ensure!(start.elapsed() < TIMEOUT, "{} s are not enough for {cycles} cycles", TIMEOUT.as_secs());
@@ -101,8 +101,8 @@ impl Tracked {
 }
 
 impl Watched {
-    /// The recording without the last coarse cycle, when the [`RECENT`] cycles before it began, and when it began
-    /// itself. A tracker calls hot what was touched in the [`RECENT`] cycles.
+    /// The recording without the last coarse cycle, the beginning of the [`RECENT`] cycles before it, and its own
+    /// beginning. A tracker calls pages hot that were touched in the [`RECENT`] cycles.
     pub(super) fn whole_cycles(&self) -> Result<(Recording, Duration, Duration)> {
         let coarse = |frame: &&Frame| matches!(frame, Frame::Cycle(cycle) if cycle.phase == Phase::Coarse);
         let mut frames = self.recording.frames.clone();
@@ -118,12 +118,12 @@ impl Watched {
         Ok((Recording { source: self.recording.source.clone(), frames }, begin, end.begun))
     }
 
-    /// When the guest had done `ops` operations; `None` if it never had.
+    /// The time at which the guest had done `ops` operations; `None` if it never had.
     pub(super) fn time_of(&self, ops: u64) -> Option<Duration> {
         self.progress.get(self.progress.partition_point(|(_, done)| *done < ops)).map(|(at, _)| *at)
     }
 
-    /// Operations the guest had done by then.
+    /// Operations that the guest had done at that time.
     pub(super) fn ops_at(&self, time: Duration) -> u64 {
         let after = self.progress.partition_point(|(at, _)| *at < time);
         self.progress.get(after).or(self.progress.last()).map_or(0, |(_, ops)| *ops)

@@ -1,7 +1,7 @@
-//! Tracking: how well Ballast knows which memory is hot, and what that costs. `ballast bench track`.
+//! Tracking: how accurately Ballast knows which memory is hot, and the cost of that. `ballast bench track`.
 //!
-//! Before: a daemon; guests attach with their memory mapped huge and run workloads of `testvm`, whose truth is known.
-//! After: a row for each question.
+//! Before: there is a daemon; guests attach with their memory mapped huge and run workloads of `testvm`, whose truth is
+//! known. After: there is a row for each question.
 //! Threads: the bench's one; guests are processes. Units: in every key. Promise: the path is the users' path: client,
 //! keeper, engine, API. Other ways of tracking replay the same recording.
 //!
@@ -11,10 +11,10 @@
 //! | the cost of tracking for the guest | `overhead` |
 //! | splitting and coalescing one unit's mapping, against the kernel's | `units` |
 //! | the touch of a watched base page | `touches` |
-//! | what can be taken from a guest with hot bloat | `bloat` |
+//! | the memory that can be taken from a guest with hot bloat | `bloat` |
 //! | fair against classic generations | `fair` |
-//! | working set, and how soon a change is seen | `phase` |
-//! | Redis in a QEMU guest: what tracking costs it, and its working set | `redis` |
+//! | working set, and the time until a change is seen | `phase` |
+//! | Redis in a QEMU guest: the cost of tracking, and its working set | `redis` |
 
 mod accuracy;
 mod bloat;

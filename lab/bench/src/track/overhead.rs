@@ -1,10 +1,10 @@
 //! The cost of tracking for the guest.
 //!
-//! Before: a guest that works. After: by how many percent it is slower while it is tracked, on 10 s of every 20
-//! (HugeScope §4.2.1), for a small guest and for large working sets.
-//! Threads: the bench's one. Units: percent of its operations. Promise: the same guest in the same memory, tracked and
-//! not in turns. The two halves of the time without tracking are compared with each other: their difference is the
-//! noise.
+//! Before: a guest works. After: rows have its slowdown in percent while it is tracked, on 10 s of every 20 (HugeScope
+//! §4.2.1), for a small guest and for large working sets.
+//! Threads: the bench's one. Units: percent of its operations. Promise: the same guest in the same memory is tracked
+//! and not tracked by turns. The two halves of the time without tracking are compared with each other: their difference
+//! is the noise.
 //!
 //! ```text
 //! off, a half | off, a half | on |    on | off, a half | off, a half |    off ...     half = 5 s, on = 10 s
@@ -19,9 +19,9 @@ use super::guest::{THINK_TICKS, Tracked};
 use crate::report::Row;
 use crate::rig::Bench;
 
-/// One guest: its workload, MiB of RAM, milliseconds of half the time without tracking, and how often off and on. Walks
-/// through large memory run at the speed of the host's memory, which varies by a tenth from one second to the next, so
-/// only many pairs mean something.
+/// Guests: workload, MiB of RAM, milliseconds of half the time without tracking, and pairs of off and on. Walks through
+/// large memory run at the speed of the host's memory, which varies by a tenth from one second to the next, so only
+/// many pairs mean something.
 const GUESTS: [(Workload, u64, u64, usize); 5] = [
     (Workload::Hotset, 64, 5000, 2),
     (Workload::Zipf, 64, 5000, 2),
@@ -30,7 +30,7 @@ const GUESTS: [(Workload, u64, u64, usize); 5] = [
     (Workload::Sequential, 8192, 2500, 8),
 ];
 const QUICK_HALF_MS: u64 = 500;
-/// Free memory beyond the guest's: collapsing takes new huge pages before it frees the old ones.
+/// Free memory in bytes beyond the guest's: a collapse takes new huge pages before it frees the old ones.
 pub(super) const SPARE: u64 = 4096 * MIB;
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -75,7 +75,7 @@ fn measure(bench: &mut Bench, spec: Spec, half_ms: u64, pairs: usize, row: &mut 
     for pair in bench.progress.over("pair", 0..pairs) {
         let mut off = [0.0; 2];
         let mut on = 0.0;
-        // The other way round each time: a guest that gets faster with time must not seem to gain by tracking.
+        // The order alternates: a guest that gets faster with time must not seem to gain by tracking.
         for is_on in if pair % 2 == 0 { [false, true] } else { [true, false] } {
             if is_on {
                 track(bench, Track::On)?;

@@ -1,7 +1,7 @@
-//! The error of the estimated working set, and how soon a change of it is seen.
+//! The error of the estimated working set, and the time until a change of it is seen.
 //!
-//! Before: a guest whose hot set moves to another place at a known operation. After: the error of the working set
-//! before that, and the time from the move until the new hot set is known and the old one forgotten.
+//! Before: the hot set of a guest moves to another place at a known operation. After: a row has the error of the
+//! working set before that, and the time from the move until the new hot set is known and the old one forgotten.
 //! Threads: the bench's one. Units: percent of the truth; seconds. Promise: the true working set is what the guest
 //! touched in the span that the tracker's estimate covers.
 
@@ -16,9 +16,9 @@ use super::guest::{THINK_TICKS, Tracked};
 use crate::report::Row;
 use crate::rig::Bench;
 
-/// The new hot set is known when this part of it is hot. The old one is forgotten when no more than the rest of it is.
+/// The new hot set is known when this part of it is hot. The old one is forgotten when at most one minus this part is.
 const MOST: f64 = 0.9;
-/// The first cycles, of which the working set means nothing yet.
+/// The first cycles, whose working set means nothing yet.
 const WARM: u64 = 3;
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -36,7 +36,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     for _ in bench.progress.over("guest", 0..repetitions) {
         let mut guest = Tracked::start(bench, spec.clone())?;
         let watched = guest.watch(bench, cycles)?;
-        // A slow guest: nothing can be said of the move, but of the time before it.
+        // With a slow guest there is no figure for the move, but for the time before it.
         let moved = watched.time_of(move_at).unwrap_or(Duration::MAX);
         let (before, after) = (spec.hot_pages(false)?, spec.hot_pages(true)?);
         let (mut known, mut forgotten) = (None, None);
@@ -74,7 +74,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     each(row)
 }
 
-/// Part of a set that the tracker calls hot.
+/// The part of a set that the tracker calls hot.
 fn share(tracker: &Tracker, set: &PageSet) -> f64 {
     let hot: u64 = tracker
         .hot_pages()

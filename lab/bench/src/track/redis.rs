@@ -1,12 +1,12 @@
 //! Redis in a QEMU guest that is tracked.
 //!
-//! Before: a daemon, and the guest image of `scripts/guest-image.sh`. After: what tracking costs a real program in an
-//! unmodified kernel, and its estimated working set.
+//! Before: there is a daemon, and the guest image of `scripts/guest-image.sh`. After: a row has the cost of tracking
+//! for a real program in an unmodified kernel, and its estimated working set.
 //! Threads: the bench's one, which is Redis's client. Units: operations of Redis, 16 KiB each, as the client counts
 //! them.
-//! Promise: one guest, tracked and not in turns as in `overhead`. Every value that is read is compared, and at the end
-//! every key. The truth is not known page by page, because the guest decides where a key lies. Reported with the
-//! working set is how much data the client used in the same span; guest and Redis touch more than that.
+//! Promise: one guest is tracked and not tracked by turns, as in `overhead`. Every value that is read is compared, and
+//! at the end every key. The truth is not known page by page, because the guest decides where a key lies. The row has
+//! the amount of data that the client used in the span of the working set; guest and Redis touch more than that.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ use crate::worker::ROLE_COMMAND;
 const VALUE: u64 = 16 * KIB;
 /// RAM of the guest beyond its data: kernel, initrd, Redis itself.
 const BESIDE: u64 = 224 * MIB;
-/// Until a guest has booted: an interpreted one on a busy machine is slow.
+/// Longest time until a guest has booted: an interpreted one on a busy machine is slow.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -94,7 +94,7 @@ fn measure(
     let (mut used, mut cycles) = (Vec::new(), [0; 2]);
     for pair in bench.progress.over("pair", 0..pairs) {
         let (mut off, mut on) = ([0.0; 2], 0.0);
-        // The other way round each time: a guest that gets faster with time must not seem to gain by tracking.
+        // The order alternates: a guest that gets faster with time must not seem to gain by tracking.
         for is_on in if pair % 2 == 0 { [false, true] } else { [true, false] } {
             if is_on {
                 api.set_track(name, Track::On)?;
@@ -131,7 +131,7 @@ fn measure(
     Ok(())
 }
 
-/// How many keys `ops` operations use, by the law that [`load::throughput`] picks them by.
+/// The number of keys that `ops` operations use, by the law of [`load::throughput`].
 fn used_keys(hot_keys: f64, hot_ops: f64, keys: f64, ops: f64) -> f64 {
     let hot = keys * hot_keys;
     let any = (1.0 - hot_ops) / keys;

@@ -1,7 +1,7 @@
-//! How long the first touch of a watched base page takes, by zap scan and by RWP scan (`pager/src/scan/`).
+//! The time of the first touch of a watched base page, by zap scan and by RWP scan (`pager/src/scan/`).
 //!
-//! Before: memory of this process in base pages, and a thread that serves its faults as a fault worker does. After:
-//! microseconds per page touched. Threads: the caller's touches, one serves. Units: microseconds.
+//! Before: this process has memory in base pages, and a thread serves its faults as a fault worker does. After: a row
+//! has microseconds per page touched. Threads: the caller's touches, one serves. Units: microseconds.
 //! Promise: all pages of [`UNITS`] units are touched in order, each once in a cycle, and every touch is of a watched
 //! page.
 //!
@@ -83,7 +83,7 @@ impl Memory {
         Hva(self.ram.addr() as u64 + page * PAGE_SIZE as u64)
     }
 
-    /// Touch every page; microseconds for each.
+    /// Touch every page. Returns microseconds per page.
     fn touch(&self) -> f64 {
         let start = Instant::now();
         for offset in (0..LEN).step_by(PAGE_SIZE) {
@@ -92,7 +92,7 @@ impl Memory {
         start.elapsed().as_secs_f64() * 1e6 / (LEN / PAGE_SIZE) as f64
     }
 
-    /// Unmapped, and mapped again by a worker, `around` pages at a touch.
+    /// Measure unmapped pages, of which a worker maps `around` at a touch.
     fn zapped(&self, around: u64) -> Result<f64> {
         self.ram.zap(0, LEN).context("MADV_DONTNEED")?;
         let done = AtomicBool::new(false);
@@ -121,7 +121,7 @@ impl Memory {
         Ok(served)
     }
 
-    /// Protected, and the kernel lifts that.
+    /// Measure protected pages, whose protection the kernel lifts.
     fn protected(&self) -> Result<f64> {
         let protected = self.uffd.protect(self.at(0), LEN as u64, true).context("UFFDIO_RWPROTECT")?;
         ensure!(protected, "the memory is not registered for accesses");

@@ -1,7 +1,7 @@
-//! Splitting and coalescing one unit of 2 MiB: its mapping alone, as tracking does, against the huge page itself, as
-//! the kernel does.
+//! The cost of splitting and coalescing one unit of 2 MiB: its mapping alone, as tracking does, against the huge page
+//! itself, as the kernel does.
 //!
-//! Before: memory of this process in huge pages. After: microseconds per unit.
+//! Before: this process has memory in huge pages. After: a row has microseconds per unit.
 //! Threads: the caller's. Units: microseconds.
 //! Promise: both sides work on the same kind of memory file, one unit at a time, in turns. After each split every page
 //! is mapped by 4 KiB, and after each coalesce the unit is mapped huge; both are checked.
@@ -11,7 +11,7 @@
 //! - Split, the kernel's: punch one page out of the huge page, which splits it, and touch all 512, which maps them.
 //! - Coalesce, the kernel's: `MADV_COLLAPSE` copies 512 pages into a new huge page.
 //!
-//! Punching is the way to have the kernel split a huge page that needs no debugfs, which a locked-down kernel denies to
+//! A punch is the way to have the kernel split a huge page that needs no debugfs, which a locked-down kernel denies to
 //! root. Since Linux 6.15 it splits into as few pieces as possible, which is quicker than a split into 512.
 
 use std::sync::atomic::Ordering::Relaxed;
@@ -65,7 +65,7 @@ struct Memory {
     remote: Remote,
 }
 
-/// Microseconds since.
+/// Microseconds since `start`.
 fn us(start: Instant) -> f64 {
     start.elapsed().as_secs_f64() * 1e6
 }
@@ -106,7 +106,7 @@ impl Memory {
         Ok(took)
     }
 
-    /// Medians over all units: split, coalesce.
+    /// Measure our ways. Returns the medians over all units: split, coalesce.
     fn ours(&self) -> Result<[f64; 2]> {
         let (mut split, mut coalesce) = (Vec::new(), Vec::new());
         for unit in 0..UNITS {
@@ -122,7 +122,7 @@ impl Memory {
         Ok([median(&split).unwrap_or_default(), median(&coalesce).unwrap_or_default()])
     }
 
-    /// The same of the kernel's own ways.
+    /// Measure the kernel's ways. Returns the same.
     fn kernels(&self) -> Result<[f64; 2]> {
         let (mut split, mut collapse) = (Vec::new(), Vec::new());
         for unit in 0..UNITS {
