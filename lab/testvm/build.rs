@@ -23,7 +23,7 @@ fn main() {
     let out = PathBuf::from(var("OUT_DIR"));
     let (image, program) = (out.join("guest.bin"), out.join("linux-guest"));
     if var("CARGO_CFG_TARGET_ARCH") != "x86_64" {
-        // Native guests work anywhere; other guests are refused at run time when the image is empty.
+        // Native guests run on any architecture. An empty image refuses the other guests at run time.
         [image, program].iter().for_each(|file| fs::write(file, []).expect("write an empty guest image"));
         return;
     }

@@ -1,6 +1,6 @@
 //! A guest of the demo, and work that all guests do at once.
 //!
-//! Before: `lib` booted them. After: figures of each, in their order.
+//! Before: `lib` booted the guests. After: the caller has one figure per guest, in the order of the guests.
 //! Threads: one per guest, for as long as the work takes. Units: operations per second.
 //! Promise: every value that is read is compared.
 
@@ -8,14 +8,14 @@ use anyhow::{Result, anyhow, ensure};
 use ballast_testvm::qemu::QemuGuest;
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
 
-/// A guest and what must be in its Redis.
+/// A guest and the data that its Redis must hold.
 pub struct Guest {
     pub name: String,
     pub qemu: QemuGuest,
     pub data: Dataset,
 }
 
-/// Do something to every guest at once.
+/// Run `work` on every guest at the same time, one thread each. Returns the results in the order of the guests.
 pub fn each<T: Send>(guests: &mut [Guest], work: impl Fn(&mut Guest) -> Result<T> + Sync) -> Result<Vec<T>> {
     std::thread::scope(|scope| {
         let work = &work;
@@ -24,7 +24,7 @@ pub fn each<T: Send>(guests: &mut [Guest], work: impl Fn(&mut Guest) -> Result<T
     })
 }
 
-/// Operations per second of each guest, all working at once; every value read is compared.
+/// Operations per second of each guest while all guests work. Every value that is read is compared.
 pub fn throughput(guests: &mut [Guest], mix: &Mix) -> Result<Vec<f64>> {
     each(guests, |guest| {
         let done = load::throughput(guest.qemu.redis_addr(), &mut guest.data, mix)?;

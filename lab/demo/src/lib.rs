@@ -1,7 +1,7 @@
-//! `ballast demo`: the main job on two real VMs, ending in a small table.
+//! `ballast demo`: takes half of the resident memory of two real VMs, kills the engine, and checks every byte.
 //!
-//! Before: `scripts/setup.sh` and `scripts/guest-image.sh` made QEMU and a guest image available. After: the table, or
-//! JSON with the same figures; every process it started has ended.
+//! Before: `scripts/setup.sh` and `scripts/guest-image.sh` made QEMU and a guest image available. After: stdout has a
+//! table, or JSON with the same figures, and every process that the demo started has ended.
 //! Threads: one per guest where both are worked on at once. Units: bytes and seconds in JSON, MiB in the table.
 //! Promise: every figure is measured in this run; `bytes_lost` comes from comparing every byte of every key.
 
@@ -41,12 +41,12 @@ pub struct DemoArgs {
 }
 
 const VALUE: usize = 16 * KIB as usize;
-/// Until a guest has booted: an interpreted one on a busy machine is slow.
+/// Limit for the boot of a guest. Without KVM, on a busy machine, a boot is slow.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
-/// Until both VMs are within their limits.
+/// Limit for the time until both VMs are within their limits.
 const LIMIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The machine lacks something that the demo needs; the text says what.
+/// The machine lacks something that the demo needs. The text names it.
 #[derive(Debug)]
 pub struct Missing(String);
 
@@ -58,7 +58,8 @@ impl fmt::Display for Missing {
 
 impl std::error::Error for Missing {}
 
-/// Run it.
+/// Run the demo and print its figures. Fails if a byte was lost, or if the kernel counts less than 90 % of the memory
+/// that the figures call freed.
 pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     if let Some(why) = qemu_missing() {
         return Err(Missing(why).into());
@@ -164,8 +165,8 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     };
     report.print(json)?;
     ensure!(report.bytes_lost() == 0, "{} bytes were lost", report.bytes_lost());
-    // Both are the whole host's. Another program that takes memory meanwhile hides what was freed from MemAvailable,
-    // but not from Shmem, which counts guest RAM and the store.
+    // Both figures count the whole host. MemAvailable does not show the freed memory if another program takes it
+    // meanwhile. Shmem does: it counts guest RAM and the store.
     let freed = report.freed_measured_bytes.max(report.freed_shmem_bytes);
     ensure!(
         freed as f64 >= 0.9 * claimed as f64,
@@ -176,7 +177,7 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     Ok(())
 }
 
-/// The demo's ballastd and what is done with its guests.
+/// The demo's ballastd, and the program that starts guests.
 struct Host {
     daemon: Daemon,
     ballast: PathBuf,
@@ -184,7 +185,7 @@ struct Host {
 
 impl Host {
     fn start() -> Result<Self> {
-        let ballast = program::find("ballast").context("Finding what starts the guests")?;
+        let ballast = program::find("ballast").context("Finding `ballast`, which starts the guests")?;
         Ok(Self { daemon: Daemon::start()?, ballast })
     }
 
@@ -226,7 +227,7 @@ impl Host {
         }
     }
 
-    /// Kill the engine, which is the keeper's child. Returns its pid.
+    /// Kill the engine, a child of the keeper. Returns its pid.
     fn kill_engine(&self) -> Result<u32> {
         let pid = self.api().host()?.engine_pid;
         measure::kill(pid)?;

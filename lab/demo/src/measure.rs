@@ -1,19 +1,19 @@
-//! The host's own count of its memory, and the end of an engine.
+//! Reads the kernel's count of the host's memory, and kills an engine.
 
 use anyhow::{Context, Result};
 use ballast_base::PageCount;
 
 /// Memory as the host's kernel counts it, in bytes.
 pub struct HostMemory {
-    /// `MemAvailable`, and the free pages on per-CPU lists, which it leaves out: up to 190 MiB a CPU right after much
-    /// was freed (Linux 6.7 and newer).
+    /// `MemAvailable` plus the free pages on per-CPU lists, which `MemAvailable` leaves out: up to 190 MiB per CPU
+    /// right after a large free (Linux 6.7 and newer).
     pub available: u64,
-    /// `Shmem`: guest RAM and store arenas both live here.
+    /// `Shmem`. It counts guest RAM and the arenas of the store.
     pub shmem: u64,
 }
 
 impl HostMemory {
-    /// Read it.
+    /// Read it from `/proc/meminfo` and `/proc/zoneinfo`.
     pub fn now() -> Result<Self> {
         let text = std::fs::read_to_string("/proc/meminfo").context("Reading /proc/meminfo")?;
         let field = |key: &str| {
@@ -33,7 +33,7 @@ fn on_cpu_lists(zoneinfo: &str) -> u64 {
     counts.filter_map(|count| count.trim().parse::<u64>().ok()).sum()
 }
 
-/// SIGKILL.
+/// Send SIGKILL to the engine.
 pub fn kill(pid: u32) -> Result<()> {
     let pid = rustix::process::Pid::from_raw(pid as i32).context("the engine has no pid")?;
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).context("Killing the engine")

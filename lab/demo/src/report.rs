@@ -1,4 +1,4 @@
-//! The demo's figures: as a table for people, as JSON for programs.
+//! The demo's figures, printed as a table for people or as JSON for programs.
 
 use anyhow::Result;
 use ballast_api::VmStat;
@@ -7,7 +7,7 @@ use ballast_base::units::MIB;
 use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
-/// What happened to one VM.
+/// The figures of one VM.
 #[derive(Debug, Serialize)]
 pub struct VmReport {
     pub vm: String,
@@ -30,22 +30,22 @@ pub struct VmReport {
     pub bytes_lost: u64,
 }
 
-/// The whole demo.
+/// The figures of the whole demo.
 #[derive(Debug, Serialize)]
 pub struct Report {
     pub vms: Vec<VmReport>,
-    /// What the table says was freed: resident before - after, minus what the store occupies.
+    /// Freed memory as the table has it: resident bytes before - after, minus the bytes of the store.
     pub freed_claimed_bytes: u64,
-    /// What the host's kernel says: growth of MemAvailable and of the per-CPU lists of free pages.
+    /// Freed memory as the kernel counts it: the growth of MemAvailable and of the free pages on per-CPU lists.
     pub freed_measured_bytes: u64,
-    /// The same from the kernel's Shmem count.
+    /// Freed memory as the kernel counts it in Shmem.
     pub freed_shmem_bytes: u64,
     pub store_bytes: u64,
     pub engine_kills: u64,
     pub seconds: f64,
 }
 
-/// Host memory freed between two samples, as the VMs' figures claim it.
+/// Host memory freed between two samples, computed from the figures of the VMs.
 pub fn freed(before: &[VmStat], after: &[VmStat]) -> u64 {
     let resident = |vms: &[VmStat]| vms.iter().map(|vm| vm.resident_bytes).sum::<u64>();
     let store = after.iter().map(|vm| vm.store_bytes).sum::<u64>();
@@ -58,7 +58,7 @@ impl Report {
         self.vms.iter().map(|vm| vm.bytes_lost).sum()
     }
 
-    /// Print it.
+    /// Print it to stdout.
     pub fn print(&self, json: bool) -> Result<()> {
         if json {
             #[derive(Serialize)]

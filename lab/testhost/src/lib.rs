@@ -1,8 +1,8 @@
-//! A ballastd of one's own, in a temporary directory: for benches and the demo.
+//! A private ballastd in a temporary directory, for benches and the demo.
 //!
 //! Before: `ballastd` lies beside this program or on `PATH`. After: keeper and engine have ended, and the directory is
 //! gone.
-//! Threads: the keeper's and engine's, in their processes. Promise: no other daemon on the machine is touched.
+//! Threads: the caller's. Keeper and engine are processes. Promise: no other daemon on the machine is affected.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -21,12 +21,12 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Start `ballastd` as it is without settings.
+    /// Start `ballastd` with default settings.
     pub fn start() -> Result<Self> {
         Self::with_settings("")
     }
 
-    /// Start it with these settings, in TOML.
+    /// Start `ballastd` with these settings, in TOML.
     pub fn with_settings(settings: &str) -> Result<Self> {
         let ballastd = program::find("ballastd").context("Finding the daemon")?;
         let dir = tempfile::Builder::new().prefix("ballast-own-").tempdir().context("Making a directory")?;
@@ -46,7 +46,7 @@ impl Daemon {
         let mut daemon = Self { dir, keeper, api };
         let start = Instant::now();
         while !daemon.api_socket().exists() {
-            if let Some(status) = daemon.keeper.try_wait().context("Asking after ballastd")? {
+            if let Some(status) = daemon.keeper.try_wait().context("Reading the status of ballastd")? {
                 bail!("ballastd ended at once ({status}):\n{}", daemon.log());
             }
             ensure!(start.elapsed() < Duration::from_secs(10), "ballastd does not open its API socket");
@@ -56,12 +56,12 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// The API.
+    /// The client of its API.
     pub fn api(&self) -> &Client {
         &self.api
     }
 
-    /// Wait until the API knows a VM: an attach is answered a moment earlier.
+    /// Wait until the API lists a VM. The reply to an attach comes shortly before that.
     pub fn wait_for_vm(&self, name: &str) -> Result<()> {
         let start = Instant::now();
         loop {
@@ -74,13 +74,13 @@ impl Daemon {
         }
     }
 
-    /// Wait until the API has forgotten a VM: its process has ended a moment earlier.
+    /// Wait until the API no longer lists a VM. Its process ends shortly before that.
     pub fn wait_until_gone(&self, name: &str) -> Result<()> {
         let start = Instant::now();
         loop {
             match self.api.vm(name) {
                 Err(error) if error.is_no_such_vm() => return Ok(()),
-                _ => ensure!(start.elapsed() < Duration::from_secs(10), "the VM {name} does not go"),
+                _ => ensure!(start.elapsed() < Duration::from_secs(10), "the API still lists the VM {name}"),
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -91,7 +91,7 @@ impl Daemon {
         self.dir.path()
     }
 
-    /// Where VMMs attach.
+    /// The socket to which VMMs attach.
     pub fn attach_socket(&self) -> PathBuf {
         self.dir().join("attach.sock")
     }
@@ -105,7 +105,7 @@ impl Daemon {
         self.keeper.id()
     }
 
-    /// What keeper and engine wrote.
+    /// The log of keeper and engine.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.dir().join("ballastd.log")).unwrap_or_default()
     }
@@ -113,7 +113,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // The VMs are gone by now, so the engine, which outlives its keeper, ends by itself.
+        // The VMs have ended. The engine outlives its keeper, but ends when it has no VM.
         let _ = self.keeper.kill();
         let _ = self.keeper.wait();
     }

@@ -1,8 +1,8 @@
-//! The program a KVM vCPU runs: the workload of `src/guest.rs` around a port-I/O doorbell.
+//! The program that a KVM vCPU runs: the workload of `src/guest.rs`, with a port write for each event.
 //!
 //! Before: `src/kvm.rs` starts a vCPU at `_start`, in user mode, with the job's address in `rdi` and a stack.
 //! After: every event leaves as an `out` to `guest::PORT`, which is a KVM exit.
-//! Promise: no kernel below it, no library, no interrupt: only its job, its tables and guest RAM are touched.
+//! Promise: it needs no kernel, library or interrupt. It touches only its job, its tables and guest RAM.
 #![no_std]
 #![no_main]
 
@@ -29,7 +29,7 @@ impl guest::Port for IoPort {
 #[unsafe(link_section = ".text._start")]
 pub unsafe extern "C" fn _start(job: *const guest::Job) -> ! {
     use guest::Port;
-    // SAFETY: the caller's promise, which is the one `run` asks for.
+    // SAFETY: the caller promises what `run` requires.
     unsafe { guest::run(&*job, &IoPort) };
     loop {
         IoPort.tell(guest::EVENT_DONE);

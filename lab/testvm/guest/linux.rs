@@ -1,8 +1,9 @@
-//! The program a real guest runs for a bench: memory of known contents, touched on command, timed by the guest's clock.
+//! The program that a QEMU guest runs for a bench: it fills memory with known contents and touches it on command. The
+//! guest's clock measures the time.
 //!
-//! Before: the guest's /init starts it, with the serial console as input and output. After: it ends with its input.
-//! Threads: one. Units: times leave in ticks of the time stamp counter, with the nanoseconds of the whole round beside
-//! them. Promise: no library; every touch checks what it finds, and `v` compares every word.
+//! Before: the guest's /init starts it, with the serial console as input and output. After: it exits at the end of its
+//! input. Threads: one. Units: it prints times in ticks of the time stamp counter, and the whole round also in
+//! nanoseconds. Promise: it uses no library. Every touch checks the word that it reads, and `v` compares every word.
 //!
 //! ```text
 //! f PAGES KIND   fill (a power of two; KIND 0 half compressible, 1 noise)   -> filled
@@ -17,7 +18,7 @@
 use core::arch::{asm, global_asm};
 use core::ptr::{read_volatile, write_volatile};
 
-// The kernel enters with the stack aligned, a function expects a return address on it.
+// The kernel enters with an aligned stack. A function expects a return address on it.
 global_asm!(
     ".section .text._start",
     ".globl _start",
@@ -34,7 +35,7 @@ const WORDS: usize = PAGE / 8;
 /// Buckets of a histogram: exact below 32 ticks, then 32 per power of two.
 const SUB: u64 = 32;
 const BUCKETS: usize = 40 * SUB as usize;
-/// Operations between two readings of the clock, each a system call.
+/// Operations between two readings of the clock. A reading is a system call.
 const BATCH: u64 = 64;
 
 /// # Safety
@@ -85,7 +86,7 @@ fn ticks() -> u64 {
     unsafe { core::arch::x86_64::_rdtsc() }
 }
 
-/// One line for the reader of the console: a name and numbers.
+/// Print one line to the console: a name and numbers.
 fn say(name: &[u8], numbers: &[u64]) {
     let mut line = [0u8; 256];
     let mut len = 0;
@@ -111,7 +112,7 @@ fn say(name: &[u8], numbers: &[u64]) {
     write(&line[..len]);
 }
 
-/// A command: its letter and two numbers. False at the end of input.
+/// Read a command: its letter and two numbers. Returns false at the end of input.
 fn hear(command: &mut (u8, u64, u64)) -> bool {
     *command = (0, 0, 0);
     let (mut at, mut byte) = (0, 0);
@@ -139,18 +140,18 @@ fn mix(mut word: u64) -> u64 {
     word ^ word >> 31
 }
 
-/// Guest memory, and what it holds.
+/// Guest memory, and the rule for its contents.
 struct Memory {
     base: *mut u64,
     pages: u64,
     noise: bool,
-    /// Rounds of touches: each added one to the first word of every page.
+    /// Rounds of touches. Each added one to the first word of every page.
     rounds: u64,
 }
 
 impl Memory {
     fn word(&self, page: u64, index: usize) -> u64 {
-        // 64 bytes of noise, 64 of zeros, and so on.
+        // 64 bytes of noise alternate with 64 of zeros.
         if !self.noise && index / 8 % 2 == 1 {
             return 0;
         }
@@ -173,7 +174,7 @@ impl Memory {
         unsafe { write_volatile(self.at(page, index), word) }
     }
 
-    /// A permutation of the pages, without memory of its own: multiply and fold, each of which can be undone.
+    /// A permutation of the pages that needs no table: it multiplies and folds, and both can be inverted.
     fn permuted(&self, number: u64, seed: u64) -> u64 {
         let mask = self.pages - 1;
         let fold = (64 - mask.leading_zeros()).div_ceil(2).max(1);
@@ -245,7 +246,7 @@ fn touch(memory: &mut Memory, seed: u64, counts: &mut [u32; BUCKETS]) {
     say(b"touched", &[memory.pages, at[0], at[1], at[2], longest, took, took_ns, wrong]);
 }
 
-/// Operations on pages: eight words of one are checked, and one is written.
+/// Operations on pages. Each checks eight words of a page and writes one.
 fn work(memory: &Memory, zipf: bool, ms: u64, state: &mut u64) {
     let (start, mut ops, mut wrong) = (now_ns(), 0u64, 0u64);
     let bits = u64::from(memory.pages.ilog2());
@@ -253,7 +254,7 @@ fn work(memory: &Memory, zipf: bool, ms: u64, state: &mut u64) {
         for _ in 0..BATCH {
             *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
             let draw = mix(*state);
-            // Hot set: nine of ten in a tenth of the pages. Zipf: as many operations in each power of two of ranks.
+            // Hot set: 9 operations of 10 take a tenth of the pages. Zipf: each power of two of ranks takes as many.
             let rank = if zipf {
                 let power = draw % (bits + 1);
                 let upto = 1u64 << power;
@@ -306,10 +307,10 @@ extern "C" fn main() -> ! {
     exit(0)
 }
 
-/// The compiler makes calls to it of loops and arrays.
+/// The compiler turns loops and array initializers into calls of it.
 ///
 /// # Safety
-/// As in C.
+/// The rules of `memset` in C.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memset(to: *mut u8, byte: i32, len: usize) -> *mut u8 {
     // SAFETY: the caller's promise.
@@ -319,7 +320,7 @@ unsafe extern "C" fn memset(to: *mut u8, byte: i32, len: usize) -> *mut u8 {
     to
 }
 
-/// Named by the unwind tables of `core`; nothing unwinds here.
+/// The unwind tables of `core` name it. Nothing unwinds here.
 #[unsafe(no_mangle)]
 extern "C" fn rust_eh_personality() {}
 

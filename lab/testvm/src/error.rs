@@ -1,6 +1,6 @@
-//! Why a VM could not be made or could not finish.
+//! Errors of creating and running a VM.
 //!
-//! Before: `workload` refuses a spec, the kernel a step, or a vCPU stops. After: the caller that runs the VM is told.
+//! Before: `workload` refuses a spec, the kernel refuses a step, or a vCPU stops. After: `Vm` returns the error.
 
 use std::io;
 
@@ -8,19 +8,19 @@ use ballast_base::Bytes;
 
 use crate::workload::SpecError;
 
-/// Why a VM could not be made or could not finish.
+/// An error of creating or running a VM.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Caused by the operator.
+    /// The spec is not valid. The operator caused it.
     #[error(transparent)]
     Spec(#[from] SpecError),
     /// This machine cannot run KVM guests.
     #[error("A KVM guest needs a usable /dev/kvm; a native guest runs without it")]
     NoKvm(#[source] io::Error),
-    /// The kernel refused a step of making or running the KVM guest.
+    /// The kernel refused a step of creating or running the KVM guest.
     #[error("KVM: {step}")]
     Kvm {
-        /// The step.
+        /// The refused step.
         step: &'static str,
         /// The kernel's error.
         #[source]
@@ -29,9 +29,9 @@ pub enum Error {
     /// A vCPU left the guest for a reason that the guest program cannot cause.
     #[error("vCPU {vcpu} stopped: {exit}, at instruction {rip:#x}, stack {rsp:#x}, fault address {cr2:#x}")]
     Stopped {
-        /// Its number.
+        /// The number of the vCPU.
         vcpu: usize,
-        /// The exit.
+        /// The exit reason.
         exit: String,
         /// Its instruction pointer.
         rip: u64,
@@ -47,11 +47,11 @@ pub enum Error {
         what: &'static str,
         /// The size.
         size: Bytes,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// The VM has run already; its memory is no longer fresh.
+    /// The VM has run already. Its memory is no longer zero.
     #[error("This VM has run already")]
     RanAlready,
     /// Another worker failed first.
