@@ -127,7 +127,7 @@ impl GroupMember {
         index.parted.remove(&word_of(self.vm));
         self.group.strike(word_of(self.vm));
         drop(index);
-        self.group.ram.tidy();
+        self.group.tidy();
     }
 
     /// Its share of the memory: of each blob, its slot divided by the number of words that name it.
@@ -185,7 +185,7 @@ impl Store for GroupMember {
 
     fn tidy(&self) {
         self.group.ask();
-        self.group.ram.tidy();
+        self.group.tidy();
     }
 
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
@@ -52,7 +52,7 @@ pub struct Group {
     /// An opening of its own, which announces no member.
     file: OwnedFd,
     pub(super) index: Mutex<Index>,
-    /// Held by threads that take or free slots; exclusively for a sweep.
+    /// Held by threads that take or free slots, or return memory; exclusively for a sweep.
     using: RwLock<()>,
     references: AtomicU64,
     equal_puts: AtomicU64,
@@ -130,8 +130,10 @@ impl Group {
     /// The first contradiction found.
     pub fn validate(&self) -> Result<(), crate::Inconsistent> {
         self.ram.validate()?;
+        // A member's lock comes before the index's.
+        let members: Vec<_> = lock(&self.index).members.values().cloned().collect();
+        let named: usize = members.iter().map(|pages| lock(pages).len()).sum();
         let index = lock(&self.index);
-        let named: usize = index.members.values().map(|pages| lock(pages).len()).sum();
         let references = index.by_content.values().map(|blob| blob.references).chain(index.others.values().copied());
         let (blobs, counted) = references.fold((0, 0), |(blobs, sum), one| (blobs + 1, sum + u64::from(one)));
         let (references, held) = (self.references.load(Relaxed), self.ram.usage_detail().blob_pages);
@@ -318,6 +320,15 @@ impl Group {
         }
     }
 
+    /// Return memory of emptied slabs to the host, unless a sweep does: it frees such slabs itself, and they may have
+    /// blobs again when a thread that was about to punch them goes on.
+    pub(super) fn tidy(&self) {
+        let using = self.using.try_read();
+        if !matches!(using, Err(TryLockError::WouldBlock)) {
+            self.ram.tidy();
+        }
+    }
+
     /// It is no member any more.
     pub(super) fn strike(&self, word: u64) {
         let arena = self.ram.arena();
@@ -334,5 +345,35 @@ impl Drop for Shares<'_> {
     fn drop(&mut self) {
         // Weakening a held lock does not fail.
         let _ = presence::announce(self.0, ENGINES);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Budget, pages};
+    use ballast_base::Bytes;
+
+    #[test]
+    fn while_a_sweep_runs_no_thread_punches_slabs_and_afterwards_they_are_returned() {
+        let arena = ballast_handover::arena::create().expect("memfd");
+        let options = RamOptions { punch_later: true, ..RamOptions::new(Budget::new(Bytes(64 << 20))) };
+        let group = Group::open(&arena, options).expect("a group");
+        let slabs = || group.usage().bytes / crate::SLAB_BYTES as u64;
+        let handles: Vec<Handle> = (0..256)
+            .map(|page| match group.put(&pages::incompressible(page)) {
+                PutOutcome::Stored(handle) => handle,
+                other => panic!("a put came to {other:?}"),
+            })
+            .collect();
+        let full = slabs();
+        handles.into_iter().for_each(|handle| group.drop_reference(handle));
+        assert_eq!(slabs(), full, "emptied slabs wait");
+        let sweep = group.using.write().expect("no panic");
+        group.tidy();
+        assert_eq!(slabs(), full, "the sweep has them");
+        drop(sweep);
+        group.tidy();
+        assert!(slabs() < full, "{} of {full} slabs are left", slabs());
     }
 }
