@@ -1,4 +1,4 @@
-//! A guest of the demo, and work that all guests do at once.
+//! Guests of the demo, and work that all of them do at the same time.
 //!
 //! Before: `lib` booted the guests. After: the caller has one figure per guest, in the order of the guests.
 //! Threads: one per guest, for as long as the work takes. Units: operations per second.

@@ -1,14 +1,14 @@
-//! A small FUSE server, for tests with a file system that responds late, or never.
+//! A small FUSE server, for tests of a file system that responds late or never.
 //!
-//! Before: a test wants a file whose disk, host or network hangs. After: a directory of files under [`Fuse::dir`],
-//! which any process that may look into this one's `/proc/PID/fd` can open. Requests are answered at once, after a
-//! delay, or when the test says so.
-//! Threads: one takes requests, one sends the late answers; the callers may be any.
+//! Before: a test needs a file whose disk, host or network hangs. After: [`Fuse::dir`] is a directory of files. Any
+//! process with access to this one's `/proc/PID/fd` can open them. The server replies at once, after a delay, or when
+//! the test calls [`Fuse::release`].
+//! Threads: one reads requests, one sends the late replies. Callers may be any.
 //! Units: bytes.
-//! Promise: nothing is mounted where another process could find it, so nothing is left behind, even when the test is
-//! killed. When the server goes, the kernel ends every request with an error.
+//! Promise: the mount is attached to no directory, so nothing remains, even when the test is killed. When the server
+//! ends, the kernel ends every request with an error.
 //!
-//! A file's bytes are those of a memory file of the server. Any name that is asked for exists from then on, empty.
+//! Each file is backed by a memfd of the server. The first lookup of a name creates an empty file.
 
 use std::collections::HashMap;
 use std::io;
@@ -49,19 +49,19 @@ mod op {
     pub(super) const TMPFILE: u32 = 51;
 }
 
-/// The header of a request.
+/// Length of the header of a request, in bytes.
 const HEADER: usize = 40;
-/// The largest read or write.
+/// The largest read or write, in bytes.
 const MOST: u32 = 1 << 20;
 const ROOT: u64 = 1;
-/// In the answer to `INIT`: reads and writes of more than a page, several at once, of up to 256 pages.
+/// Flags of the reply to `INIT`: `ASYNC_READ`, `BIG_WRITES`, `ASYNC_DIO`, `MAX_PAGES`.
 const INIT_FLAGS: u32 = 1 | 1 << 5 | 1 << 15 | 1 << 22;
-/// In the answer to an open: past the page cache, whatever the opener asked for.
+/// Flag of the reply to an open: reads and writes bypass the page cache, also without `O_DIRECT`.
 const DIRECT_IO: u32 = 1;
-/// In `SETATTR`: the size is to change.
+/// Flag of a `SETATTR` request: it changes the size.
 const SET_SIZE: u32 = 1 << 3;
 
-/// A file system in this process.
+/// A file system that this process serves.
 #[derive(Debug)]
 pub struct Fuse {
     mount: OwnedFd,
@@ -71,7 +71,7 @@ pub struct Fuse {
 
 #[derive(Debug)]
 struct Running {
-    /// Closed to end the server.
+    /// Closing it ends the thread that reads requests.
     stop: OwnedFd,
     threads: [JoinHandle<()>; 2],
 }
@@ -84,25 +84,25 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// By number; the root is not in it.
+    /// Files by node number. The root is not among them.
     files: HashMap<u64, std::fs::File>,
     names: HashMap<Vec<u8>, u64>,
-    /// The answer to an open says [`DIRECT_IO`].
+    /// The reply to an open has [`DIRECT_IO`].
     direct: bool,
-    /// Nothing is answered while this is set.
+    /// The server sends no reply while this is set.
     held: bool,
     delay: Duration,
-    /// Requests that are answered later, and when at the earliest, in the order they came.
+    /// Requests that wait for a reply, in order of arrival, each with the earliest time of its reply.
     late: Vec<(Instant, Vec<u8>)>,
     reads: u64,
     over: bool,
 }
 
 impl Fuse {
-    /// Begin to serve.
+    /// Mount the file system and start the server.
     ///
     /// # Errors
-    /// Without `/dev/fuse` or the right to mount.
+    /// `/dev/fuse` is missing, or this process may not mount.
     pub fn serve() -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let device = rustix::fs::open("/dev/fuse", flags, Mode::empty())?;
@@ -115,7 +115,7 @@ impl Fuse {
         }
         rustix::mount::fsconfig_set_flag(context.as_fd(), "allow_other")?;
         rustix::mount::fsconfig_create(context.as_fd())?;
-        // It belongs to no directory: it ends with this descriptor and the files that are open.
+        // The mount is attached to no directory. It ends with this descriptor and the open files.
         let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
         let mount = rustix::mount::fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
         let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() });
@@ -129,53 +129,52 @@ impl Fuse {
         Ok(Self { mount, shared, running: Mutex::new(Some(Running { stop, threads })) })
     }
 
-    /// Its directory, under a name that other processes may use, too.
+    /// Its root directory. Other processes can use this path, too.
     pub fn dir(&self) -> PathBuf {
         format!("/proc/{}/fd/{}", std::process::id(), self.mount.as_raw_fd()).into()
     }
 
-    /// From now on files are opened past the page cache (as with virtiofs, 9p or CIFS without a cache), or through it.
-    /// Open files stay as they are. An open with `O_DIRECT` always goes past it.
+    /// Set whether files that are opened from now on bypass the page cache, as with virtiofs, 9p or CIFS without a
+    /// cache. Open files do not change. An open with `O_DIRECT` always bypasses it.
     pub fn set_direct(&self, direct: bool) {
         self.shared.lock().direct = direct;
     }
 
-    /// From now on a read is answered this much later.
+    /// Delay the reply to each read from now on.
     pub fn set_delay(&self, delay: Duration) {
         self.shared.lock().delay = delay;
     }
 
-    /// From now on nothing is answered.
+    /// Hold every reply from now on.
     pub fn hold(&self) {
         self.shared.lock().held = true;
     }
 
-    /// From now on nothing is answered, until the returned value is dropped: else nothing of a failed test could be
-    /// ended.
+    /// Hold every reply until the returned value is dropped. So the processes of a failed test can end.
     pub fn hold_on(&self) -> Held<'_> {
         self.hold();
         Held(self)
     }
 
-    /// Answer the held requests, and all that come.
+    /// Reply to the held requests, and to all later ones.
     pub fn release(&self) {
         self.shared.lock().held = false;
         self.shared.changed.notify_all();
     }
 
-    /// Wait until `least` reads wait for their answers.
+    /// Wait until at least `least` reads wait for their replies.
     pub fn wait_for_held(&self, least: usize) {
         let reads = |state: &State| state.late.iter().filter(|(_, request)| u32_at(request, 4) == op::READ).count();
         let waited = self.shared.changed.wait_while(self.shared.lock(), |state| reads(state) < least);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Reads that came.
+    /// The number of reads received so far.
     pub fn reads(&self) -> u64 {
         self.shared.lock().reads
     }
 
-    /// Stop serving: the kernel ends unanswered and later requests with an error.
+    /// Stop the server. The kernel ends unanswered and later requests with an error.
     pub fn end(&self) {
         let Some(Running { stop, threads }) = self.running.lock().unwrap_or_else(PoisonError::into_inner).take() else {
             return;
@@ -184,7 +183,7 @@ impl Fuse {
         self.shared.changed.notify_all();
         drop(stop);
         for thread in threads {
-            // When both are gone the device is closed.
+            // The device is closed when both threads have ended.
             let _ = thread.join();
         }
     }
@@ -198,7 +197,7 @@ impl Drop for Fuse {
 
 /// See [`Fuse::hold_on`].
 #[derive(Debug)]
-#[must_use = "all is answered again when this is dropped"]
+#[must_use = "the server replies again when this is dropped"]
 pub struct Held<'a>(&'a Fuse);
 
 impl Drop for Held<'_> {
@@ -233,7 +232,7 @@ impl Server {
             }
             match rustix::io::read(&self.device, &mut buffer) {
                 Ok(len) => self.take(&buffer[..len]),
-                // A request that was taken back before it was read is ENOENT.
+                // The kernel returns ENOENT if a request was aborted before it was read.
                 Err(Errno::INTR | Errno::NOENT | Errno::AGAIN) => {}
                 Err(_) => return,
             }
@@ -288,13 +287,13 @@ impl Server {
             Err(errno) => (-errno.raw_os_error(), Vec::new()),
         };
         let reply = Body::default().u32(16 + body.len() as u32).u32(error as u32).u64(unique).bytes(&body);
-        // The caller may be gone by now.
+        // The write fails if the request was aborted meanwhile.
         let _ = rustix::io::write(&self.device, &reply.0);
     }
 }
 
 impl State {
-    /// Carry out a request about `node` and make the body of its answer.
+    /// Carry out a request about `node`. Returns the body of the reply.
     fn carry_out(&mut self, opcode: u32, node: u64, arg: &[u8]) -> Result<Body, Errno> {
         let file = self.files.get(&node);
         match opcode {
@@ -352,13 +351,13 @@ impl State {
         }
     }
 
-    /// The answer to an open with these flags.
+    /// Returns the reply to an open with these flags.
     fn opened(&self, arg: &[u8]) -> Body {
         let direct = self.direct || u32_at(arg, 0) & OFlags::DIRECT.bits() != 0;
         Body::default().u64(0).u32(if direct { DIRECT_IO } else { 0 }).u32(0)
     }
 
-    /// The file of a name, which ends with a zero byte.
+    /// Returns the node of a name, and creates the file if needed. A zero byte ends the name.
     fn named(&mut self, name: &[u8]) -> Result<u64, Errno> {
         let name = name.split(|byte| *byte == 0).next().unwrap_or_default().to_vec();
         if let Some(node) = self.names.get(&name) {
@@ -383,7 +382,7 @@ impl State {
     }
 
     fn attributes(&self, node: u64) -> Result<Body, Errno> {
-        // Valid for no time: a file's blocks change as it is written.
+        // The kernel must not cache them: the blocks of a file change when it is written.
         Ok(Body::default().u64(0).u64(0).bytes(&self.attributes_of(node)?.0))
     }
 
@@ -406,7 +405,7 @@ fn errno_of(error: io::Error) -> Errno {
     Errno::from_io_error(&error).unwrap_or(Errno::IO)
 }
 
-/// An answer under construction, in the machine's byte order.
+/// The body of a reply, in the machine's byte order.
 #[derive(Debug, Default)]
 struct Body(Vec<u8>);
 
@@ -425,7 +424,7 @@ impl Body {
     }
 }
 
-/// A field of a request. The kernel sends whole ones; a missing one is zero.
+/// Returns a field of a request, or zero if the request is too short.
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..).and_then(|rest| rest.first_chunk()).map_or(0, |field| u32::from_ne_bytes(*field))
 }
@@ -446,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_again_through_the_cache_and_past_it() {
+    fn written_bytes_are_read_back_through_the_cache_and_with_direct_io() {
         let Some(fuse) = server() else { return };
         let path = fuse.dir().join("file");
         std::fs::write(&path, [7; 10_000]).expect("write");
@@ -458,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nameless_file_for_direct_io_can_be_made_and_punched() {
+    fn an_unnamed_file_for_direct_io_can_be_created_and_punched() {
         let Some(fuse) = server() else { return };
         let made = ballast_sys::direct::create_unnamed(&fuse.dir(), Bytes(1 << 20));
         // Since Linux 6.2.
@@ -469,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn a_held_read_waits_for_its_release_and_one_of_a_server_that_goes_fails() {
+    fn a_held_read_waits_for_release_and_fails_when_the_server_ends() {
         let Some(fuse) = server() else { return };
         let path = fuse.dir().join("file");
         fuse.set_direct(true);
@@ -491,6 +490,6 @@ mod tests {
         assert_eq!(result.recv().expect("said").expect("read"), [7; 4096]);
         let result = read(&fuse);
         drop(fuse);
-        result.recv().expect("said").expect_err("nobody answers any more");
+        result.recv().expect("said").expect_err("the server has ended");
     }
 }

@@ -2,11 +2,12 @@
 //!
 //! The children `law` and `programs` define the contents of cells, the cells of operations, and what some workloads do.
 //!
-//! Before: `vm` lays out a [`Job`] per worker. After: the job's results; events on the way through a [`Port`].
+//! Before: `vm` lays out a [`Job`] per worker. After: the job has its results. Meanwhile the worker reports events
+//! through a [`Port`].
 //! Threads: one worker per job; workers own disjoint cells. The host reads a job's atomics at any time.
-//! Units: a *cell* is the piece of guest RAM that is checked and updated as one: a page, or a key-value slot.
-//! Promise: every word is compared with its expected value before it is replaced; guest RAM is touched only by volatile
-//! 8-byte accesses; nothing outside `core` is used and nothing can panic.
+//! Units: a *cell* is the piece of guest RAM that one operation checks and updates: a page, or a key-value slot.
+//! Promise: every word is compared with its expected value before it is replaced. Workers access guest RAM only by
+//! volatile 8-byte accesses. Nothing outside `core` is used, and nothing can panic.
 
 #[path = "law.rs"]
 mod law;
@@ -19,16 +20,16 @@ pub use law::*;
 
 /// Guest address at which the KVM guest's program is linked (`guest/link.ld` says the same).
 pub const IMAGE_ADDR: u64 = 0x10000;
-/// I/O port a KVM guest writes its events to.
+/// I/O port to which a KVM guest writes its events.
 pub const PORT: u16 = 0x0B0A;
 
-/// The worker arrived before phase `event & 0xFF`; the answer says whether to go on.
+/// The worker has arrived before phase `event & 0xFF`. `tell` returns whether it continues.
 pub const EVENT_ARRIVE: u32 = 0x100;
 /// A wrong word was recorded.
 pub const EVENT_WRONG: u32 = 0x200;
 /// Another `report_every` operations are done.
 pub const EVENT_PROGRESS: u32 = 0x300;
-/// Nothing to do until the host says stop.
+/// The worker has nothing to do until the host sets `stop`.
 pub const EVENT_IDLE: u32 = 0x400;
 /// The worker is finished.
 pub const EVENT_DONE: u32 = 0x500;
@@ -41,46 +42,47 @@ pub const PHASE_FILL: u32 = 0;
 pub const PHASE_RUN: u32 = 1;
 /// Check every word of every cell.
 pub const PHASE_VERIFY: u32 = 2;
-/// Everything is done; nothing touches guest RAM after this.
+/// The job is done. No worker touches guest RAM after this.
 pub const PHASE_END: u32 = 3;
 
-/// Which cell the next operation takes.
+/// Workload kind: each operation takes the next cell.
 pub const KIND_SEQUENTIAL: u32 = 0;
-/// Every cell alike.
+/// Workload kind: all cells are equally likely.
 pub const KIND_UNIFORM: u32 = 1;
-/// A small set of cells takes most operations.
+/// Workload kind: a small set of cells takes most operations.
 pub const KIND_HOTSET: u32 = 2;
-/// By a table of cumulative weights.
+/// Workload kind: a table of cumulative weights decides the cell.
 pub const KIND_ZIPF: u32 = 3;
-/// No operations.
+/// Workload kind: no operations.
 pub const KIND_IDLE: u32 = 4;
-/// Cells by a bell curve over all, then any cell, then one after the other; `move_at` operations each.
+/// Workload kind: cells by a bell curve, then uniformly, then in sequence, for `move_at` operations each.
 pub const KIND_STORE: u32 = 5;
-/// Stages, each with a part of the cells and a pattern, and then the first one again: a table says which (`law`).
+/// Workload kind: a cycle of stages, each with a part of the cells and a pattern. `law` defines their table.
 pub const KIND_STAGES: u32 = 6;
-/// From here on, programs: a graph search,
+/// Workload kind, a program: a graph search.
 pub const KIND_GRAPH: u32 = 7;
-/// a matrix product,
+/// Workload kind, a program: a matrix product.
 pub const KIND_MATRIX: u32 = 8;
-/// and a table scan.
+/// Workload kind, a program: a table scan.
 pub const KIND_SCAN: u32 = 9;
 
 /// Set in a cell's version word when an operation (read or write) touched the cell.
 pub const TOUCHED: u32 = 1 << 31;
-/// Words checked and updated per operation, unless `thorough`: the first, the last, and six between.
+/// Words that an operation checks and updates unless `thorough` is set: the first, the last, and six between.
 pub const SAMPLES: u64 = 8;
-/// Wrong words described in full; more are only counted.
+/// Wrong words of which a job has a full record. Further ones are only counted.
 pub const MAX_RECORDS: usize = 16;
-/// Histogram buckets: eight per power of two.
+/// Buckets of the histogram, eight per power of two: see [`bucket`].
 pub const BUCKETS: usize = 496;
 
 /// The channel of a worker to its host.
 pub trait Port {
-    /// Report an event; false means stop here. A KVM guest never sees false: its host does not resume it.
+    /// Report an event. Returns false if the worker must stop. A KVM guest never sees false, because its host does not
+    /// resume it then.
     fn tell(&self, event: u32) -> bool;
 }
 
-/// A worker's orders. Written by the host before the start, constant afterwards.
+/// The parameters of a worker. The host writes them before the start. They are constant afterwards.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Params {
@@ -96,7 +98,7 @@ pub struct Params {
     pub cells: u64,
     /// 8-byte words in a cell.
     pub cell_words: u64,
-    /// 0: all words of a cell are used. Otherwise each cell holds a value of this many words or more, by its number.
+    /// The least words of a value. Each cell uses this many or more, by its number. 0: all words of a cell are used.
     pub min_words: u64,
     /// Operations to do.
     pub ops: u64,
@@ -112,23 +114,23 @@ pub struct Params {
     pub hot_below: u64,
     /// Cells in the hot set.
     pub hot_cells: u64,
-    /// Stages in the table of such a job, at least one.
+    /// Stages in the table of a job of kind `KIND_STAGES`, at least one.
     pub stages: u64,
-    /// Operation at which the hot set moves by half of the worker's cells; or operations with each pattern.
+    /// Operation at which the hot set moves by half of the worker's cells. For a store: operations with each pattern.
     pub move_at: u64,
-    /// Rank to cell: `rank * stride % cells`; coprime with `cells`. 1 keeps the order.
+    /// Maps ranks to cells: `rank * stride % cells`. It is coprime with `cells`. 1 keeps the order.
     pub stride: u64,
-    /// Hot cells that lie side by side, at the start; the others are `gap` cells apart.
+    /// Hot cells that are adjacent, at the start. The others are `gap` cells apart. Used if `gap` is not 0.
     pub solid: u64,
-    /// 0: `stride` alone says where cells are.
+    /// Cells between two hot cells behind the first `solid`. 0: `stride` alone maps ranks to cells.
     pub gap: u64,
     /// Operations between two reports to the host.
     pub report_every: u64,
-    /// TSC ticks of computing after each operation.
+    /// TSC ticks for which the worker computes after each operation.
     pub think_ticks: u64,
     /// One of the `KIND_` constants.
     pub kind: u32,
-    /// Nonzero: every second 64 bytes of a cell repeat one word, so that the data compresses to about half.
+    /// Nonzero: every second 64 bytes of a cell repeat one word, so the data compresses to about half.
     pub half: u32,
     /// Nonzero: operations check and write all words of the cell.
     pub thorough: u32,
@@ -142,25 +144,25 @@ pub struct Params {
 pub struct Record {
     /// Byte offset in guest RAM.
     pub offset: AtomicU64,
-    /// What the word must be.
+    /// The expected word.
     pub expected: AtomicU64,
-    /// What it was.
+    /// The word that was read.
     pub found: AtomicU64,
-    /// Operations the worker had done.
+    /// Operations that the worker had done.
     pub op: AtomicU64,
     /// Phase in which it was found.
     pub phase: AtomicU32,
 }
 
-/// One worker's orders and results.
+/// The parameters and results of one worker.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Job {
-    /// The orders.
+    /// The parameters.
     pub params: Params,
-    /// Set by the host: end the run phase.
+    /// The host sets it to end the run phase.
     pub stop: AtomicU32,
-    /// Set by the host at any time: rounds of computing before each operation.
+    /// Rounds of computing before each operation. The host sets it at any time.
     pub think: AtomicU64,
     /// Operations done so far.
     pub ops_done: AtomicU64,
@@ -170,13 +172,13 @@ pub struct Job {
     pub checksum: AtomicU64,
     /// Words that were wrong.
     pub wrong_words: AtomicU64,
-    /// Bytes in them that were wrong.
+    /// Wrong bytes in these words.
     pub wrong_bytes: AtomicU64,
-    /// The first of them.
+    /// Records of the first wrong words.
     pub records: [Record; MAX_RECORDS],
     /// Longest operation, in TSC ticks.
     pub longest: AtomicU64,
-    /// Which operation that was.
+    /// The number of that operation.
     pub longest_op: AtomicU64,
     /// Operations by TSC ticks, see [`bucket`].
     pub histogram: [AtomicU64; BUCKETS],
@@ -291,7 +293,7 @@ impl<P: Port> Worker<'_, P> {
         self.repeat(|worker, op| {
             let (local, write) = params.pick(&mut random, op, |i| {
                 let entry = (params.weights as *const u64).wrapping_add(i as usize);
-                // SAFETY: asked for `i < cells` only, and a zipf job has that many weights, which nobody writes now.
+                // SAFETY: `i < cells`. A zipf job has that many weights, and nobody writes them now.
                 unsafe { entry.read_volatile() }
             });
             // SAFETY: `pick` returns a cell below `cells`.
@@ -299,7 +301,7 @@ impl<P: Port> Worker<'_, P> {
         });
     }
 
-    /// Do all operations, and count them.
+    /// Do all operations, and report progress.
     #[inline]
     fn repeat(&mut self, mut operation: impl FnMut(&mut Self, u64)) {
         let job = self.job;
@@ -426,7 +428,7 @@ pub fn ticks() -> u64 {
     0
 }
 
-/// Compute for a number of rounds, some 3 ns each: what a request costs beyond its memory.
+/// Compute for a number of rounds, about 3 ns each. It stands for the cost of a request beyond its memory accesses.
 #[inline]
 fn think(rounds: u64) {
     let mut thought = rounds;
@@ -435,7 +437,7 @@ fn think(rounds: u64) {
     }
 }
 
-/// Do a whole job, arriving at the port before each phase.
+/// Run all phases of a job. Reports an event to the port before each.
 ///
 /// # Safety
 /// In the caller's address space, from now until the return: `params.ram` is 8-byte aligned guest RAM that holds the

@@ -1,18 +1,18 @@
-//! The KVM guest: long mode, user privilege, no kernel, port I/O to the host.
+//! The KVM guest: a program in long mode with user privilege, without a kernel, that reports by port I/O.
 //!
-//! Before: `vm` lays out memory. After: each vCPU runs the guest program over its worker's job.
+//! Before: `vm` has the memory of RAM and workers. After: each vCPU runs the guest program over its worker's job.
 //! Threads: one per vCPU, in `run_vcpu`. Units: guest virtual and guest physical addresses are equal.
-//! Promise: guest RAM is a memory slot of its own, over the very mapping of `GuestRam`; program, page tables, stacks
-//! and jobs are in another slot. An exit that the program cannot have caused stops the run with the vCPU's registers.
+//! Promise: guest RAM is a memory slot of its own, over the mapping of `GuestRam`. Program, page tables, stacks and
+//! jobs are in another slot. An unexpected exit ends the run with an error that has the vCPU's registers.
 //!
 //! ```text
 //! 0            page 0 unused, program at 0x10000, task state, tables, jobs, stacks, versions     slot 0 (private)
 //! 4 GiB ..     guest RAM                                                                        slot 1
 //! ```
-//! User privilege and no kernel, because some hosts run their KVM on shadow page tables alone: there, user-mode code
-//! is as fast as anywhere, while a kernel may not boot. Two things let `out` leave the guest: an I/O privilege level of
-//! 3, which such hosts drop from the flags, and the task state's I/O permission map, which QEMU's emulation of nested
-//! AMD virtualization does not look at in a busy task state (and no other may be given).
+//! The guest has user privilege and no kernel, because some hosts run KVM on shadow page tables. There, a kernel may
+//! not boot, while user-mode code runs at full speed. Two settings let `out` leave the guest. The first is an I/O
+//! privilege level of 3: such hosts drop it from the flags. The second is the I/O permission map of the task state:
+//! QEMU's emulation of nested AMD virtualization ignores it in a busy task state, and KVM accepts no other state.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -26,13 +26,13 @@ use crate::guest::{self, IMAGE_ADDR, Port};
 use crate::private::{Places, Private, STACK_LEN};
 use crate::ram::GuestRam;
 
-/// The guest program: code and constants, linked at [`IMAGE_ADDR`]; its first byte is its entry.
+/// The guest program: code and constants, linked at [`IMAGE_ADDR`]. Its first byte is its entry point.
 const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/guest.bin"));
 
 const RAM_ADDR: u64 = 4 * GIB;
-/// Devices live above this in the physical address space of a PC.
+/// Most bytes of private memory: in the physical address space of a PC, devices begin here.
 const PRIVATE_MAX: u64 = 3 * GIB;
-/// One table of the third level maps 512 GiB, of which the first four are not RAM.
+/// Most bytes of RAM: one third-level table maps 512 GiB, and RAM begins at 4 GiB.
 const RAM_MAX: u64 = 508 * GIB;
 
 /// Page-table entry bits: present, writable, user, accessed, dirty, and (for a 2 MiB page) huge.
@@ -41,18 +41,18 @@ const HUGE: u64 = TABLE | 1 << 7;
 
 const RFLAGS_FIXED: u64 = 1 << 1;
 const RFLAGS_IOPL_3: u64 = 3 << 12;
-/// A 64-bit task state: where it says that its I/O permission map begins, and its length with a map of all 65536 ports
-/// (one clear bit each, so all are open) and the byte of ones that ends it.
+/// Byte offset of the field of a 64-bit task state that has the start of the I/O permission map; and the length of the
+/// task state, with a map of all 65536 ports (a clear bit allows the port) and the byte of ones that ends the map.
 const TASK_MAP_AT: usize = 0x66;
 const TASK_LEN: usize = 0x68 + (1 << 16) / 8 + 1;
-/// PE, MP, ET, NE, WP, AM, PG.
+/// CR0: PE, MP, ET, NE, WP, AM, PG.
 const CR0: u64 = 1 | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 18 | 1 << 31;
-/// PAE, OSFXSR, OSXMMEXCPT: long-mode paging, and SSE without surprises.
+/// CR4: PAE for long mode; OSFXSR and OSXMMEXCPT for SSE.
 const CR4: u64 = 1 << 5 | 1 << 9 | 1 << 10;
-/// LME, LMA.
+/// EFER: LME, LMA.
 const EFER: u64 = 1 << 8 | 1 << 10;
 
-/// Why there is no KVM here, if there is none: a test prints it when it skips.
+/// Returns the reason if KVM cannot be used here. A test prints it when it skips.
 pub fn kvm_missing() -> Option<String> {
     Machine::new().err().map(|error| match error {
         Error::NoKvm(source) => format!("/dev/kvm: {source}"),
@@ -60,10 +60,10 @@ pub fn kvm_missing() -> Option<String> {
     })
 }
 
-/// A KVM virtual machine and its vCPUs that have not started.
+/// A KVM virtual machine, and its vCPUs that have not started.
 #[derive(Debug)]
 pub(crate) struct Machine {
-    // Declared first, dropped first: no vCPU or VM outlives the memory it was given.
+    // Fields drop in the order of declaration. `Vm` drops its memory after this machine.
     vcpus: Mutex<Vec<Option<VcpuFd>>>,
     vm: VmFd,
     kvm: Kvm,
@@ -86,14 +86,14 @@ impl Machine {
         Ok(Self { vcpus: Mutex::default(), vm, kvm, tables: 0, task: 0 })
     }
 
-    /// Private memory needed for the program and the page tables, whatever the guest kind.
+    /// The bytes of private memory that the program, the task state and the page tables need.
     pub fn private_len(ram: Bytes) -> usize {
         let directories = 4 + ram.0.div_ceil(GIB) as usize;
         let image = IMAGE.len().next_multiple_of(PAGE_SIZE);
         IMAGE_ADDR as usize + image + TASK_LEN.next_multiple_of(PAGE_SIZE) + (2 + directories) * PAGE_SIZE
     }
 
-    /// Load the program, write the page tables, give the machine its memory. Returns the guest address of RAM.
+    /// Load the program, write the page tables, and add the memory slots. Returns the guest address of RAM.
     pub fn lay_out(&mut self, private: &mut Private, ram: &GuestRam) -> Result<u64, Error> {
         let too_big = |step| Error::Kvm { step, source: io::ErrorKind::OutOfMemory.into() };
         let private_len = private.map.len() as u64;
@@ -173,11 +173,12 @@ impl Machine {
             sregs.cs = segment(0x33, 11, 1);
             sregs.ss = segment(0x2B, 3, 0);
             (sregs.ds, sregs.es, sregs.fs, sregs.gs) = (sregs.ss, sregs.ss, sregs.ss, sregs.ss);
-            // Type 11 = busy 64-bit task state. Nothing of it is used but the I/O permission map.
+            // Type 11 = busy 64-bit task state. Only its I/O permission map is used.
             let limit = TASK_LEN as u32 - 1;
             sregs.tr =
                 kvm_segment { base: self.task, limit, selector: 0x40, type_: 11, present: 1, ..Default::default() };
-            // No descriptor tables: the program loads no segment, and any exception is a shutdown, which we report.
+            // There are no descriptor tables. The program loads no segment, and an exception is a shutdown, which ends
+            // the run.
             (sregs.gdt.limit, sregs.idt.limit) = (0, 0);
             (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (CR0, self.tables, CR4, EFER);
             vcpu.set_sregs(&sregs).map_err(kvm("setting the system registers"))?;
@@ -185,7 +186,7 @@ impl Machine {
             let regs = kvm_regs {
                 rip: IMAGE_ADDR,
                 rdi: private.address(place.job),
-                // A function expects to have been called: 8 bytes below a multiple of 16.
+                // At its entry, a function expects the stack pointer 8 bytes below a multiple of 16.
                 rsp: stack_top - 8,
                 rflags: RFLAGS_FIXED | RFLAGS_IOPL_3,
                 ..Default::default()
@@ -197,7 +198,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Run one worker's vCPU until its job is done or its host says stop.
+    /// Run one worker's vCPU until its job is done or `port.tell` returns false.
     pub fn run_vcpu(&self, worker: usize, port: &impl Port) -> Result<(), Error> {
         let vcpu = self.vcpus.lock().unwrap_or_else(PoisonError::into_inner).get_mut(worker).and_then(Option::take);
         let mut vcpu = vcpu.ok_or(Error::RanAlready)?;

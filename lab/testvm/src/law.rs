@@ -1,25 +1,25 @@
-//! The contents of memory and the cells of operations: arithmetic that the guest and the model of its outcome share.
+//! Arithmetic that guest and model share: the contents of memory, and the cells that operations take.
 //!
-//! Before: a worker's [`Params`]. After: contents of cells, cells of operations; hashes, random numbers, buckets.
-//! Threads: none. Units: as in `guest`, of which this is a child. Promise: pure; only `core` is used and nothing can
-//! panic, in a KVM vCPU as well.
+//! Before: a worker has its [`Params`]. After: `guest`, `programs` and `model` have contents of cells, cells of
+//! operations, hashes, random numbers and buckets. Threads: none. Units: as in `guest`, the parent module.
+//! Promise: every function is pure, uses only `core` and cannot panic, also in a KVM vCPU.
 
 use super::{KIND_HOTSET, KIND_SEQUENTIAL, KIND_STAGES, KIND_STORE, KIND_ZIPF, Params, SAMPLES};
 
-/// Random numbers that choosing one operation takes.
+/// Random numbers that the choice of one operation consumes.
 pub const ROLLS: u64 = 2;
 
-/// Words of a stage in the table of such a job: the operation before which it ends, counted from the start of the first
-/// one; its first cell; how many; and one of the patterns below. The table ends with the last stage.
+/// Words of a stage in the table of a job of kind `KIND_STAGES`: the operation before which the stage ends, counted
+/// from the start of the first stage; its first cell; its count of cells; and a `PATTERN_` constant.
 pub const STAGE_WORDS: u64 = 4;
-/// Patterns, in the order in which a store has them: by a bell curve, cells in the middle most often,
+/// Pattern by a bell curve: it takes cells in the middle most often. A store has the patterns in this order.
 pub const PATTERN_BELL: u64 = 0;
-/// all alike,
+/// Pattern that takes all cells with the same chance.
 pub const PATTERN_UNIFORM: u64 = 1;
-/// and one after the other.
+/// Pattern that takes one cell after the other.
 pub const PATTERN_SEQUENTIAL: u64 = 2;
 
-/// 2^64 over the golden ratio, odd.
+/// 2^64 divided by the golden ratio, odd.
 pub const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// A bijective hash in which every input bit reaches every output bit.
@@ -49,17 +49,17 @@ pub const fn below(random: u64, bound: u64) -> u64 {
     ((random as u128 * bound as u128) >> 64) as u64
 }
 
-/// The sum of the four quarters of a word: 18 bits.
+/// The sum of the four 16-bit quarters of a word, an 18-bit number.
 #[inline]
 const fn quarters(word: u64) -> u64 {
     (word & 0xFFFF) + (word >> 16 & 0xFFFF) + (word >> 32 & 0xFFFF) + (word >> 48)
 }
 
-/// Which of `cells` cells the operation number `op` of a pattern takes.
+/// Returns the cell, below `cells`, that operation number `op` of a pattern takes.
 #[inline]
 const fn by_pattern(pattern: u64, op: u64, random: u64, cells: u64) -> u64 {
     match pattern {
-        // The sum of four numbers of 16 bits: deviates by a seventh of the cells, in the middle of them.
+        // The sum of four 16-bit numbers. Its standard deviation is a seventh of the cells.
         PATTERN_BELL => below(quarters(random) << 46, cells),
         PATTERN_SEQUENTIAL if cells > 0 => op % cells,
         _ => below(random, cells),
@@ -72,7 +72,7 @@ pub const fn fold(checksum: u64, word: u64) -> u64 {
     (checksum ^ word).wrapping_mul(GOLDEN).rotate_left(29)
 }
 
-/// The histogram bucket of a value: exact below 8, then eight buckets per power of two.
+/// Returns the histogram bucket of a value. Buckets are exact below 8, then there are eight per power of two.
 #[inline]
 pub const fn bucket(value: u64) -> u64 {
     if value < 8 {
@@ -82,7 +82,7 @@ pub const fn bucket(value: u64) -> u64 {
     (exponent - 2) * 8 + ((value >> (exponent - 3)) & 7)
 }
 
-/// All words of one version of one cell.
+/// The rule for all words of one version of one cell.
 #[derive(Clone, Copy, Debug)]
 pub struct Contents {
     key: u64,
@@ -91,14 +91,14 @@ pub struct Contents {
 }
 
 impl Params {
-    /// What `cell` (counted from the start of RAM) holds at `version`.
+    /// Returns the contents of `cell` (counted from the start of RAM) at `version`.
     #[inline]
     pub fn contents(&self, cell: u64, version: u32) -> Contents {
         let key = mix(self.content_seed ^ mix((cell << 31) ^ version as u64));
         Contents { key, zero: (mix(key ^ GOLDEN) >> 32) < self.zero_below, half: self.half != 0 }
     }
 
-    /// Words of `cell` (counted from the start of RAM) that are used.
+    /// Returns the number of used words of `cell` (counted from the start of RAM).
     #[inline]
     pub fn words_of(&self, cell: u64) -> u64 {
         if self.min_words == 0 {
@@ -108,8 +108,8 @@ impl Params {
         self.min_words.wrapping_add(below(mix(cell ^ self.content_seed.rotate_left(17)), spread))
     }
 
-    /// The cell (counted from the worker's first) operation number `op` takes, and whether it writes. `weight(i)` is
-    /// entry `i` of the table of cumulative weights.
+    /// Returns the cell (counted from the worker's first) that operation number `op` takes, and whether it writes.
+    /// `weight(i)` is entry `i` of the worker's table.
     #[inline]
     pub fn pick(&self, random: &mut u64, op: u64, weight: impl Fn(u64) -> u64) -> (u64, bool) {
         let choice = next_random(random);
@@ -142,7 +142,7 @@ impl Params {
         (self.place(rank), write)
     }
 
-    /// The rank that an operation of a job in stages takes.
+    /// Returns the rank that an operation of a job of kind `KIND_STAGES` takes.
     #[inline]
     fn stage(&self, op: u64, place: u64, table: impl Fn(u64) -> u64) -> u64 {
         let (mut stage, mut began) = (0u64, 0);
@@ -155,7 +155,7 @@ impl Params {
         word(1).wrapping_add(by_pattern(word(3), at.wrapping_sub(began), place, word(2)))
     }
 
-    /// The cell (counted from the worker's first) with this rank.
+    /// Returns the cell (counted from the worker's first) of this rank.
     #[inline]
     pub fn place(&self, rank: u64) -> u64 {
         let local = if self.gap == 0 {
@@ -170,7 +170,7 @@ impl Params {
 }
 
 impl Contents {
-    /// Word number `index` of the cell.
+    /// Returns word number `index` of the cell.
     #[inline]
     pub fn word(&self, index: u64) -> u64 {
         if self.zero {
@@ -183,7 +183,7 @@ impl Contents {
     }
 }
 
-/// Word number of sample `i` in a cell of `words` words.
+/// Returns the word number of sample `i` in a cell of `words` words.
 #[inline]
 pub const fn sample(i: u64, words: u64) -> u64 {
     i.wrapping_mul(words.wrapping_sub(1)) / (SAMPLES - 1)

@@ -1,10 +1,10 @@
-//! A tiny test VM: workloads with a known outcome, on guest RAM that may be paged out under them.
+//! A small test VM: it runs workloads with a known outcome on guest RAM that a pager may take away meanwhile.
 //!
 //! Before: `sys` gives memory files and mappings. After: integration tests, kill tests and benchmarks run workloads
 //! on a [`Vm`] while something takes its memory away, and compare the [`Outcome`] with the model's.
 //! Threads: one per worker, native or in a KVM vCPU; `progress` and `stop` may be called from any thread meanwhile.
-//! Promise: a word of guest RAM that is not what it must be is reported when it is read, with page, offset, expected
-//! and found, and is counted in `wrong_bytes`; old contents are wrong contents.
+//! Promise: a wrong word of guest RAM is reported when it is read, with page, offset, expected and found value, and its
+//! wrong bytes are counted in `wrong_bytes`. Old contents are wrong contents.
 //!
 //! ```
 //! use ballast_testvm::{GuestKind, Spec, Vm, Workload};

@@ -1,9 +1,9 @@
-//! `ballast-testvm`: run one workload in a test VM and print its outcome as one line.
+//! `ballast-testvm`: runs one workload in a test VM and prints its outcome as one line.
 //!
-//! Before: the command line. After: stdout has the outcome, stderr has wrong words (at once) and progress.
-//! Threads: one per worker, one that watches for the end, one that reads stdin if asked to.
-//! Promise: exit code 0 = right, 1 = wrong bytes or not the model's outcome, 2 = usage, 3 = something needed is missing
-//! (KVM), 4 = the run failed.
+//! Before: the command line. After: stdout has the outcome. Stderr has wrong words, as they are found, and progress.
+//! Threads: one per worker, one that watches for the end, one that reads stdin if an option needs it.
+//! Promise: exit code 0 = right, 1 = wrong bytes or another outcome than the model's, 2 = usage, 3 = KVM is missing,
+//! 4 = the run failed.
 
 use std::io::BufRead;
 use std::path::PathBuf;
@@ -24,50 +24,50 @@ use clap::Parser;
 #[derive(Debug, Parser)]
 #[command(name = "ballast-testvm", version)]
 struct Args {
-    /// What runs the workload
+    /// The kind of guest that runs the workload
     #[arg(long, value_enum, default_value = "native")]
     guest: GuestKind,
-    /// What it does
+    /// The workload
     #[arg(long, value_enum, default_value = "hotset")]
     workload: Workload,
     /// Size of guest RAM
     #[arg(long, default_value = "64M")]
     ram: Bytes,
-    /// RAM of 2 MiB pages from the host's pool, as with QEMU's hugetlb=on
+    /// Back RAM with 2 MiB pages of the host's hugetlb pool, as QEMU's hugetlb=on does
     #[arg(long)]
     huge_pages: bool,
-    /// Operations over all workers; 0 for no end
+    /// Operations over all workers; 0 for no limit
     #[arg(long, default_value_t = 1_000_000)]
     ops: u64,
-    /// Workers: threads or vCPUs
+    /// Workers, which are threads or vCPUs
     #[arg(long, default_value_t = 1)]
     threads: usize,
-    /// Decides contents and choices
+    /// Seed of contents and choices
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Fraction of operations that write
     #[arg(long, default_value_t = 0.5)]
     write_fraction: f64,
-    /// The piece of memory one operation takes [default: 4096B, zipf 1K]
+    /// Size of the piece of memory that one operation takes [default: 4096B, zipf 1K]
     #[arg(long)]
     cell: Option<Bytes>,
     /// Fraction of cells that are all zero
     #[arg(long, default_value_t = 0.0)]
     zero_fraction: f64,
-    /// Contents that do not compress, instead of half-compressible ones
+    /// Fill with contents that do not compress, instead of half-compressible ones
     #[arg(long)]
     incompressible: bool,
-    /// Check and write every word in every operation, not eight spread over the cell
+    /// Check and write all words of the cell in every operation, instead of eight
     #[arg(long)]
     thorough: bool,
-    /// Where hot cells are [default: contiguous, zipf scattered]
+    /// Placement of hot cells [default: contiguous, zipf scattered]
     #[arg(long, value_enum)]
     placement: Option<Placement>,
     /// `phase`: the operation at which the hot set moves [default: the middle]; `store`: operations with each pattern
     /// [default: a third]
     #[arg(long)]
     move_at: Option<u64>,
-    /// Rounds of computing, some 3 ns each, before each operation
+    /// Rounds of computing before each operation, about 3 ns each
     #[arg(long, default_value_t = 0)]
     think: u64,
     /// Measure every operation and report percentiles and the longest stall
@@ -79,23 +79,23 @@ struct Args {
     /// End the operations when stdin has a line or ends, then verify
     #[arg(long)]
     until_stdin: bool,
-    /// For tests: on the lines "read" and "map" of stdin, hang in the kernel over this file (see `park`); any other
-    /// line ends the operations
+    /// For tests: the lines "read" and "map" on stdin make a thread hang in the kernel on this file (see `park`); any
+    /// other line ends the operations
     #[arg(long, value_name = "FILE", requires = "until_stdin")]
     park_on: Option<PathBuf>,
-    /// Print progress to stderr this often
+    /// Print progress to stderr at this interval
     #[arg(long, value_name = "MS")]
     progress_ms: Option<u64>,
     /// Print the outcome as one line of JSON
     #[arg(long)]
     json: bool,
-    /// Have the guest's RAM managed by the ballastd behind this socket, under this name
+    /// Attach the guest's RAM to a ballastd under this name
     #[arg(long, value_name = "NAME")]
     attach: Option<String>,
     /// With --attach: the daemon's attach socket
     #[arg(long, value_name = "PATH", env = "BALLAST_SOCKET", default_value = ballast_client::DEFAULT_SOCKET)]
     attach_socket: PathBuf,
-    /// With --attach: the DRAM cap to begin with
+    /// With --attach: the initial limit
     #[arg(long, requires = "attach")]
     limit: Option<Bytes>,
 }
@@ -129,7 +129,7 @@ enum End {
     Finished,
 }
 
-/// Stop the VM when told to or when its time is over; report progress until it has finished.
+/// Stop the VM on `news` or when its time is over. Prints progress until it has finished.
 fn watch(args: &Args, vm: &Vm, news: Receiver<End>) {
     let start = Instant::now();
     let mut end = args.seconds.map(|seconds| start + Duration::from_secs_f64(seconds));
@@ -155,7 +155,7 @@ fn watch(args: &Args, vm: &Vm, news: Receiver<End>) {
     }
 }
 
-/// Take what is told on stdin, until it is the end.
+/// Carry out lines of stdin until one ends the operations, or until the end of input.
 fn listen(parking: Option<&Parking>) -> std::io::Result<()> {
     let mut line = String::with_capacity(64);
     loop {
@@ -178,10 +178,10 @@ fn run(args: &Args) -> Result<Outcome, Error> {
             eprintln!("Opening the file to park on: {error}");
             std::process::exit(4)
         });
-        // Detached on purpose: it may wait in a read for ever, and has nothing to clean up.
+        // The thread is detached on purpose: it may wait in a read forever, and has nothing to clean up.
         std::thread::spawn(move || {
             if let Err(error) = listen(parking.as_ref()) {
-                eprintln!("Taking a line of stdin: {error}");
+                eprintln!("Carrying out a line of stdin: {error}");
             }
             let _ = sender.send(End::Stop);
         });
@@ -202,8 +202,7 @@ fn run(args: &Args) -> Result<Outcome, Error> {
     })
 }
 
-/// Hand the guest's RAM over before anything touches it. A test guest that should be managed and is not would test
-/// nothing, so it ends.
+/// Attach the guest's RAM before anything touches it. Exits on failure, because an unmanaged guest would test nothing.
 fn attach(args: &Args, name: &str, ram: &GuestRam) -> Client {
     let memfd = ram.memfd().try_clone_to_owned().map_err(|error| error.to_string());
     let attached = memfd.and_then(|memfd| {
@@ -254,7 +253,7 @@ fn main() -> ExitCode {
     let args = Args::parse();
     let endless = args.ops == 0 || args.workload == Workload::Idle;
     if endless && args.seconds.is_none() && !args.until_stdin {
-        eprintln!("This run has no end: give --seconds or --until-stdin");
+        eprintln!("This run has no end: use --seconds or --until-stdin");
         return ExitCode::from(2);
     }
     if args.seconds.is_some_and(|seconds| Duration::try_from_secs_f64(seconds).is_err()) {

@@ -1,9 +1,9 @@
-//! The model: what a workload's outcome must be, computed without guest RAM.
+//! The model: it computes the outcome of a workload without guest RAM.
 //!
-//! Before: `workload` plans. After: `vm` compares what the workers report with this.
-//! Threads: one per worker, so that a long run is modelled as fast as it ran.
-//! Promise: nothing here reads guest RAM or a worker's version words; contents and choices come from the formulas, and
-//! the order of reads is written down a second time on purpose (except for programs).
+//! Before: `workload` has a plan. After: `vm` compares the workers' results with this.
+//! Threads: one per worker, so the model of a long run takes no longer than the run.
+//! Promise: nothing here reads guest RAM or a worker's version words. Contents and choices come from the formulas of
+//! `law`. The order of reads is implemented a second time on purpose, except for programs.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,14 +15,14 @@ use crate::guest::{self, Params};
 use crate::pages::PageSet;
 use crate::workload::{Spec, SpecError};
 
-/// What must come out.
+/// The outcome by the model.
 #[derive(Debug)]
 pub struct Expected {
     /// All workers' checksums, combined.
     pub checksum: u64,
-    /// Cells the operations touched.
+    /// Cells that the operations touched.
     pub touched_cells: u64,
-    /// Pages the operations touched.
+    /// Pages that the operations touched.
     pub touched: PageSet,
 }
 
@@ -32,9 +32,9 @@ pub fn combine(checksums: impl IntoIterator<Item = u64>) -> u64 {
 }
 
 impl Spec {
-    /// The pages that are hot by construction: before the hot set moves, or after (`moved`, `phase` only). All pages in
-    /// use for `sequential`, `uniform`, `store`, `stages` and the programs, none for `idle`. For `zipf`, the pages with
-    /// the keys that together take `hot_weight` of the accesses.
+    /// Returns the pages that are hot by construction, before the hot set moves or after it (`moved`, for `phase`
+    /// only). These are all pages in use for `sequential`, `uniform`, `store`, `stages` and the programs, and none for
+    /// `idle`. For `zipf`, they are the pages of the keys that together take `hot_weight` of the accesses.
     pub fn hot_pages(&self, moved: bool) -> Result<PageSet, SpecError> {
         let mut pages = PageSet::new(self.ram);
         for params in self.plan()? {
@@ -60,7 +60,7 @@ impl Spec {
         Ok(pages)
     }
 
-    /// The pages the fill writes.
+    /// Returns the pages that the fill writes.
     pub fn filled_pages(&self) -> Result<PageSet, SpecError> {
         let mut pages = PageSet::new(self.ram);
         for params in self.plan()? {
@@ -73,17 +73,17 @@ impl Spec {
         Ok(pages)
     }
 
-    /// The pages the run phase touches, exactly, once each worker has done as many operations as `ops` says; an empty
-    /// slice stands for all of them.
+    /// Returns exactly the pages that the run phase touches if worker `i` does `ops[i]` operations. An empty slice
+    /// stands for all operations.
     pub fn touched_pages(&self, ops: &[u64]) -> Result<PageSet, SpecError> {
         Ok(expect(self, &self.plan()?, ops).touched)
     }
 
-    /// How often the run phase touches each page while its one worker does the operations `ops`.
+    /// Returns how often the run phase touches each page while its one worker does the operations `ops`.
     pub fn touches(&self, ops: std::ops::Range<u64>) -> Result<Vec<u32>, SpecError> {
         let plan = self.plan()?;
         let [params] = &plan[..] else {
-            return Err(SpecError { field: "threads", problem: "whose operations are meant must be plain".to_owned() });
+            return Err(SpecError { field: "threads", problem: "must be 1 to count operations".to_owned() });
         };
         if params.kind >= guest::KIND_GRAPH {
             return Err(SpecError { field: "workload", problem: "a program's operations are not counted".to_owned() });
@@ -92,7 +92,7 @@ impl Spec {
     }
 }
 
-/// The outcome of `plan` after each worker did as many operations as `ops` says (all of them if it is empty).
+/// Returns the outcome of `plan` after worker `i` did `ops[i]` operations, or all if `ops` is empty.
 pub fn expect(spec: &Spec, plan: &[Params], ops: &[u64]) -> Expected {
     let parts: Vec<_> = std::thread::scope(|scope| {
         let start = |(worker, params): (usize, &Params)| {
@@ -111,7 +111,7 @@ pub fn expect(spec: &Spec, plan: &[Params], ops: &[u64]) -> Expected {
     }
 }
 
-/// How often each page is touched while the one worker does these operations.
+/// Returns how often each page is touched while the one worker does these operations.
 fn touches(spec: &Spec, params: &Params, ops: Range<u64>) -> Vec<u32> {
     let weights = spec.weights(params);
     let mut counts = vec![0u32; spec.ram.pages_floor().0 as usize];
@@ -175,7 +175,7 @@ fn expect_worker(spec: &Spec, params: &Params, ops: u64) -> Expected {
     Expected { checksum, touched_cells: versions.len() as u64, touched }
 }
 
-/// Memory that is right: what is read is what it must be.
+/// Memory for a program in which every read returns the expected value.
 struct Right {
     first_word: u64,
     checksum: u64,
@@ -219,14 +219,14 @@ impl Memory for Right {
     }
 }
 
-/// The pages a program fills.
+/// Returns the pages that a program fills.
 fn filled(spec: &Spec, params: &Params) -> PageSet {
     let mut memory = Right::new(spec, params);
     Program::new(params).fill(&mut memory, params);
     memory.touched
 }
 
-/// A program has no second version of its own: it is run over memory that cannot be wrong.
+/// Run a program over memory that cannot be wrong. Programs have no second implementation.
 fn expect_program(spec: &Spec, params: &Params, ops: u64) -> Expected {
     let mut memory = Right::new(spec, params);
     let mut program = Program::new(params);

@@ -1,15 +1,15 @@
 //! The result of a run, and its comparison with the model.
 //!
-//! Before: `vm` collects the workers' results. After: the caller, or one line of JSON.
-//! Threads: none. Units: in every key; checksums and words are hexadecimal text, since JSON numbers lose bits.
-//! Promise: `is_right` is true only if no word was wrong *and* the run agrees with a model that never saw guest RAM.
+//! Before: `vm` collects the workers' results. After: the caller reads them, or prints one line of JSON.
+//! Threads: none. Units: in every key. Checksums and words are hexadecimal text, because JSON numbers lose bits.
+//! Promise: `is_right` is true only if no word was wrong *and* the run agrees with a model that never reads guest RAM.
 
 use serde::{Serialize, Serializer};
 
 use crate::guest;
 use crate::workload::Workload;
 
-/// What the workers are.
+/// The kind of the workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum GuestKind {
@@ -22,9 +22,9 @@ pub enum GuestKind {
 /// The result of one run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {
-    /// Native threads or KVM vCPUs.
+    /// The kind of the workers.
     pub guest: GuestKind,
-    /// The pattern.
+    /// The workload.
     pub workload: Workload,
     /// Size of guest RAM.
     pub ram_bytes: u64,
@@ -32,27 +32,27 @@ pub struct Outcome {
     pub threads: usize,
     /// The seed.
     pub seed: u64,
-    /// Operations done, all workers.
+    /// Operations done by all workers.
     pub ops: u64,
-    /// Operations done by each worker: what the truth of a stopped run depends on.
+    /// Operations done by each worker. The model of a stopped run needs them.
     pub ops_per_worker: Vec<u64>,
     /// Hash of every word read.
     #[serde(serialize_with = "hex")]
     pub checksum: u64,
-    /// What the model says it must be.
+    /// The checksum by the model.
     #[serde(serialize_with = "hex")]
     pub model_checksum: u64,
-    /// Bytes that were not what they must be, counted each time they were read.
+    /// Wrong bytes, counted each time they were read.
     pub wrong_bytes: u64,
-    /// Words with such bytes.
+    /// Words with wrong bytes.
     pub wrong_words: u64,
-    /// The first of them, at most 16 per worker.
+    /// The first wrong words, at most 16 per worker.
     pub wrong: Vec<Wrong>,
-    /// Cells the operations touched, as the workers saw it.
+    /// Cells that the operations touched, as the workers counted.
     pub touched_cells: u64,
-    /// The same, as the model says.
+    /// Cells that the operations touched, by the model.
     pub model_touched_cells: u64,
-    /// Pages the operations touched, as the model says.
+    /// Pages that the operations touched, by the model.
     pub touched_pages: u64,
     /// Time to fill RAM.
     pub fill_ms: f64,
@@ -60,17 +60,17 @@ pub struct Outcome {
     pub run_ms: f64,
     /// Time to check every word.
     pub verify_ms: f64,
-    /// Operations per second of the run phase, all workers.
+    /// Operations per second of all workers in the run phase.
     pub ops_per_s: f64,
-    /// Events the workers sent; in a KVM guest each is a port-I/O exit.
+    /// Events that the workers sent. In a KVM guest, each is a port-I/O exit.
     pub events: u64,
-    /// Times of single operations, if they were measured.
+    /// Times of operations, if the spec asks for them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub latency: Option<Latency>,
 }
 
 impl Outcome {
-    /// No wrong byte, and checksum and touched cells are the model's.
+    /// Returns true if no byte was wrong, and checksum and touched cells equal the model's.
     pub fn is_right(&self) -> bool {
         self.wrong_words == 0 && self.checksum == self.model_checksum && self.touched_cells == self.model_touched_cells
     }
@@ -85,19 +85,19 @@ pub struct Wrong {
     pub page: u64,
     /// Byte offset in the page.
     pub offset: u64,
-    /// What it must be.
+    /// The expected word.
     #[serde(serialize_with = "hex")]
     pub expected: u64,
-    /// What it was.
+    /// The word that was read.
     #[serde(serialize_with = "hex")]
     pub found: u64,
-    /// Operations the worker had done.
+    /// Operations that the worker had done.
     pub op: u64,
     /// `run` or `verify`.
     pub phase: &'static str,
 }
 
-/// How long operations took. Percentiles are the upper edge of a bucket, at most 12.5 % above the true value.
+/// Times of operations. A percentile is the upper edge of a bucket, at most 12.5 % above the true value.
 #[derive(Clone, Debug, Serialize)]
 pub struct Latency {
     /// Operations measured.
@@ -112,14 +112,14 @@ pub struct Latency {
     pub p999_ns: u64,
     /// The longest operation: the longest stall of the VM in the run phase.
     pub max_ns: u64,
-    /// Which worker had it.
+    /// The worker that had the longest operation.
     pub max_worker: usize,
-    /// Its number in that worker.
+    /// The number of that operation in its worker.
     pub max_op: u64,
 }
 
 impl Latency {
-    /// From counts per bucket, the longest as `(ticks, worker, operation)`, and the clock's rate.
+    /// Made of counts per bucket, the longest operation as `(ticks, worker, operation)`, and the rate of the clock.
     pub(crate) fn new(counts: &[u64], longest: (u64, usize, u64), ticks_per_ns: f64) -> Self {
         let count: u64 = counts.iter().sum();
         let ns = |ticks: u64| (ticks as f64 / ticks_per_ns) as u64;
@@ -138,7 +138,7 @@ impl Latency {
     }
 }
 
-/// The largest value [`guest::bucket`] puts into a bucket.
+/// Returns the largest value that [`guest::bucket`] maps to a bucket.
 fn upper_edge(bucket: u64) -> u64 {
     if bucket < 8 {
         return bucket;

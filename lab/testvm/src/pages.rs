@@ -1,6 +1,6 @@
-//! Sets of pages of guest RAM, and which pages an operation touches.
+//! Sets of pages of guest RAM, and the pages that an operation touches.
 //!
-//! Before: `workload` has planned cells. After: `model` and tests compare sets.
+//! Before: `workload` has a plan of cells. After: `model` and tests compare sets.
 //! Threads: none. Units: pages of 4 KiB. Promise: pure.
 
 use ballast_base::{Bytes, PageIdx};
@@ -14,7 +14,7 @@ pub struct PageSet {
 }
 
 impl PageSet {
-    /// No pages, of `ram` bytes.
+    /// The empty set, for RAM of `ram` bytes.
     pub fn new(ram: Bytes) -> Self {
         Self { bits: vec![0; ram.pages_floor().0.div_ceil(64) as usize] }
     }
@@ -24,22 +24,22 @@ impl PageSet {
         self.bits[(page.0 / 64) as usize] |= 1 << (page.0 % 64);
     }
 
-    /// Is the page in the set?
+    /// Returns true if the page is in the set.
     pub fn contains(&self, page: PageIdx) -> bool {
         self.bits.get((page.0 / 64) as usize).is_some_and(|bits| bits >> (page.0 % 64) & 1 != 0)
     }
 
-    /// Pages in the set.
+    /// Returns the number of pages in the set.
     pub fn len(&self) -> u64 {
         self.bits.iter().map(|bits| u64::from(bits.count_ones())).sum()
     }
 
-    /// Is it the empty set?
+    /// Returns true if the set is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The pages, ascending.
+    /// Returns the pages in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = PageIdx> {
         (0..self.bits.len() as u64 * 64).map(PageIdx).filter(|page| self.contains(*page))
     }
@@ -49,21 +49,21 @@ impl PageSet {
         self.bits.iter_mut().zip(&other.bits).for_each(|(bits, more)| *bits |= more);
     }
 
-    /// Add the pages that hold words in use of a cell.
+    /// Add the pages that hold used words of a cell.
     pub(crate) fn insert_cell(&mut self, params: &Params, cell: u64) {
         let first = cell * params.cell_words * 8;
         let last = first + params.words_of(cell) * 8 - 1;
         (PageIdx::containing(first).0..=PageIdx::containing(last).0).for_each(|page| self.insert(PageIdx(page)));
     }
 
-    /// Add the pages an operation on a cell touches.
+    /// Add the pages that an operation on a cell touches.
     pub(crate) fn insert_operation(&mut self, params: &Params, cell: u64) {
         params.pages_of_operation(cell, |page| self.insert(page));
     }
 }
 
 impl Params {
-    /// The pages an operation on a cell touches, ascending; some more than once.
+    /// Call `each` with the pages that an operation on a cell touches, in ascending order, some more than once.
     pub(crate) fn pages_of_operation(&self, cell: u64, mut each: impl FnMut(PageIdx)) {
         let (words, first) = (self.words_of(cell), cell * self.cell_words);
         if self.thorough != 0 {

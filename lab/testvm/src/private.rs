@@ -1,8 +1,8 @@
-//! The workers' private memory: orders, version words, stacks, and what a KVM guest needs beside them.
+//! The private memory of the workers: jobs, version words, weights, stacks, and program and page tables of a KVM guest.
 //!
-//! Before: `vm` knows the amount. After: `vm` and `kvm` take pieces of it.
-//! Threads: one lays it out; the workers use what is theirs. Units: bytes; offsets from its start.
-//! Promise: pieces begin at pages and never overlap.
+//! Before: `vm` computes the size. After: `vm` and `kvm` allocate pieces of it.
+//! Threads: one lays it out. Each worker uses its own pieces. Units: bytes; offsets count from the start.
+//! Promise: pieces begin at page boundaries and never overlap.
 
 use std::io;
 
@@ -11,7 +11,7 @@ use ballast_sys::{Mapping, memfd};
 
 use crate::outcome::GuestKind;
 
-/// Memory that only the workers and the host use, with the addresses by which workers know it.
+/// Memory that only workers and host use, and its address as the workers see it.
 #[derive(Debug)]
 pub(crate) struct Private {
     pub map: Mapping,
@@ -20,7 +20,7 @@ pub(crate) struct Private {
 }
 
 impl Private {
-    /// `size` zeroed bytes.
+    /// Map `size` zeroed bytes.
     pub fn new(size: usize, kind: GuestKind) -> io::Result<Self> {
         let fd = memfd::create("ballast-testvm-private", Bytes(size as u64))?;
         let map = Mapping::shared(&fd, 0, size)?;
@@ -29,7 +29,7 @@ impl Private {
         Ok(Self { map, guest_base, used: 0 })
     }
 
-    /// Take `len` zeroed bytes at the next page. Returns their offset.
+    /// Allocate `len` zeroed bytes at the next page boundary. Returns their offset.
     pub fn take(&mut self, len: usize) -> usize {
         let offset = self.used.next_multiple_of(PAGE_SIZE);
         self.used = offset + len;
@@ -37,13 +37,13 @@ impl Private {
         offset
     }
 
-    /// The address workers know `offset` by.
+    /// Returns the address of `offset` as the workers see it.
     pub fn address(&self, offset: usize) -> u64 {
         self.guest_base + offset as u64
     }
 }
 
-/// Offsets of one worker's private memory.
+/// Offsets of one worker's pieces of private memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Places {
     pub job: usize,
@@ -51,5 +51,5 @@ pub(crate) struct Places {
     pub stack: usize,
 }
 
-/// Enough for the guest program, which needs a few hundred bytes.
+/// Length of a stack in bytes. The guest program needs a few hundred.
 pub(crate) const STACK_LEN: usize = 4 * PAGE_SIZE;

@@ -1,12 +1,12 @@
-//! Workloads that are programs: a graph search, a matrix product, a table scan. Compiled twice, like `guest`, whose
-//! child this is.
+//! Workloads that are programs: a graph search, a matrix product, a table scan. They are compiled twice, like `guest`,
+//! the parent module.
 //!
-//! Before: `guest` has a job of such a kind. After: the same phases, fill, operations, verify.
+//! Before: `guest` has a job of such a kind. After: it has run the same phases: fill, operations, verify.
 //! Threads: one worker each, on its own share of RAM. Units: *words* of 8 bytes, counted from the start of the share;
 //! *slots* are version words in private memory.
-//! Promise: control flow depends on seeds and versions alone, never on the contents of guest RAM, so wrong data is
-//! reported and leads nowhere; every word that is read is compared with its expected value, which costs no table but
-//! `weights`; nothing outside `core` is used and nothing can panic. The model runs the same programs over memory that
+//! Promise: control flow depends on seeds and versions, never on the contents of guest RAM, so wrong data is reported
+//! and has no other effect. Every word that is read is compared with its expected value, which needs no table except
+//! `weights`. Nothing outside `core` is used, and nothing can panic. The model runs the same programs over memory that
 //! is right.
 //!
 //! ```text
@@ -23,26 +23,26 @@ pub const TILE: u64 = 64;
 const SLOT: u64 = 8;
 /// Words of a page of the table.
 const PAGE: u64 = 512;
-/// One row (of 8 words) in this number is added to a group.
+/// A query adds 1/N of the rows, of 8 words each, to groups.
 const SELECTED: u64 = 8;
-/// Hash-table slots count as cells from here, so that no page of the table has the same contents.
+/// Cell number of the first hash-table slot. It is beyond the table's cells, so their contents differ.
 const SLOT_CELLS: u64 = 1 << 32;
 
 /// The memory that a program runs on.
 pub trait Memory {
-    /// Read a word, which must hold this.
+    /// Read a word, and compare it with `expected`.
     fn read(&mut self, word: u64, expected: u64);
     /// Write a word.
     fn write(&mut self, word: u64, value: u64);
-    /// The version in a slot.
+    /// Returns the version in a slot.
     fn version(&mut self, slot: u64) -> u32;
-    /// Change it, and mark the slot as touched.
+    /// Set the version in a slot, and mark the slot as touched.
     fn set_version(&mut self, slot: u64, version: u32);
-    /// Entry of the table that [`weights`](Graph::degree) of this kind of workload fill.
+    /// Returns an entry of the table that `Spec::weights` made for this kind of workload.
     fn weight(&mut self, index: u64) -> u64;
 }
 
-/// One of the programs, and where it is.
+/// A program and its state.
 pub enum Program {
     /// See [`Graph`].
     Graph(Graph),
@@ -53,7 +53,7 @@ pub enum Program {
 }
 
 impl Program {
-    /// The program of this job.
+    /// Returns the program of this job, at its start.
     pub fn new(params: &Params) -> Self {
         match params.kind {
             KIND_GRAPH => Self::Graph(Graph::new(params)),
@@ -62,7 +62,7 @@ impl Program {
         }
     }
 
-    /// Write everything, at version 0.
+    /// Write all words of the program, at version 0.
     #[inline]
     pub fn fill<M: Memory>(&self, memory: &mut M, params: &Params) {
         match self {
@@ -72,7 +72,7 @@ impl Program {
         }
     }
 
-    /// One operation.
+    /// Do one operation.
     #[inline]
     pub fn step<M: Memory>(&mut self, memory: &mut M, params: &Params) {
         match self {
@@ -82,7 +82,7 @@ impl Program {
         }
     }
 
-    /// Compare everything.
+    /// Compare all words of the program.
     #[inline]
     pub fn verify<M: Memory>(&self, memory: &mut M, params: &Params) {
         match self {
@@ -93,32 +93,33 @@ impl Program {
     }
 }
 
-/// Breadth-first searches and shortest paths in turns, each from a random root, by rounds over the whole graph: a
-/// vertex that was reached in the last round has its edges followed in this one. An operation follows one edge: it
-/// reads the edge, one after the other, and the state of the vertex at its end, anywhere.
+/// Breadth-first searches and shortest paths in turns, each from a random root. A search goes by rounds over the whole
+/// graph: a round follows the edges of the vertices that the last round reached. An operation follows one edge: it
+/// reads the edge, in sequence, and the state of the vertex at its end, at random.
 ///
-/// Degrees and ends of edges are skewed as in an R-MAT graph (graph500's: a bit of an end is set with probability 1/4),
-/// but independent of each other; vertex numbers are scattered. 16 to 32 edges per vertex: as many as fit.
+/// Degrees and ends of edges are skewed as in the R-MAT graph of graph500 (a bit of an end is set with probability
+/// 1/4), but independent of each other. Vertex numbers are scattered. There are 16 to 32 edges per vertex, as many as
+/// fit.
 pub struct Graph {
     seed: u64,
-    /// 2 to this many vertices.
+    /// The logarithm to base 2 of the number of vertices.
     scale: u32,
-    /// Words there are for edges.
+    /// Words for edges.
     room: u64,
     random: u64,
     search: u32,
     round: u32,
-    /// The next vertex to look at.
+    /// The next vertex of this round.
     at: u64,
-    /// What is left of the edges of the vertex looked at last, and how far it is from the root.
+    /// The remaining edges of the current vertex, and its distance from the root.
     edge: u64,
     edges_end: u64,
     distance: u32,
-    /// A vertex was reached in this round.
+    /// True if this round reached a vertex.
     reached: bool,
 }
 
-/// A vertex's version: the search that reached it last, in which round, and at which distance.
+/// A vertex's version has the search, the round and the distance at which it was last reached.
 const SEARCHES: u32 = 1 << 11;
 const ROUNDS: u32 = 255;
 const FARTHEST: u32 = (1 << 12) - 1;
@@ -128,7 +129,7 @@ const fn reached(search: u32, round: u32, distance: u32) -> u32 {
 }
 
 impl Graph {
-    /// For this job; the first search has not begun.
+    /// Returns the state before the first search of this job.
     pub fn new(params: &Params) -> Self {
         let words = params.cells.wrapping_mul(params.cell_words);
         let scale = (words / 18).max(2).ilog2();
@@ -139,14 +140,14 @@ impl Graph {
         Self { seed, scale, room, random, search, round, at, edge, edges_end, distance, reached }
     }
 
-    /// How many vertices.
+    /// Returns the number of vertices.
     pub const fn vertices(&self) -> u64 {
         1 << self.scale
     }
 
-    /// How many edges a vertex has: its offset is the sum of those before it, and the last offset that of all.
+    /// Returns the number of edges of a vertex. Its offset is the sum of the degrees before it.
     pub const fn degree(&self, vertex: u64) -> u64 {
-        // 3 to the power of the bits that are not set, of 4 to the power of all.
+        // The share is 3 to the power of the clear bits, divided by 4 to the power of all bits.
         let mut share = 1u128;
         let mut clear = self.scale.wrapping_sub(self.scatter(vertex, INVERSE).count_ones());
         while clear > 0 {
@@ -160,7 +161,7 @@ impl Graph {
         vertex.wrapping_mul(by) & ((1 << self.scale) - 1)
     }
 
-    /// Where an edge leads.
+    /// Returns the vertex at the end of an edge.
     #[inline]
     fn end(&self, edge: u64) -> u64 {
         let bits = mix(edge ^ self.seed);
@@ -213,7 +214,7 @@ impl Graph {
         }
         let end = self.end(self.edge);
         memory.read(self.edge_at(self.edge), end);
-        // Shortest paths in every second search: lengths of 1 to 16.
+        // Every second search finds shortest paths, with edges of length 1 to 16.
         let length = if self.search & 1 == 0 { 1 } else { (mix(self.edge) >> 60) as u32 + 1 };
         self.edge = self.edge.wrapping_add(1);
         let version = memory.version(end);
@@ -235,7 +236,7 @@ impl Graph {
         if !core::mem::replace(&mut self.reached, false) || self.round >= ROUNDS {
             (self.search, self.round) = (self.search.wrapping_add(1), 0);
             let mut root = below(next_random(&mut self.random), self.vertices());
-            // One that has edges. The vertex that is scattered to 0 has the most.
+            // The root must have edges. The vertex that is scattered to 0 has the most, so the loop ends.
             while self.degree(root) == 0 {
                 root = root.wrapping_add(1) & (self.vertices() - 1);
             }
@@ -249,7 +250,7 @@ impl Graph {
 }
 
 const SPREAD: u64 = super::GOLDEN;
-/// The inverse of `SPREAD` modulo any power of two, by Newton's steps.
+/// The inverse of `SPREAD` modulo 2^64, and so modulo any smaller power of two, by Newton's method.
 const INVERSE: u64 = {
     let (mut inverse, mut steps) = (SPREAD, 0);
     while steps < 6 {
@@ -259,29 +260,29 @@ const INVERSE: u64 = {
     inverse
 };
 
-/// `C += A B`, again and again, with wrapping integers, in tiles of 64 x 64, rows of tiles outermost: a panel of A and
-/// one of C stay for a while, and all of B is swept for each. An operation adds one row of a tile of A, times a tile of
-/// B, to a piece of a row of C.
+/// `C += A B`, repeated, with wrapping integers, in tiles of 64 x 64. Rows of tiles are the outermost loop: each round
+/// of it uses one panel of A and one of C, and reads all of B. An operation adds one row of a tile of A, times a tile
+/// of B, to a piece of a row of C.
 ///
-/// `A[i][k] = u(i) y(k)` and `B[k][j] = p(k) q(j)`, so `C[i][j] = u(i) q(j) S`, where `S` is the sum of `y p` over what
-/// was added so far: `weights` has it for each number of tiles.
+/// `A[i][k] = u(i) y(k)` and `B[k][j] = p(k) q(j)`, so `C[i][j] = u(i) q(j) S`, where `S` is the sum of `y p` over all
+/// `k` added so far. `weights` has this sum for each number of tiles.
 pub struct Matrix {
     seed: u64,
-    /// Rows, in tiles.
+    /// Tiles in a row or column.
     tiles: u64,
-    /// Tiles of C's row, C's column, and the sum; row in the tile.
+    /// Tile of C's row, tile of C's column, tile of the sum, and row in the tile.
     place: [u64; 4],
 }
 
 impl Matrix {
-    /// For this job, at the first tile.
+    /// Returns the state at the first tile of this job.
     pub fn new(params: &Params) -> Self {
         let words = params.cells.wrapping_mul(params.cell_words);
         let tiles = (words / 3).isqrt() / TILE;
         Self { seed: params.content_seed, tiles: tiles.max(1), place: [0; 4] }
     }
 
-    /// Tiles in a row.
+    /// Returns the number of tiles in a row.
     pub const fn tiles(&self) -> u64 {
         self.tiles
     }
@@ -306,7 +307,7 @@ impl Matrix {
         (2 * k + 1).wrapping_mul(INVERSE)
     }
 
-    /// The part of one tile in the sum.
+    /// Returns the part of one tile in the sum.
     pub const fn part(tile: u64) -> u64 {
         let (mut sum, mut k) = (0u64, tile.wrapping_mul(TILE));
         let end = k.wrapping_add(TILE);
@@ -317,13 +318,13 @@ impl Matrix {
         sum
     }
 
-    /// Word of a row and column of matrix 0 (A), 1 (B) or 2 (C).
+    /// Returns the word of a row and column of matrix 0 (A), 1 (B) or 2 (C).
     fn at(&self, matrix: u64, row: u64, column: u64) -> u64 {
         let n = self.n();
         matrix.wrapping_mul(n).wrapping_add(row).wrapping_mul(n).wrapping_add(column)
     }
 
-    /// The sum after `version` tiles.
+    /// Returns the sum after `version` tiles.
     fn sum<M: Memory>(&self, memory: &mut M, version: u32) -> u64 {
         let (times, tiles) = (version as u64 / self.tiles.max(1), version as u64 % self.tiles.max(1));
         memory.weight(self.tiles).wrapping_mul(times).wrapping_add(memory.weight(tiles))
@@ -369,7 +370,7 @@ impl Matrix {
                 memory.read(self.at(1, k, j), b);
                 let a = u.wrapping_mul(Self::y(k));
                 if j == first_j {
-                    // From here on it is in registers, as far as there are enough.
+                    // Later columns do not read it: a real program would keep it in registers.
                     memory.read(self.at(0, i, k), a);
                 }
                 more = more.wrapping_add(a.wrapping_mul(b));
@@ -397,9 +398,9 @@ impl Matrix {
     }
 }
 
-/// Queries over a table: every fourth reads all of it, the others its last quarter, where the recent rows are. An
-/// operation reads a page of the table, all words of it, and adds one row in eight to its group in a hash table, a
-/// sixteenth of the size of RAM.
+/// Queries over a table. Every fourth query reads all of it, the others its last quarter, which has the recent rows. An
+/// operation reads all words of a page of the table, and adds one row in eight to its group in a hash table. The hash
+/// table has a sixteenth of the size of RAM.
 pub struct Scan {
     slots: u64,
     pages: u64,
@@ -409,7 +410,7 @@ pub struct Scan {
 }
 
 impl Scan {
-    /// For this job, before the first query.
+    /// Returns the state before the first query of this job.
     pub fn new(params: &Params) -> Self {
         let words = params.cells.wrapping_mul(params.cell_words);
         let slots = words / 16 / SLOT;

@@ -367,7 +367,7 @@ impl Spec {
     pub fn touch_rates(&self) -> Result<Vec<f64>, SpecError> {
         let plan = self.plan()?;
         let [params] = &plan[..] else {
-            return Err(SpecError { field: "threads", problem: "whose operations are meant must be plain".to_owned() });
+            return Err(SpecError { field: "threads", problem: "must be 1 to count operations".to_owned() });
         };
         let weights = self.weights(params);
         let (hot, cells) = (params.hot_cells, params.cells);

@@ -1,9 +1,9 @@
-//! A guest to be: its command line, and its start.
+//! Builds the command line of a guest, and starts it.
 //!
-//! Before: a test says what it wants. After: [`QemuGuest`] runs.
-//! Threads: `spawn` starts the console's reader.
+//! Before: a test sets the options. After: a [`QemuGuest`] runs.
+//! Threads: the caller's. `spawn` starts the console's reader.
 //! Units: sizes are [`Bytes`].
-//! Promise: it has only the requested devices; RAM is a shared memfd unless it was declined.
+//! Promise: the guest has only the requested devices. RAM is a shared memfd unless an option changes it.
 
 use std::fs::File;
 use std::io;
@@ -20,17 +20,17 @@ use super::guest::QemuGuest;
 use super::image::{Image, QEMU};
 use super::initrd;
 
-/// Hardware KVM where it is usable; TCG, QEMU's own interpreter, elsewhere.
+/// The accelerator: KVM where the hardware can run it, else TCG, QEMU's emulation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accel {
     /// `/dev/kvm` with hardware virtualisation below it.
     Kvm,
-    /// Pure software; any machine has it.
+    /// QEMU's software emulation, which works on any machine.
     Tcg,
 }
 
 impl Accel {
-    /// What this machine offers. A `/dev/kvm` without vmx or svm cannot boot a stock kernel.
+    /// Returns the best one for this machine. A `/dev/kvm` without vmx or svm cannot boot a stock kernel.
     pub fn detect() -> Self {
         let flags = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let hardware = flags.lines().any(|line| {
@@ -39,7 +39,7 @@ impl Accel {
         if hardware && Path::new("/dev/kvm").exists() { Self::Kvm } else { Self::Tcg }
     }
 
-    /// QEMU arguments. Under TCG a CPU *without* ERMS: it would copy memory one byte per interpreted step.
+    /// Returns QEMU's arguments. Under TCG the CPU has no ERMS, because TCG copies one byte per step with it.
     fn args(self) -> [&'static str; 4] {
         match self {
             Self::Kvm => ["-accel", "kvm", "-cpu", "host"],
@@ -48,19 +48,19 @@ impl Accel {
     }
 }
 
-/// Which balloon device the guest gets.
+/// The balloon device of a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Balloon {
     /// None.
     #[default]
     None,
-    /// A balloon moved by QMP only.
+    /// A balloon that only QMP moves.
     Plain,
-    /// The guest also hands back free pages on its own, 2-4 MiB at a time.
+    /// A balloon with free page reporting: the guest also returns free pages by itself, 2-4 MiB at a time.
     FreePageReporting,
 }
 
-/// A guest to be. Everything has a default; see the methods.
+/// The options of a guest. All have defaults; see the methods.
 #[derive(Clone, Debug)]
 pub struct Builder {
     name: String,
@@ -103,61 +103,61 @@ impl Builder {
         }
     }
 
-    /// Its name in messages and in `-name` (default: guest).
+    /// Set its name in messages and in `-name` (default: guest).
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = name.into();
         self
     }
 
-    /// Kernel and initrd (default: [`Image::find`]).
+    /// Set kernel and initrd (default: [`Image::find`]).
     pub fn image(mut self, image: Image) -> Self {
         self.image = Some(image);
         self
     }
 
-    /// RAM at boot (default: 512 MiB).
+    /// Set the size of RAM at boot (default: 512 MiB).
     pub fn memory(mut self, memory: Bytes) -> Self {
         self.memory = memory;
         self
     }
 
-    /// How much RAM may be plugged in later, in at most four DIMMs (default: none).
+    /// Set the amount of RAM that may be plugged in later, in at most four DIMMs (default: none).
     pub fn hotplug_room(mut self, room: Bytes) -> Self {
         self.hotplug_room = room;
         self
     }
 
-    /// Virtual CPUs (default: 1).
+    /// Set the number of virtual CPUs (default: 1).
     pub fn cpus(mut self, cpus: u32) -> Self {
         self.cpus = cpus;
         self
     }
 
-    /// RAM in a shared memfd, as Ballast needs it (default), or QEMU's private anonymous memory.
+    /// Put RAM into a shared memfd, which Ballast needs (default), or into private anonymous memory.
     pub fn shared_memory(mut self, shared: bool) -> Self {
         self.shared_memory = shared;
         self
     }
 
-    /// RAM of 2 MiB pages from the host's pool.
+    /// Back RAM with 2 MiB pages of the host's hugetlb pool.
     pub fn huge_pages(mut self) -> Self {
         self.huge_pages = true;
         self
     }
 
-    /// RAM in this object of QEMU's, whose id is `ram0` and which is as large as the memory, instead of a memfd.
+    /// Put RAM into this QEMU object instead of a memfd. Its id is `ram0`, and its size is that of the memory.
     pub fn memory_object(mut self, object: &str) -> Self {
         self.memory_object = Some(object.to_owned());
         self
     }
 
-    /// Balloon device (default: none).
+    /// Set the balloon device (default: none).
     pub fn balloon(mut self, balloon: Balloon) -> Self {
         self.balloon = balloon;
         self
     }
 
-    /// Words put before the QEMU command line, such as `ballast run --name a --` (default: none).
+    /// Set the words before the QEMU command line, such as `ballast run --name a --` (default: none).
     pub fn prefix<S: Into<String>>(mut self, words: impl IntoIterator<Item = S>) -> Self {
         self.prefix = words.into_iter().map(Into::into).collect();
         self
@@ -169,43 +169,43 @@ impl Builder {
         self
     }
 
-    /// More QEMU arguments, put last.
+    /// Set more QEMU arguments, which come last.
     pub fn extra_args<S: Into<String>>(mut self, args: impl IntoIterator<Item = S>) -> Self {
         self.extra_args = args.into_iter().map(Into::into).collect();
         self
     }
 
-    /// One more.
+    /// Add one more QEMU argument.
     pub fn extra_arg(mut self, arg: impl Into<String>) -> Self {
         self.extra_args.push(arg.into());
         self
     }
 
-    /// Redis `maxmemory`; zero is none (default).
+    /// Set Redis's `maxmemory`. Zero means no limit (default).
     pub fn redis_maxmemory(mut self, limit: Bytes) -> Self {
         self.redis_maxmemory = limit;
         self
     }
 
-    /// Run this shell command in the guest instead of Redis, then power off; see [`QemuGuest::wait_run`].
+    /// Run this shell command in the guest instead of Redis, then power off: see [`QemuGuest::wait_run`].
     pub fn run(mut self, command: impl Into<String>) -> Self {
         self.run = Some(command.into());
         self
     }
 
-    /// Run the bench program (`guest/linux.rs`) in the guest instead of Redis; see [`QemuGuest::tell`].
+    /// Run the bench program (`guest/linux.rs`) in the guest instead of Redis: see [`QemuGuest::tell`].
     pub fn bench(mut self) -> Self {
         self.bench = true;
         self.run(initrd::BENCH)
     }
 
-    /// Where console log and QMP socket go and stay (default: a temporary directory that goes with the guest).
+    /// Set a directory that keeps console log and QMP socket (default: a temporary one, removed with the guest).
     pub fn dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.dir = Some(dir.into());
         self
     }
 
-    /// QEMU's arguments.
+    /// Returns QEMU's arguments.
     fn qemu_args(&self, image: &Image, redis_port: u16, qmp: &Path) -> Vec<String> {
         let mut args: Vec<String> = Vec::new();
         let mut put = |words: &[&str]| args.extend(words.iter().map(|word| word.to_string()));
@@ -215,7 +215,7 @@ impl Builder {
         put(&["-smp", &self.cpus.to_string()]);
         let size = self.memory.0;
         if self.shared_memory {
-            // Not reserved beforehand: a far page frees its place in the pool for other users.
+            // The pages are not reserved, so a far page frees a page of the pool for other users.
             let huge = if self.huge_pages { ",hugetlb=on,hugetlbsize=2M,reserve=off" } else { "" };
             let memfd = format!("memory-backend-memfd,id=ram0,size={size},share=on{huge}");
             put(&["-object", self.memory_object.as_ref().unwrap_or(&memfd)]);
@@ -228,8 +228,8 @@ impl Builder {
             room => put(&["-m", &format!("{size}B,slots=4,maxmem={}B", size + room)]),
         }
         put(&["-kernel", &image.kernel.to_string_lossy(), "-initrd", &image.initrd.to_string_lossy()]);
-        // panic=-1 with -no-reboot: a kernel panic ends the process. No crypto self-tests: a second less under TCG. No
-        // check of the timer: an emulated CPU that gets no time of the host's fails it, and the kernel panics.
+        // panic=-1 with -no-reboot makes a kernel panic end the process. cryptomgr.notests saves a second under TCG.
+        // no_timer_check avoids a panic: an emulated CPU that the host does not schedule fails that check.
         let mut append =
             "console=ttyS0 quiet panic=-1 no_timer_check cryptomgr.notests mitigations=off init_on_alloc=0".to_string();
         append += &format!(" ballast.maxmemory={}", self.redis_maxmemory.0);
@@ -252,7 +252,7 @@ impl Builder {
         args
     }
 
-    /// Start it. Returns at once; [`QemuGuest::wait_ready`] waits for the boot.
+    /// Start the guest. Returns at once: [`QemuGuest::wait_ready`] waits for the boot.
     pub fn spawn(self) -> Result<QemuGuest, Error> {
         let io = |doing| {
             let guest = self.name.clone();
@@ -307,13 +307,13 @@ impl Builder {
 }
 
 impl QemuGuest {
-    /// A guest with every default.
+    /// Returns the default options.
     pub fn builder() -> Builder {
         Builder::new()
     }
 }
 
-/// A port of 127.0.0.1 that nobody listens on now.
+/// Returns a port of 127.0.0.1 on which nobody listens now.
 fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
 }

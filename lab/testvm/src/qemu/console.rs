@@ -1,6 +1,6 @@
-//! The serial console: copied to a file, read for the words /init says.
+//! The serial console: copies it to a file, and finds the marker words that /init prints.
 //!
-//! Before: QEMU's standard output. After: `wait_ready` and `wait_run` look at [`Said`].
+//! Before: QEMU writes it to standard output. After: `wait_ready`, `wait_run` and `answer` read [`Said`].
 //! Threads: one reader per guest; waiters sleep on `changed`.
 //! Units: lines.
 //! Promise: `closed` is set only after every written line has been read.
@@ -14,27 +14,27 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 /// Console lines kept for error messages.
 pub(super) const TAIL_LINES: usize = 30;
 
-/// What the console said, shared with the thread that reads it.
+/// The state of the console, shared with the thread that reads it.
 #[derive(Debug, Default)]
 pub(super) struct Console {
     said: Mutex<Said>,
     pub(super) changed: Condvar,
 }
 
-/// What was heard so far.
+/// The output of the console so far.
 #[derive(Debug, Default)]
 pub(super) struct Said {
     /// The last lines.
     pub(super) tail: VecDeque<String>,
-    /// `BALLAST-READY` was among them.
+    /// `BALLAST-READY` was among the lines.
     pub(super) ready: bool,
-    /// The status after `BALLAST-EXIT`.
+    /// The status that followed `BALLAST-EXIT`.
     pub(super) exit: Option<i32>,
-    /// What was said after `BALLAST-SAYS` and not fetched yet.
+    /// The rest of each line with `BALLAST-SAYS` that was not fetched yet.
     pub(super) answers: VecDeque<String>,
-    /// Nobody holds the console's other end any more.
+    /// The other end of the console is closed.
     pub(super) closed: bool,
-    /// The process was found dead at the last check and nothing was said since.
+    /// The process had ended at the last check, and no line came since.
     pub(super) quiet_since_death: bool,
 }
 
@@ -43,7 +43,7 @@ impl Console {
         self.said.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Copy `from` to `to` until its end, noting what matters.
+    /// Copy `from` to `to` until its end, and update the state.
     pub(super) fn follow(&self, from: ChildStdout, mut to: File) {
         let mut from = BufReader::new(from);
         let mut line = Vec::new();

@@ -1,13 +1,13 @@
-//! What can go wrong with a guest in QEMU, and who caused it.
+//! Errors of a guest in QEMU. Each names in brackets who caused it.
 
 use std::io;
 
 use super::qmp::QmpError;
 
-/// What can go wrong with a guest.
+/// An error of a guest.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The machine lacks something a guest needs (operator).
+    /// The machine lacks something that a guest needs (operator).
     #[error("No QEMU guest can run here: {0}")]
     Missing(String),
     /// A file or process call failed (kernel).
@@ -17,33 +17,33 @@ pub enum Error {
         doing: &'static str,
         /// The guest's name.
         guest: String,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// The process ended while something was expected of it (guest, or the author of its command line).
-    #[error("Guest {guest} ended early ({status}); its last words:\n{tail}")]
+    /// The process ended while a caller waited for it (guest, or the author of its command line).
+    #[error("Guest {guest} ended early ({status}); its last output:\n{tail}")]
     Ended {
         /// The guest's name.
         guest: String,
-        /// Exit status, or that the console was closed.
+        /// The exit status, or the fact that it closed its console.
         status: String,
         /// Last lines of the console and of QEMU's error output.
         tail: String,
     },
-    /// The console did not say what was waited for in time (guest).
-    #[error("Guest {guest} did not say {want} within {waited_s} s; its last words:\n{tail}")]
+    /// The console did not print the awaited word in time (guest).
+    #[error("Guest {guest} did not print {want} within {waited_s} s; its last output:\n{tail}")]
     Timeout {
         /// The guest's name.
         guest: String,
         /// The awaited word.
         want: &'static str,
-        /// How long it was waited.
+        /// The waiting time, in seconds.
         waited_s: u64,
         /// Last lines of the console and of QEMU's error output.
         tail: String,
     },
-    /// The monitor refused or broke off.
+    /// The monitor refused a command, or the connection failed.
     #[error(transparent)]
     Qmp(#[from] QmpError),
 }

@@ -1,8 +1,8 @@
-//! A running guest in QEMU: its console, its input, and its end.
+//! A running guest in QEMU: reads its console, writes its input, and kills it.
 //!
-//! Before: `builder` started it. After: it was killed, at the latest when it is dropped.
+//! Before: `builder` started it. After: it has ended; dropping it kills it.
 //! Threads: the caller's; one more reads the console. Units: ports of 127.0.0.1.
-//! Promise: nobody waits for a guest that is dead.
+//! Promise: a wait ends with an error when the guest has ended.
 
 use std::io::{self, Write};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -18,7 +18,7 @@ use super::console::{Console, Said, TAIL_LINES};
 use super::error::Error;
 use super::qmp::Qmp;
 
-/// How often a waiter checks that the process is alive, because the console may stay open after its death.
+/// Interval at which a waiter checks that the process runs: the console may stay open after its end.
 const LIVENESS: Duration = Duration::from_millis(200);
 
 /// A running guest. Dropping it kills it.
@@ -34,18 +34,18 @@ pub struct QemuGuest {
 }
 
 impl QemuGuest {
-    /// Wait until the guest serves (or, with [`Builder::run`], until its command starts).
+    /// Wait until Redis serves, or, with [`Builder::run`], until the command starts.
     pub fn wait_ready(&mut self, timeout: Duration) -> Result<(), Error> {
         self.wait_for("BALLAST-READY", timeout, |said| said.ready.then_some(()))
     }
 
-    /// Wait until the command given to [`Builder::run`] ended, and return its exit status. Its output is in
-    /// [`Self::serial_log`].
+    /// Wait until the command of [`Builder::run`] has ended. Returns its exit status. [`Self::serial_log`] has its
+    /// output.
     pub fn wait_run(&mut self, timeout: Duration) -> Result<i32, Error> {
         self.wait_for("BALLAST-EXIT", timeout, |said| said.exit)
     }
 
-    /// Type a line at its console. The bench program ([`Builder::bench`]) answers with [`Self::answer`].
+    /// Write a line to its console. [`Self::answer`] returns the reply of the bench program ([`Builder::bench`]).
     pub fn tell(&mut self, line: &str) -> Result<(), Error> {
         let written = match &mut self.input {
             Some(input) => input.write_all(format!("{line}\n").as_bytes()).and_then(|()| input.flush()),
@@ -54,7 +54,7 @@ impl QemuGuest {
         written.map_err(|source| Error::Io { doing: "Telling", guest: self.name.clone(), source })
     }
 
-    /// Wait for the next line that says `BALLAST-SAYS`. Returns what follows.
+    /// Wait for the next line with `BALLAST-SAYS`. Returns the rest of it.
     pub fn answer(&mut self, timeout: Duration) -> Result<String, Error> {
         self.wait_for("BALLAST-SAYS", timeout, |said| said.answers.pop_front())
     }
@@ -74,8 +74,8 @@ impl QemuGuest {
             }
             let guest = self.name.clone();
             let status = self.child.try_wait().ok().flatten();
-            // A dead process's last words may still be in the pipe: only a closed console means "all was said",
-            // unless somebody else holds it open.
+            // The last output of an ended process may still be in the pipe. It is complete when the console is closed.
+            // Another process may hold the console open: then one check without new lines is enough.
             if said.closed || (status.is_some() && said.quiet_since_death) {
                 drop(said);
                 let status = self.reap(status);
@@ -91,7 +91,7 @@ impl QemuGuest {
         }
     }
 
-    /// Words for how the process ended. A closed console without an end is a process that lost its console.
+    /// Returns the exit status as text, or that the process closed its console and still runs.
     fn reap(&mut self, status: Option<ExitStatus>) -> String {
         let deadline = Instant::now() + Duration::from_secs(2);
         let mut status = status;
@@ -102,19 +102,19 @@ impl QemuGuest {
         status.map_or_else(|| "it closed its console".into(), |status| status.to_string())
     }
 
-    /// Where its Redis answers.
+    /// The address of its Redis.
     pub fn redis_addr(&self) -> SocketAddr {
         (Ipv4Addr::LOCALHOST, self.redis_port).into()
     }
 
-    /// A new connection to its monitor, which serves one at a time: drop the last one first.
+    /// Connect to its monitor. It serves one connection at a time: drop the last one first.
     pub fn qmp(&mut self) -> Result<Qmp, Error> {
         let path = self.qmp_path();
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             match UnixStream::connect(&path) {
                 Ok(stream) => return Ok(Qmp::greet(stream)?),
-                // QEMU makes the socket a moment after its start.
+                // QEMU creates the socket shortly after its start.
                 Err(_) if Instant::now() < deadline && matches!(self.child.try_wait(), Ok(None)) => {
                     std::thread::sleep(Duration::from_millis(10));
                 }
@@ -140,29 +140,29 @@ impl QemuGuest {
         self.child.id()
     }
 
-    /// The console so far.
+    /// The output of the console so far.
     pub fn serial_log(&self) -> String {
         String::from_utf8_lossy(&std::fs::read(self.dir.join("serial.log")).unwrap_or_default()).into_owned()
     }
 
-    /// What QEMU, and any prefix, wrote to standard error.
+    /// The standard error of QEMU and of a prefix.
     pub fn stderr_log(&self) -> String {
         String::from_utf8_lossy(&std::fs::read(self.dir.join("stderr.log")).unwrap_or_default()).into_owned()
     }
 
-    /// How it ended, if it has.
+    /// The exit status, if the process has ended.
     pub fn exited(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().ok().flatten()
     }
 
-    /// QEMU's own process: who listens on the monitor's socket.
+    /// The process id of QEMU: the peer of the monitor's socket.
     pub fn qemu_pid(&self) -> Option<u32> {
         let stream = UnixStream::connect(self.qmp_path()).ok()?;
         let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
         u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
     }
 
-    /// Kill it, also behind a prefix that did not exec, and wait for its end. Again is harmless.
+    /// Kill it, also if a prefix did not exec it, and wait for its end. A second call has no effect.
     pub fn kill(&mut self) {
         let behind = self.qemu_pid().filter(|&pid| pid != self.child.id());
         let _ = self.child.kill();
@@ -172,7 +172,7 @@ impl QemuGuest {
         }
     }
 
-    /// Last lines of both logs.
+    /// The last lines of both logs.
     fn tail(&self) -> String {
         let said = self.console.lock().tail.iter().map(|line| format!("  {line}\n")).collect::<String>();
         let stderr = self.stderr_log();

@@ -1,24 +1,24 @@
-//! The files that a guest in QEMU boots, and whether it can run here at all.
+//! Finds the files that a guest in QEMU boots, and whether such a guest can run here.
 //!
-//! Before: `scripts/guest-image.sh`. After: `builder` puts both files on the command line.
+//! Before: `scripts/guest-image.sh` made them. After: `builder` puts both files on the command line.
 
 use std::path::PathBuf;
 
 use super::error::Error;
 
-/// The program started; found on PATH.
+/// The program of a guest, found on `PATH`.
 pub const QEMU: &str = "qemu-system-x86_64";
 /// Kernel and initrd of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
-    /// bzImage.
+    /// The kernel, a bzImage.
     pub kernel: PathBuf,
-    /// The initrd whose /init says `BALLAST-READY`.
+    /// The initrd. Its /init prints `BALLAST-READY`.
     pub initrd: PathBuf,
 }
 
 impl Image {
-    /// The image in `$BALLAST_GUEST_DIR`, or in `target/guest` of this directory or a parent of it.
+    /// Returns the image in `$BALLAST_GUEST_DIR`, or in `target/guest` of this directory or a parent of it.
     pub fn find() -> Result<Self, Error> {
         let dirs = match std::env::var_os("BALLAST_GUEST_DIR") {
             Some(dir) => vec![PathBuf::from(dir)],
@@ -34,7 +34,7 @@ impl Image {
     }
 }
 
-/// Why no QEMU guest can run here, if so.
+/// Returns the reason if no QEMU guest can run here.
 pub fn qemu_missing() -> Option<String> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     if !std::env::split_paths(&path).any(|dir| dir.join(QEMU).is_file()) {

@@ -1,6 +1,6 @@
-//! One more program in a guest's initrd: a second archive behind the first, which the kernel unpacks after it.
+//! Adds a program to a guest's initrd, as a second archive behind the first. The kernel unpacks both in order.
 //!
-//! Before: an initrd without padding needs. After: the same, and `/bench-guest` in it.
+//! Before: the initrd of the image. After: a copy of it that also has `/bench-guest`.
 //! Threads: none. Units: bytes; numbers in the archive are hexadecimal (`newc`).
 //! Promise: the first archive is copied as it is.
 
@@ -8,14 +8,14 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Where the program is in the guest.
+/// The path of the program in the guest.
 pub(super) const BENCH: &str = "/bench-guest";
-/// `guest/linux.rs`, compiled by the build script.
+/// `guest/linux.rs`, as the build script compiled it.
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/linux-guest"));
-/// Archives begin at such a multiple, as do their parts.
+/// Alignment in bytes of archives and of their parts.
 const ALIGN: usize = 4;
 
-/// Copy an initrd and add the bench program.
+/// Copy an initrd, and add the bench program to the copy.
 pub(super) fn with_bench(from: &Path, to: &Path) -> io::Result<()> {
     if PROGRAM.is_empty() {
         return Err(io::Error::new(io::ErrorKind::Unsupported, "the bench program is for x86-64"));
@@ -26,7 +26,7 @@ pub(super) fn with_bench(from: &Path, to: &Path) -> io::Result<()> {
     out.write_all(&archive(BENCH.trim_start_matches('/'), PROGRAM))
 }
 
-/// An archive of one executable file.
+/// Returns an archive of one executable file.
 fn archive(name: &str, contents: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(contents.len() + 512);
     let mut entry = |name: &str, mode: u32, contents: &[u8]| {

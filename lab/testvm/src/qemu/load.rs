@@ -1,11 +1,11 @@
-//! The Redis driver: fill a guest with data that proves itself, use it, read every byte back.
+//! The Redis driver: it fills a guest with data that can be checked, uses it, and reads every byte back.
 //!
 //! Before: [`super::QemuGuest::redis_addr`] or any Redis. After: tests and the demo compare [`Verified`] with the
 //! loaded keys.
-//! Threads: the caller's; one connection per call. Loads of several guests may run beside each other.
+//! Threads: the caller's; one connection per call. Several guests may be loaded at the same time.
 //! Units: sizes are bytes, times are `Duration`, rates are per second.
-//! Promise: a value is a function of seed, key and version, so a swapped, stale or damaged value is seen; a value
-//! counts as right only if it was read back and compared whole.
+//! Promise: a value is a function of seed, key and version, so a swapped, stale or damaged value is found. A value
+//! counts as right only if all of it was read back and compared.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -13,25 +13,25 @@ use std::time::{Duration, Instant};
 
 use redis::{Connection, Pipeline, RedisError};
 
-/// A Redis connection must answer within this, however much of the guest is far away.
+/// Timeout of a Redis reply. Much of the guest may be far.
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Value bytes in flight per round trip.
 const BATCH_BYTES: usize = 256 << 10;
 
-/// Redis did not do what it was asked (guest, or the network between).
+/// Redis failed or did not reply. The guest or the network caused it.
 #[derive(Debug, thiserror::Error)]
 #[error("{doing} at {addr}")]
 pub struct Error {
     /// The activity.
     doing: &'static str,
-    /// Which Redis.
+    /// The address of the Redis.
     addr: SocketAddr,
-    /// What it said.
+    /// The error of the client library.
     #[source]
     source: RedisError,
 }
 
-/// The data a Redis should hold: `keys` values, each of which knows which version it is at.
+/// The data that a Redis must hold: one value per key, each at a version.
 #[derive(Clone, Debug)]
 pub struct Dataset {
     seed: u64,
@@ -40,17 +40,17 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    /// `keys` values of `value_bytes` each, at version 0.
+    /// Returns `keys` values of `value_bytes` each, at version 0.
     pub fn new(keys: usize, value_bytes: usize, seed: u64) -> Self {
         Self { seed, value_bytes, versions: vec![0; keys] }
     }
 
-    /// How many keys.
+    /// The number of keys.
     pub fn keys(&self) -> usize {
         self.versions.len()
     }
 
-    /// Bytes of all values.
+    /// The bytes of all values.
     pub fn bytes(&self) -> u64 {
         self.keys() as u64 * self.value_bytes as u64
     }
@@ -59,15 +59,15 @@ impl Dataset {
         format!("key:{key:08}")
     }
 
-    /// Keys per round trip.
+    /// The number of keys per round trip.
     fn batch(&self) -> usize {
         (BATCH_BYTES / self.value_bytes.max(1)).clamp(1, 256)
     }
 
-    /// What `key` must hold now. Every second 64 bytes are random, the others repeat one byte: compressors get it to
-    /// about half, page by page.
+    /// Returns the present value of `key`. Every second 64 bytes are random, and the others repeat one byte, so each
+    /// page compresses to about half.
     pub fn value(&self, key: usize) -> Vec<u8> {
-        // The seed is mixed first: two guests' seeds often differ in one bit, as two versions do.
+        // The seed is mixed first, because the seeds of two guests often differ in one bit, as two versions do.
         let mut random = Random(Random(self.seed).next() ^ ((key as u64) << 32 | u64::from(self.versions[key])));
         let filler = random.next() as u8;
         let mut value = Vec::with_capacity(self.value_bytes + 128);
@@ -80,7 +80,7 @@ impl Dataset {
     }
 }
 
-/// What was put in.
+/// The result of a load.
 #[derive(Clone, Copy, Debug)]
 pub struct Loaded {
     /// Keys set.
@@ -91,25 +91,25 @@ pub struct Loaded {
     pub elapsed: Duration,
 }
 
-/// What was read back.
+/// The result of reading values back.
 #[derive(Clone, Debug, Default)]
 pub struct Verified {
     /// Keys whose value was right in every byte.
     pub verified: usize,
-    /// Keys with another value than the last one written.
+    /// Keys with another value than the last written one.
     pub wrong: usize,
-    /// Keys Redis does not know.
+    /// Keys that Redis does not have.
     pub missing: usize,
-    /// Bytes that differ or are not there, over all keys.
+    /// Bytes that differ or are missing, over all keys.
     pub bytes_lost: u64,
-    /// The first wrong or missing key, in words.
+    /// A text about the first wrong or missing key.
     pub first_wrong: Option<String>,
     /// How long it took.
     pub elapsed: Duration,
 }
 
 impl Verified {
-    /// Compare one answer with what it must be.
+    /// Compare one value with the expected one.
     fn check(&mut self, data: &Dataset, key: usize, got: Option<&[u8]>) {
         let want = data.value(key);
         let Some(got) = got else {
@@ -132,55 +132,55 @@ impl Verified {
     }
 }
 
-/// Which keys are used how often.
+/// The distribution of operations over keys.
 #[derive(Clone, Copy, Debug)]
 pub struct Mix {
-    /// Stop after this long...
+    /// The operations stop after this time.
     pub duration: Duration,
-    /// ...or after this many operations, whichever is first.
+    /// The operations stop after this number, if it comes before `duration`.
     pub max_ops: u64,
-    /// This part of the keys, the first ones,
+    /// The hot part of the keys, the first ones.
     pub hot_keys: f64,
-    /// gets this part of the operations.
+    /// The part of the operations that uses hot keys.
     pub hot_ops: f64,
-    /// This part of the operations writes a new version; the others read and compare.
+    /// The part of the operations that writes a new version. The others read and compare.
     pub writes: f64,
     /// Operations per round trip.
     pub pipeline: usize,
-    /// Seed of the random choices.
+    /// The seed of the random choices.
     pub seed: u64,
 }
 
 impl Default for Mix {
-    /// 5 s; 10 % of the keys get 90 % of the operations, of which 10 % write; 8 per round trip.
+    /// 5 s; 90 % of the operations use 10 % of the keys; 10 % of the operations write; 8 per round trip.
     fn default() -> Self {
         let duration = Duration::from_secs(5);
         Self { duration, max_ops: u64::MAX, hot_keys: 0.1, hot_ops: 0.9, writes: 0.1, pipeline: 8, seed: 1 }
     }
 }
 
-/// What [`throughput`] saw.
+/// The result of [`throughput`].
 #[derive(Clone, Debug, Default)]
 pub struct Throughput {
     /// Operations done.
     pub ops: u64,
-    /// How many of them were writes.
+    /// Writes among them.
     pub writes: u64,
     /// How long it took.
     pub elapsed: Duration,
-    /// Every value read was compared.
+    /// The comparison of every value that was read.
     pub reads: Verified,
-    /// Time per round trip of [`Mix::pipeline`] operations, ascending.
+    /// Times of the round trips of [`Mix::pipeline`] operations each, in ascending order.
     round_trips: Vec<Duration>,
 }
 
 impl Throughput {
-    /// Operations per second.
+    /// Returns the operations per second.
     pub fn ops_per_s(&self) -> f64 {
         self.ops as f64 / self.elapsed.as_secs_f64().max(1e-9)
     }
 
-    /// Round-trip time that `part` (0..=1) of the round trips do not exceed.
+    /// Returns the time that `part` (0..=1) of the round trips do not exceed.
     pub fn round_trip(&self, part: f64) -> Duration {
         let last = self.round_trips.len().saturating_sub(1);
         self.round_trips.get((last as f64 * part).round() as usize).copied().unwrap_or_default()
@@ -217,8 +217,8 @@ pub fn verify(addr: SocketAddr, data: &Dataset) -> Result<Verified, Error> {
     Ok(verified)
 }
 
-/// Use `data` as `mix` says, for its ops per second. Writes move keys to their next version, which `data` then knows;
-/// after an error it is unknown which of the last round trip were done.
+/// Use `data` by `mix`, and count operations per second. A write moves a key to its next version, also in `data`. After
+/// an error it is unknown which operations of the last round trip Redis did.
 pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Throughput, Error> {
     let mut connection = connect(addr)?;
     let mut random = Random(mix.seed);
@@ -227,7 +227,7 @@ pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Thr
     let start = Instant::now();
     while data.keys() > 0 && start.elapsed() < mix.duration && seen.ops < mix.max_ops {
         let mut pipeline = redis::pipe();
-        // Keys read in this batch. None of them is written later in it: its value would be the old version's.
+        // Keys read in this batch. It must not write them later, because they would be compared with the new version.
         let mut wants = Vec::with_capacity(mix.pipeline);
         for _ in 0..mix.pipeline.max(1) {
             let range = if random.unit() < mix.hot_ops { hot } else { data.keys() };
@@ -272,7 +272,7 @@ fn set(pipeline: &mut Pipeline, data: &Dataset, key: usize) {
     pipeline.set(Dataset::name(key), data.value(key)).ignore();
 }
 
-/// SplitMix64: quick, seedable, good enough to be incompressible.
+/// SplitMix64. Its output does not compress.
 #[derive(Debug)]
 struct Random(u64);
 
@@ -285,7 +285,7 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// Uniform in 0..1.
+    /// Returns a random number, uniform in 0..1.
     fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
@@ -305,14 +305,14 @@ mod tests {
         assert_ne!(value, Dataset::new(1, 4096, 8).value(0));
         data.versions[0] = 1;
         assert_ne!(value, data.value(0));
-        // 6 ^ 1 == 7: seeds were once combined with versions bit by bit, and one guest's data passed as another's.
+        // 6 ^ 1 == 7. If seed and version were combined by XOR alone, one guest's data would pass as another's.
         let mut neighbour = Dataset::new(1, 4096, 6);
         neighbour.versions[0] = 1;
         assert_ne!(value, neighbour.value(0));
     }
 
     #[test]
-    fn a_wrong_a_stale_a_short_and_a_missing_value_are_each_counted() {
+    fn wrong_stale_short_and_missing_values_are_counted() {
         let mut data = Dataset::new(5, 1000, 1);
         let stale = data.value(3);
         data.versions[3] = 1;
