@@ -1,9 +1,9 @@
 //! Guest RAM: a shared memory file mapped at a huge-page aligned address.
 //!
-//! Before: `sys::memfd` makes the file. After: workers read and write it; a pager takes pages out of it at any time.
+//! Before: `sys::memfd` creates the file. After: workers read and write it. A pager takes pages out at any time.
 //! Threads: any. Units: offsets are bytes from the start of RAM, which is also the start of the file.
-//! Promise: file offset and address agree modulo 2 MiB, so every huge page of the file can be mapped as one; no Rust
-//! reference to plain memory inside RAM is formed.
+//! Promise: file offset and address agree modulo 2 MiB, so the kernel can map every huge page of the file as one. There
+//! is no Rust reference to non-atomic memory inside RAM.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,29 +13,29 @@ use std::sync::atomic::AtomicU64;
 use ballast_base::{Bytes, HUGE_SIZE};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// The RAM of a test VM, in the process that plays the VMM.
+/// The RAM of a test VM, in the process that acts as the VMM.
 #[derive(Debug)]
 pub struct GuestRam {
     memfd: OwnedFd,
-    /// The address space reserved so that an aligned start fits in it.
+    /// The reserved address space, in which an aligned start fits.
     reserved: NonNull<u8>,
     reserved_len: usize,
     base: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the mapping is memory owned by this value until drop, at a fixed address; nothing in it is thread-bound.
+// SAFETY: this value owns the mapping until drop, at a fixed address. Nothing in it depends on a thread.
 unsafe impl Send for GuestRam {}
-// SAFETY: access through `&self` is by atomics only; workers use volatile accesses to disjoint cells.
+// SAFETY: access through `&self` is by atomics or raw copies. Workers use volatile accesses to disjoint cells.
 unsafe impl Sync for GuestRam {}
 
 impl GuestRam {
-    /// Create the file, sparse, and map it.
+    /// Create a sparse file, and map it.
     pub fn new(size: Bytes) -> io::Result<Self> {
         Self::of(ballast_sys::memfd::create("ballast-testvm-ram", size)?, size)
     }
 
-    /// The same with huge pages of hugetlbfs. `size` is a multiple of 2 MiB.
+    /// Create a file with huge pages of hugetlbfs, and map it. `size` must be a multiple of 2 MiB.
     pub fn huge(size: Bytes) -> io::Result<Self> {
         Self::of(ballast_sys::memfd::create_huge("ballast-testvm-ram", size)?, size)
     }
@@ -49,32 +49,32 @@ impl GuestRam {
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), reserved_len, ProtFlags::empty(), flags)? };
         let aligned = (reserved as usize).next_multiple_of(HUGE_SIZE);
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
-        // SAFETY: `aligned + len <= reserved + len + HUGE_SIZE`: only the range reserved above is replaced, and nobody
-        // else knows it.
+        // SAFETY: `aligned + len <= reserved + len + HUGE_SIZE`, so only the range reserved above is replaced. Nobody
+        // else uses it.
         let base =
             unsafe { rustix::mm::mmap(aligned as *mut _, len, prot, flags | MapFlags::FIXED, memfd.as_fd(), 0)? };
         match (NonNull::new(reserved.cast()), NonNull::new(base.cast())) {
             (Some(reserved), Some(base)) => Ok(Self { memfd, reserved, reserved_len, base, len }),
-            _ => Err(io::Error::other("mmap answered the null address")),
+            _ => Err(io::Error::other("mmap returned the null address")),
         }
     }
 
-    /// The memory file.
+    /// Returns the memory file.
     pub fn memfd(&self) -> BorrowedFd<'_> {
         self.memfd.as_fd()
     }
 
-    /// Address of the first byte in this process; a multiple of 2 MiB.
+    /// Returns the address of the first byte in this process, a multiple of 2 MiB.
     pub fn addr(&self) -> usize {
         self.base.as_ptr() as usize
     }
 
-    /// Bytes of RAM.
+    /// Returns the bytes of RAM.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// RAM is never empty (the kernel refuses an empty mapping); here because `len` is.
+    /// Returns false: the kernel refuses an empty mapping.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -85,7 +85,7 @@ impl GuestRam {
         self.base.as_ptr().wrapping_add(offset)
     }
 
-    /// One 64-bit word of RAM. Tests spoil memory through it.
+    /// Returns one 64-bit word of RAM. Tests corrupt memory through it.
     ///
     /// # Panics
     /// If the word is outside RAM or `offset` is not a multiple of 8.
@@ -96,17 +96,17 @@ impl GuestRam {
         unsafe { &*ptr }
     }
 
-    /// Drop this process's page-table entries of a range; the data stays in the file.
+    /// Drop this process's page-table entries of a range. The data stays in the file.
     ///
     /// # Panics
     /// If the range is outside RAM.
     pub fn zap(&self, offset: usize, len: usize) -> io::Result<()> {
         let ptr = self.ptr(offset, len);
-        // SAFETY: inside this shared file mapping, so contents stay in the file and the next touch maps them.
+        // SAFETY: inside this shared file mapping, so the contents stay in the file, and the next touch maps them.
         unsafe { rustix::mm::madvise(ptr.cast(), len, Advice::LinuxDontNeed) }.map_err(io::Error::from)
     }
 
-    /// Ask the kernel to reclaim a range now, to its swap; bytes stay what they are.
+    /// Ask the kernel to swap a range out now. The contents do not change.
     ///
     /// # Panics
     /// If the range is outside RAM.
@@ -122,15 +122,15 @@ impl GuestRam {
     /// If the range is outside RAM.
     pub fn copy_out(&self, offset: usize, out: &mut [u8]) {
         let ptr = self.ptr(offset, out.len());
-        // SAFETY: the source is in bounds and mapped as long as `self`; `out` is private, so the two cannot overlap.
-        // Bytes that a worker writes meanwhile arrive as a mix of old and new.
+        // SAFETY: the source is in bounds and mapped as long as `self`. `out` is not in RAM, so the two do not overlap.
+        // If a worker writes meanwhile, the copy has a mix of old and new bytes.
         unsafe { std::ptr::copy_nonoverlapping(ptr, out.as_mut_ptr(), out.len()) }
     }
 }
 
 impl Drop for GuestRam {
     fn drop(&mut self) {
-        // SAFETY: the range reserved in `new`, RAM inside it, unmapped exactly once; references into it borrow `self`.
+        // SAFETY: the reserved range has RAM inside it and is unmapped exactly once. References into it borrow `self`.
         if let Err(error) = unsafe { rustix::mm::munmap(self.reserved.as_ptr().cast(), self.reserved_len) } {
             debug_assert!(false, "unmapping guest RAM: {error}");
         }
@@ -143,7 +143,7 @@ mod tests {
     use std::sync::atomic::Ordering::Relaxed;
 
     #[test]
-    fn ram_is_aligned_to_huge_pages_starts_as_holes_and_keeps_bytes_over_a_zap() {
+    fn ram_is_huge_page_aligned_starts_as_holes_and_keeps_its_bytes_after_a_zap() {
         let ram = GuestRam::new(Bytes(3 << 20)).expect("ram");
         assert!(ram.addr().is_multiple_of(HUGE_SIZE));
         assert_eq!(ballast_sys::memfd::resident(ram.memfd()).expect("stat").0, 0);

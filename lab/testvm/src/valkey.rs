@@ -1,10 +1,10 @@
-//! Real clusters: Valkey (or Redis) servers on loopback, primaries and replicas, that a test may kill, stop and fill.
+//! Clusters of Valkey (or Redis) servers on loopback, with primaries and replicas, that a test can kill, stop and fill.
 //!
-//! Before: `scripts/valkey.sh` unpacked the server. After: the remote store has something to be tested with.
+//! Before: `scripts/valkey.sh` unpacked the server. After: tests of the remote store use the cluster.
 //! Threads: the caller's. Units: ports on 127.0.0.1, free when they were picked; memory is `Bytes`.
-//! Promise: servers keep nothing on disk but their logs, in a directory that goes with them; each is ended, by its
-//! process id, when the cluster is dropped or the thread that started it ends. Commands are sent by a client library
-//! that the product does not use.
+//! Promise: servers write no data to disk; their logs are in a directory that is removed with the cluster. Each server
+//! ends when the cluster is dropped, or when the thread that started it ends. A client library that the product does
+//! not use sends the commands.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -18,23 +18,23 @@ use ballast_base::Bytes;
 use redis::{Connection, Value};
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 
-/// How long a cluster may take for anything.
+/// Limit for every wait.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Between two looks at a server.
+/// Interval between two checks of a server.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What kind of cluster.
+/// The layout of a cluster.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
-    /// How many primaries.
+    /// The number of primaries.
     pub primaries: usize,
-    /// How many replicas each has.
+    /// The number of replicas of each primary.
     pub replicas: usize,
-    /// A node that is silent for this long counts as dead.
+    /// A node counts as failed if it does not reply for this time.
     pub node_timeout: Duration,
-    /// Memory of each node.
+    /// The memory limit of each node.
     pub maxmemory: Bytes,
-    /// Clients are served under TLS as well, on a port of its own; those that come there must show a certificate.
+    /// Serve clients also under TLS, on a second port, where they must have a certificate.
     pub tls: bool,
 }
 
@@ -50,7 +50,7 @@ impl Default for Layout {
     }
 }
 
-/// A cluster.
+/// A running cluster.
 #[derive(Debug)]
 pub struct Valkey {
     nodes: Vec<Server>,
@@ -82,7 +82,7 @@ impl Server {
     }
 }
 
-/// The server in `$BALLAST_VALKEY_DIR`, or in `target/valkey` of this directory or a parent of it.
+/// Returns the server in `$BALLAST_VALKEY_DIR`, or in `target/valkey` of this directory or a parent of it.
 fn program() -> Option<PathBuf> {
     let dirs = match std::env::var_os("BALLAST_VALKEY_DIR") {
         Some(dir) => vec![PathBuf::from(dir)],
@@ -94,21 +94,21 @@ fn program() -> Option<PathBuf> {
     dirs.iter().map(|dir| dir.join("bin/server")).find(|program| program.is_file())
 }
 
-/// What a server said, as a value of this type.
+/// Convert a server's reply to this type.
 ///
 /// # Errors
-/// It is none.
+/// The reply is no such value.
 pub fn read<T: redis::FromRedisValue>(said: Value) -> io::Result<T> {
     redis::from_redis_value(said).map_err(other)
 }
 
-/// Why no cluster can run here, if so.
+/// Returns the reason if no cluster can run here.
 pub fn valkey_missing() -> Option<String> {
     program().is_none().then(|| "no server in target/valkey; run scripts/valkey.sh".into())
 }
 
-/// Ports on which nobody listens. They are below those that the kernel gives to connections (from 32,768), or one of
-/// them might be taken before its server starts.
+/// Returns ports on which nobody listens. They are below the range that the kernel uses for connections (from 32,768):
+/// a connection could take one of that range before its server starts.
 fn free_ports(count: usize) -> io::Result<Vec<u16>> {
     let mut listeners: Vec<TcpListener> = Vec::new();
     for _ in 0..count * 100 {
@@ -119,12 +119,12 @@ fn free_ports(count: usize) -> io::Result<Vec<u16>> {
         listeners.extend(TcpListener::bind(("127.0.0.1", port)));
     }
     if listeners.len() < count {
-        return Err(other(format!("{count} ports are wanted, and {} were found", listeners.len())));
+        return Err(other(format!("{count} ports are needed, and {} were found", listeners.len())));
     }
     listeners.iter().map(|at| Ok(at.local_addr()?.port())).collect()
 }
 
-/// Make an authority and what it signs, in this directory.
+/// Create an authority and the certificates that it signs, in this directory.
 fn certify(dir: &std::path::Path) -> io::Result<()> {
     let authority = |name: &str| {
         let mut params = rcgen::CertificateParams::new(Vec::new()).map_err(other)?;
@@ -152,7 +152,7 @@ fn other(what: impl std::fmt::Display) -> io::Error {
     io::Error::other(what.to_string())
 }
 
-/// Look again and again until there is something.
+/// Call `find` repeatedly until it returns something. Fails after `TIMEOUT`.
 fn wait_for<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> io::Result<T> {
     let begun = Instant::now();
     loop {
@@ -167,10 +167,10 @@ fn wait_for<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> io::Result<T>
 }
 
 impl Valkey {
-    /// Start one, and wait until all slots are served and all replicas follow.
+    /// Start a cluster, and wait until all slots are served and all replicas follow.
     ///
     /// # Errors
-    /// There is no server, or the cluster does not come to be.
+    /// There is no server program, or the cluster does not form.
     pub fn start(layout: Layout) -> io::Result<Self> {
         let program = program().ok_or_else(|| other("no server in target/valkey; run scripts/valkey.sh"))?;
         let count = layout.primaries * (1 + layout.replicas);
@@ -186,11 +186,11 @@ impl Valkey {
         Ok(cluster)
     }
 
-    /// Make one cluster of the servers.
+    /// Join the servers into one cluster.
     fn join(&self) -> io::Result<()> {
         let Layout { primaries, .. } = self.layout;
         for node in 0..self.len() {
-            // So that every node has an epoch of its own from the start, and no election is tied.
+            // Every node needs an epoch of its own from the start, so that no election is tied.
             self.say(node, &["CLUSTER", "SET-CONFIG-EPOCH", &(node + 1).to_string()])?;
             let Server { port, bus, .. } = &self.nodes[node];
             self.say(0, &["CLUSTER", "MEET", "127.0.0.1", &port.to_string(), &bus.to_string()])?;
@@ -206,10 +206,10 @@ impl Valkey {
         self.wait_whole()
     }
 
-    /// Wait until every running node says that all slots are served, and every replica follows.
+    /// Wait until every running node reports that all slots are served, and every replica follows.
     ///
     /// # Errors
-    /// It does not come to that.
+    /// That does not happen within the limit.
     pub fn wait_whole(&self) -> io::Result<()> {
         let running = || (0..self.len()).filter(|node| self.is_running(*node));
         wait_for("the cluster is whole", || {
@@ -224,7 +224,7 @@ impl Valkey {
         })
     }
 
-    /// Does this node know every running node by its right role?
+    /// Returns whether this node lists every running node with the right role.
     fn sees_all(&self, node: usize) -> Option<bool> {
         let nodes = self.text(node, &["CLUSTER", "NODES"]).ok()?;
         let known = |of: usize| {
@@ -238,46 +238,46 @@ impl Valkey {
         Some(all && replicas + self.layout.primaries >= running)
     }
 
-    /// How many nodes.
+    /// Returns the number of nodes.
     pub fn len(&self) -> usize {
         self.nodes.len()
     }
 
-    /// Never.
+    /// Returns false: a cluster has nodes.
     pub fn is_empty(&self) -> bool {
         self.nodes.is_empty()
     }
 
-    /// Where a node is.
+    /// Returns the address of a node.
     pub fn addr(&self, node: usize) -> String {
         format!("127.0.0.1:{}", self.nodes[node].port)
     }
 
-    /// Where it is under TLS.
+    /// Returns the address of a node under TLS.
     pub fn tls_addr(&self, node: usize) -> String {
         format!("127.0.0.1:{}", self.nodes[node].tls)
     }
 
-    /// Its directory. With TLS there are `ca.pem`, the authority that signed `server.pem` and `client.pem`, for
-    /// 127.0.0.1; their keys; and `other.pem`, an authority that signed nothing.
+    /// Returns its directory. With TLS it has `ca.pem`, the authority that signed `server.pem` and `client.pem` for
+    /// 127.0.0.1, their keys, and `other.pem`, an authority that signed nothing.
     pub fn dir(&self) -> &std::path::Path {
         self.dir.path()
     }
 
-    /// Its process id.
+    /// Returns the process id of a node, if it runs.
     pub fn pid(&self, node: usize) -> Option<u32> {
         self.nodes[node].child.as_ref().map(Child::id)
     }
 
-    /// Is there a process?
+    /// Returns true if the node has a process.
     pub fn is_running(&self, node: usize) -> bool {
         self.pid(node).is_some()
     }
 
-    /// Start a node that does not run. It has forgotten its data, and not its identity.
+    /// Start a node that does not run. It has lost its data, but keeps its identity.
     ///
     /// # Errors
-    /// It does not start; the end of its log says why.
+    /// It does not start. The error has the end of its log.
     pub fn restart(&mut self, node: usize) -> io::Result<()> {
         let dir = self.dir.path().join(node.to_string());
         std::fs::create_dir_all(&dir)?;
@@ -298,7 +298,7 @@ impl Valkey {
         }
         command.arg("--dir").arg(&dir).arg("--logfile").arg(&log);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        // SAFETY: one system call between fork and exec, and nothing is allocated.
+        // SAFETY: the closure makes one system call between fork and exec, and allocates nothing.
         unsafe { command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?)) };
         self.nodes[node].child = Some(command.spawn()?);
         let up = wait_for("a server answers", || self.say(node, &["PING"]).ok());
@@ -308,30 +308,30 @@ impl Valkey {
         })
     }
 
-    /// End a node as a power failure would.
+    /// Kill a node, as a power failure would.
     pub fn kill(&mut self, node: usize) {
         self.nodes[node].end();
     }
 
-    /// Stop a node: it exists, and does nothing.
+    /// Stop a node with SIGSTOP. Its process exists and does nothing.
     ///
     /// # Errors
-    /// It does not run.
+    /// The node does not run.
     pub fn stop(&self, node: usize) -> io::Result<()> {
         self.signal(node, Signal::STOP)
     }
 
-    /// Continue it.
+    /// Continue a stopped node.
     ///
     /// # Errors
-    /// It does not run.
+    /// The node does not run.
     pub fn go_on(&self, node: usize) -> io::Result<()> {
         self.signal(node, Signal::CONT)
     }
 
     fn signal(&self, node: usize, signal: Signal) -> io::Result<()> {
         let pid = self.pid(node).and_then(|pid| Pid::from_raw(pid.cast_signed()));
-        Ok(kill_process(pid.ok_or_else(|| other("it does not run"))?, signal)?)
+        Ok(kill_process(pid.ok_or_else(|| other("the node does not run"))?, signal)?)
     }
 
     fn connect(&self, node: usize) -> io::Result<Connection> {
@@ -341,25 +341,25 @@ impl Valkey {
         Ok(connection)
     }
 
-    /// Send a command to a node.
+    /// Send a command to a node. Returns its reply.
     ///
     /// # Errors
-    /// It does not answer, or refuses.
+    /// The node does not reply, or refuses the command.
     pub fn say(&self, node: usize, words: &[&str]) -> io::Result<Value> {
         let mut command = redis::cmd(words[0]);
         command.arg(&words[1..]);
         command.query(&mut self.connect(node)?).map_err(other)
     }
 
-    /// The same, where the answer is a text.
+    /// Send a command to a node. Returns its reply as text.
     ///
     /// # Errors
-    /// It does not answer, or refuses.
+    /// The node does not reply, or refuses the command.
     pub fn text(&self, node: usize, words: &[&str]) -> io::Result<String> {
         redis::from_redis_value(self.say(node, words)?).map_err(other)
     }
 
-    /// Does this node say of itself that it has slots?
+    /// Returns true if this node reports that it has slots.
     pub fn is_primary(&self, node: usize) -> bool {
         self.text(node, &["CLUSTER", "NODES"]).is_ok_and(|text| {
             let own = text.lines().find(|line| line.contains("myself"));
@@ -371,10 +371,7 @@ impl Valkey {
         self.text(node, &["CLUSTER", "MYID"])
     }
 
-    /// The node that has this slot, by this one's answer.
-    ///
-    /// # Errors
-    /// It does not answer.
+    /// Returns the first running node that reports this slot as its own.
     pub fn owner(&self, slot: u16) -> Option<usize> {
         (0..self.len()).filter(|node| self.is_running(*node)).find(|node| {
             let text = self.text(*node, &["CLUSTER", "NODES"]).unwrap_or_default();
@@ -387,7 +384,7 @@ impl Valkey {
         })
     }
 
-    /// Begin to move a slot: from now on, some keys are here and some there.
+    /// Begin to move a slot. Until the end of the move, each of the two nodes may have some of its keys.
     ///
     /// # Errors
     /// A node refuses.
@@ -398,7 +395,7 @@ impl Valkey {
         Ok(())
     }
 
-    /// Move up to this many keys of it. Returns how many there were.
+    /// Move up to `most` keys of the slot. Returns the number of moved keys.
     ///
     /// # Errors
     /// A node refuses.
@@ -414,7 +411,7 @@ impl Valkey {
         Ok(keys.len())
     }
 
-    /// End the move: the slot is at its new node.
+    /// End the move of a slot. Its new node owns it.
     ///
     /// # Errors
     /// A node refuses.
@@ -425,10 +422,10 @@ impl Valkey {
         Ok(())
     }
 
-    /// How many keys there are, on all primaries.
+    /// Returns the number of keys on all primaries.
     ///
     /// # Errors
-    /// A node does not answer.
+    /// A node does not reply.
     pub fn keys(&self) -> io::Result<u64> {
         let primaries = (0..self.len()).filter(|node| self.is_primary(*node));
         let sizes = primaries.map(|node| redis::from_redis_value::<u64>(self.say(node, &["DBSIZE"])?).map_err(other));

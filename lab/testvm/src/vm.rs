@@ -1,9 +1,9 @@
-//! A test VM: guest RAM, the workers' private memory, and the phases they go through together.
+//! A test VM: guest RAM, the private memory of the workers, and their phases.
 //!
-//! Before: `workload` plans, `ram` maps. After: an [`Outcome`].
-//! Threads: `run` starts one per worker and waits for them; `stop` and `progress` may be called from any thread.
-//! Promise: no worker is in phase N+1 before all have finished phase N, and the hook runs between the two. Orders,
-//! version words and results are in private memory of their own: paging out guest RAM cannot change what is right.
+//! Before: `workload` has a plan, and `ram` maps memory. After: the caller has an [`Outcome`].
+//! Threads: `run` starts one per worker and waits for them. Any thread may call `stop`, `think` and `progress`.
+//! Promise: no worker is in phase N+1 before all have finished phase N, and the hook runs between the two. Parameters,
+//! version words and results are in private memory, so paging of guest RAM cannot change the expected contents.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -24,17 +24,17 @@ use crate::workload::Spec;
 /// The point between two phases at which the hook is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
-    /// Nothing has touched guest RAM yet.
+    /// Before the fill: nothing has touched guest RAM yet.
     Fill,
-    /// RAM is filled; the operations come next.
+    /// After the fill, before the operations.
     Run,
-    /// The operations are over; every word is checked next.
+    /// After the operations, before every word is checked.
     Verify,
-    /// Every word was checked; nothing touches guest RAM any more.
+    /// After the check of every word: nothing touches guest RAM any more.
     End,
 }
 
-/// How far the workers are.
+/// The progress of all workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Progress {
     /// Operations done.
@@ -45,7 +45,7 @@ pub struct Progress {
     pub wrong_bytes: u64,
 }
 
-/// A point in time, by both clocks.
+/// A point in time, by the monotonic clock and the time stamp counter.
 #[derive(Clone, Copy, Debug)]
 struct Mark {
     time: Instant,
@@ -66,11 +66,11 @@ struct Barrier {
     started: bool,
     failed: bool,
     stopped: bool,
-    /// For each phase: when the one before it was over, and when it began. Between the two the hook ran.
+    /// For each phase, the end of the previous one and its own begin. The hook ran between the two.
     marks: Vec<(Mark, Mark)>,
 }
 
-/// A test VM. Runs once.
+/// A test VM. It can run once.
 #[derive(Debug)]
 pub struct Vm {
     spec: Spec,
@@ -88,7 +88,7 @@ pub struct Vm {
 type Hook<'a> = dyn Fn(Moment, &GuestRam) + Sync + 'a;
 
 impl Vm {
-    /// Lay out memory and, for a KVM guest, create its vCPUs. Guest RAM is still untouched.
+    /// Lay out memory and, for a KVM guest, create its vCPUs. This does not touch guest RAM.
     pub fn new(spec: &Spec, kind: GuestKind) -> Result<Self, Error> {
         let mut plan = spec.plan()?;
         let memory = |what, size: u64| move |source| Error::Memory { what, size: Bytes(size), source };
@@ -123,7 +123,7 @@ impl Vm {
             params.weights = private.address(table);
             let target = private.map.ptr(job, size_of::<Job>()).cast::<Job>();
             // SAFETY: in bounds (checked by `ptr`), page-aligned, and no reference to the job exists yet. The rest of
-            // the job is atomics, for which the zeros of fresh memory are values.
+            // the job is atomics, for which zero is a valid value.
             unsafe { (&raw mut (*target).params).write(*params) };
             places.push(Places { job, versions, stack });
         }
@@ -136,17 +136,17 @@ impl Vm {
         Ok(vm)
     }
 
-    /// Guest RAM: its memory file and where it is mapped.
+    /// Returns guest RAM: its memory file and its mapping.
     pub fn ram(&self) -> &GuestRam {
         &self.ram
     }
 
-    /// The spec it was made from.
+    /// Returns the spec of this VM.
     pub fn spec(&self) -> &Spec {
         &self.spec
     }
 
-    /// How far the workers are now. Costs them nothing.
+    /// Returns the present progress of the workers. It does not slow them down.
     pub fn progress(&self) -> Progress {
         self.jobs().fold(Progress::default(), |sum, job| Progress {
             ops: sum.ops + job.ops_done.load(Relaxed),
@@ -155,19 +155,20 @@ impl Vm {
         })
     }
 
-    /// From now on compute for `rounds` rounds before each operation: how busy the VM is.
+    /// Set the rounds of computing before each operation. They decide how busy the VM is.
     pub fn think(&self, rounds: u64) {
         self.jobs().for_each(|job| job.think.store(rounds, Relaxed));
     }
 
-    /// End the run phase after the operations in flight; RAM is still verified.
+    /// End the run phase after the operations in flight. RAM is then verified as usual.
     pub fn stop(&self) {
         self.jobs().for_each(|job| job.stop.store(1, Relaxed));
         self.barrier().stopped = true;
         self.turn.notify_all();
     }
 
-    /// Fill RAM, do the operations, verify RAM; call `hook` before each phase and at the end, while all workers wait.
+    /// Fill RAM, do the operations, and verify RAM. Calls `hook` before each phase and at the end, while all workers
+    /// wait.
     pub fn run(&self, hook: &Hook<'_>) -> Result<Outcome, Error> {
         if std::mem::replace(&mut self.barrier().started, true) {
             return Err(Error::RanAlready);
@@ -191,7 +192,7 @@ impl Vm {
     }
 
     fn work(&self, worker: usize, hook: &Hook<'_>) -> Result<(), Error> {
-        /// Sets the others free if this worker ends before its time, by an error or a panic in the hook.
+        /// Ends the wait of the other workers if this one ends early, by an error or a panic in the hook.
         struct Leave<'a>(&'a Vm, bool);
         impl Drop for Leave<'_> {
             fn drop(&mut self) {
@@ -204,7 +205,7 @@ impl Vm {
         let mut leave = Leave(self, false);
         let desk = Desk { vm: self, worker, hook };
         match &self.machine {
-            // SAFETY: `new` made this job's addresses: RAM and private memory are mapped until `self` goes, version
+            // SAFETY: `new` made this job's addresses. RAM and private memory are mapped as long as `self`. Version
             // words and weights have the job's length and belong to this worker, which runs once (`started`).
             None => unsafe { guest::run(self.job(worker), &desk) },
             Some(machine) => machine.run_vcpu(worker, &desk)?,
@@ -217,13 +218,14 @@ impl Vm {
     }
 
     fn barrier(&self) -> MutexGuard<'_, Barrier> {
-        // A panicking hook does not hold the lock, and the barrier is consistent at every unlock.
+        // The lock is not held while the hook runs, so a panic in it does not poison it. The barrier is consistent at
+        // every unlock.
         self.barrier.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn job(&self, worker: usize) -> &Job {
         let job = self.private.map.ptr(self.places[worker].job, size_of::<Job>()).cast::<Job>();
-        // SAFETY: in bounds, page-aligned, alive as long as `self`; parameters are constant since `new`, everything
+        // SAFETY: in bounds, page-aligned, and valid as long as `self`. Parameters are constant since `new`. Everything
         // else in a job is atomic.
         unsafe { &*job }
     }
@@ -310,7 +312,7 @@ impl Vm {
     }
 }
 
-/// Where one worker's events arrive: called by a native worker, or by the thread that runs a vCPU.
+/// The receiver of one worker's events. A native worker calls it, or the thread that runs a vCPU.
 struct Desk<'a> {
     vm: &'a Vm,
     worker: usize,
@@ -318,7 +320,7 @@ struct Desk<'a> {
 }
 
 impl Desk<'_> {
-    /// Wait until all workers are here; the last one calls the hook first. False if a worker failed.
+    /// Wait until all workers have arrived. The last one calls the hook. Returns false if a worker failed.
     fn arrive(&self, phase: u32) -> bool {
         let vm = self.vm;
         let moment = match phase {

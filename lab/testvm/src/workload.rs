@@ -1,8 +1,8 @@
-//! What a workload is, and what is true about it before it runs: which pages it touches and which are hot.
+//! Workloads and their parameters, their validation, and the plan of each worker.
 //!
-//! Before: the operator or a test writes a [`Spec`]. After: `vm` runs its plan, `model` computes its outcome.
-//! Threads: none. Units: operations are counted over all workers unless said otherwise.
-//! Promise: a plan depends on the spec alone, so the same spec gives the same operations in every kind of guest.
+//! Before: the operator or a test writes a [`Spec`]. After: `vm` runs its plan, and `model` computes its outcome.
+//! Threads: none. Units: operations are counted over all workers unless a comment says otherwise.
+//! Promise: a plan depends only on the spec, so the same spec gives the same operations in every kind of guest.
 
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
 use serde::{Deserialize, Serialize};
@@ -10,32 +10,31 @@ use serde::{Deserialize, Serialize};
 use crate::guest::programs::{Graph, Matrix};
 use crate::guest::{self, Params};
 
-/// Which memory the operations take.
+/// The pattern of a workload: the order in which operations take cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Workload {
-    /// One cell after the other, from the start again at the end.
+    /// One cell after the other, again and again.
     Sequential,
-    /// Every cell alike.
+    /// All cells with the same chance.
     Uniform,
-    /// A hot set (10 % of the cells) takes most operations (90 %).
+    /// 90 % of the operations take a hot set of 10 % of the cells.
     Hotset,
-    /// Key-value store: gets and puts of values of mixed sizes, keys by a zipf law (exponent 0.99).
+    /// A key-value store: gets and puts of values of mixed sizes, with keys by a Zipf law of exponent 0.99.
     Zipf,
     /// A hot set that moves by half of the memory at a known operation.
     Phase,
-    /// Fill, then wait to be stopped.
+    /// No operations: it fills RAM, and waits until it is stopped.
     Idle,
-    /// Key-value store under changing load: keys by a bell curve, then all alike, then in order.
+    /// A key-value store under changing load: keys by a bell curve, then uniformly, then in sequence.
     Store,
-    /// Breadth-first searches and shortest paths in a graph with few vertices of many edges (graph500 style).
+    /// Breadth-first searches and shortest paths in a graph in which few vertices have many edges, as in graph500.
     Graph,
     /// Dense matrix products, in tiles.
     Matrix,
-    /// Queries that scan a table, its recent quarter most often, and add up groups in a small hash table.
+    /// Queries that scan a table, most often its recent quarter, and sum groups in a small hash table.
     Scan,
-    /// One stage after the other, each with its own part of the memory, and then the first one again: a program whose
-    /// need changes. See [`Spec::stages`].
+    /// A cycle of stages, each with its own part of the memory: a program whose need changes. See [`Spec::stages`].
     #[value(skip)]
     Stages,
 }
@@ -43,108 +42,108 @@ pub enum Workload {
 /// A stage of [`Workload::Stages`].
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Stage {
-    /// Operations, of each worker.
+    /// Operations of each worker.
     pub ops: u64,
-    /// Where its memory begins, and how much that is, as fractions of the worker's.
+    /// Start of its memory, as a fraction of the worker's.
     pub from: f64,
-    /// See `from`.
+    /// Size of its memory, as a fraction of the worker's.
     pub part: f64,
-    /// Which of it the operations take.
+    /// The order in which operations take its cells.
     pub pattern: Pattern,
 }
 
-/// Which memory of a stage its operations take.
+/// The order in which the operations of a stage take its cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pattern {
     /// One cell after the other.
     Sequential,
-    /// Every cell alike.
+    /// All cells with the same chance.
     Uniform,
-    /// By a bell curve: two thirds of the operations within a seventh to either side of the middle.
+    /// A bell curve: two thirds of the operations are within a seventh to either side of the middle.
     Bell,
 }
 
-/// How hot cells lie in memory.
+/// Placement of hot cells in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Placement {
-    /// Side by side.
+    /// Adjacent.
     Contiguous,
-    /// Spread evenly over each worker's share of RAM.
+    /// Evenly spread over each worker's share of RAM.
     Scattered,
 }
 
-/// A workload and its parameters. All fields may be set freely; [`Spec::validate`] says what is wrong.
+/// A workload and its parameters. All fields may be set freely. [`Spec::validate`] checks them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Spec {
     /// The pattern.
     pub workload: Workload,
     /// Size of guest RAM.
     pub ram: Bytes,
-    /// RAM of huge pages of hugetlbfs; its size is a multiple of 2 MiB.
+    /// Use huge pages of hugetlbfs. The size of RAM is then a multiple of 2 MiB.
     pub huge_pages: bool,
-    /// Operations, over all workers; `u64::MAX` for no end.
+    /// Operations over all workers. `u64::MAX` means no limit.
     pub ops: u64,
-    /// Workers: threads or vCPUs. Each owns an equal share of RAM.
+    /// Workers, which are threads or vCPUs. Each owns an equal share of RAM.
     pub threads: usize,
-    /// Decides contents and choices.
+    /// Seed of contents and choices.
     pub seed: u64,
-    /// Fraction of operations that write; all of them read and check first.
+    /// Fraction of operations that write. All operations read and check first.
     pub write_fraction: f64,
-    /// The piece of memory one operation takes.
+    /// Size of the piece of memory that one operation takes.
     pub cell: Bytes,
-    /// Smallest value in a cell; cells hold values between this and the whole cell. `None`: cells are full.
+    /// Smallest value in a cell. Values have sizes from this up to the whole cell. `None`: cells are full.
     pub min_value: Option<Bytes>,
-    /// Contents compress to about half; otherwise not at all.
+    /// Contents compress to about half. Otherwise they do not compress.
     pub half_compressible: bool,
     /// Fraction of cells that are all zero, after the fill and after every full write.
     pub zero_fraction: f64,
-    /// Operations check and write every word, not only eight spread over the cell. The final check is always of all.
+    /// Operations check and write every word of a cell, instead of eight. The final check always covers all words.
     pub thorough: bool,
-    /// Hot cells, as a fraction (`hotset`, `phase`).
+    /// Fraction of the cells that is hot (`hotset`, `phase`).
     pub hot_fraction: f64,
-    /// Operations that take a hot cell, as a fraction; for `zipf`, the share of accesses that defines "hot".
+    /// Fraction of operations that take a hot cell. For `zipf`, the share of accesses that defines "hot".
     pub hot_weight: f64,
     /// The exponent of `zipf`.
     pub zipf_exponent: f64,
-    /// `phase`: the operation, over all workers, at which the hot set moves; `None` for the middle. `store`: operations
-    /// with each pattern; `None` for a third.
+    /// `phase`: the operation, over all workers, at which the hot set moves; `None` means the middle. `store`:
+    /// operations with each pattern; `None` means a third.
     pub move_at: Option<u64>,
-    /// `stages`: what they are; at least one.
+    /// The stages of workload `stages`, at least one.
     pub stages: Vec<Stage>,
-    /// Where hot cells are.
+    /// Placement of the hot cells.
     pub placement: Placement,
-    /// `hotset` with a `hot_weight` of 1: this fraction of the hot cells is spread over the memory beyond the others,
-    /// which lie side by side. `None`: as `placement` says.
+    /// For `hotset` with a `hot_weight` of 1: this fraction of the hot cells is spread over the memory behind the other
+    /// hot cells, which are adjacent. `None`: `placement` decides.
     pub spread: Option<f64>,
-    /// Operations of a worker between two reports (a KVM exit each; the operation counter is always live).
+    /// Operations of a worker between two reports. A report is a KVM exit. The operation counter is always current.
     pub report_every: u64,
-    /// TSC ticks for which a worker computes after each operation, as a program does between its accesses.
+    /// TSC ticks for which a worker computes after each operation, as programs do between accesses.
     pub think_ticks: u64,
     /// Measure every operation.
     pub latency: bool,
-    /// Rounds of computing, of some 3 ns each, before each operation, to begin with: what a request costs beyond its
-    /// memory.
+    /// Initial rounds of computing before each operation, about 3 ns each. They stand for the cost of a request beyond
+    /// its memory accesses.
     pub think: u64,
 }
 
-/// A spec that makes no sense. Caused by the operator.
+/// A spec is not valid. The operator caused it.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("Workload parameter {field}: {problem}")]
 pub struct SpecError {
     /// The field of [`Spec`].
     pub field: &'static str,
-    /// What is wrong with it.
+    /// The problem with this field.
     pub problem: String,
 }
 
 impl Spec {
-    /// The defaults of a workload on `ram` bytes: a million operations, one worker, half of them writes.
+    /// Returns the defaults of a workload on `ram` bytes: a million operations, half of them writes, and one worker.
     pub fn new(workload: Workload, ram: Bytes) -> Self {
         let zipf = workload == Workload::Zipf;
         let values = matches!(workload, Workload::Zipf | Workload::Store);
-        // Programs: as many version words as they need.
+        // For programs, this cell size gives as many version words as they need.
         let cell = match workload {
             Workload::Zipf | Workload::Store | Workload::Matrix | Workload::Scan => 1024,
             Workload::Graph => 128,
@@ -221,10 +220,10 @@ impl Spec {
             return wrong("spread", "is not between 0 and 1".to_owned());
         }
         if self.spread.is_some() && (self.workload != Workload::Hotset || self.hot_weight < 1.0) {
-            return wrong("spread", "only of a hot set with a hot_weight of 1".to_owned());
+            return wrong("spread", "needs a hot set with a hot_weight of 1".to_owned());
         }
         if (self.workload == Workload::Stages) == self.stages.is_empty() {
-            return wrong("stages", "wanted by the workload `stages`, and by no other one".to_owned());
+            return wrong("stages", "required by the workload `stages`, and not allowed for others".to_owned());
         }
         let inside = |stage: &Stage| stage.from >= 0.0 && stage.part > 0.0 && stage.from + stage.part <= 1.0;
         if let Some(stage) = self.stages.iter().find(|stage| stage.ops == 0 || !inside(stage)) {
@@ -238,7 +237,7 @@ impl Spec {
             Workload::Matrix | Workload::Scan => Some((1024, Bytes(128 << 10))),
             _ => None,
         } {
-            // Its version words and tables are as many as its cells.
+            // Larger cells would give a program fewer version words than it needs.
             if cell > most {
                 return wrong("cell", format!("{cell} bytes are too large for this workload: {most} at most"));
             }
@@ -248,12 +247,12 @@ impl Spec {
         }
         if matches!(self.workload, Workload::Phase | Workload::Store) && self.ops == u64::MAX && self.move_at.is_none()
         {
-            return wrong("move_at", "operations without end have no middle: say when the pattern changes".to_owned());
+            return wrong("move_at", "operations without a limit have no middle: set move_at".to_owned());
         }
         Ok(())
     }
 
-    /// The orders of each worker; addresses are still zero.
+    /// Returns the parameters of each worker. Addresses are still zero.
     pub(crate) fn plan(&self) -> Result<Vec<Params>, SpecError> {
         self.validate()?;
         let threads = self.threads as u64;
@@ -314,8 +313,8 @@ impl Spec {
         Ok(plan.collect())
     }
 
-    /// The table of a worker: cumulative weights of the ranks, scaled to 64 bits (`zipf`); offsets of vertices
-    /// (`graph`); sums over the first tiles (`matrix`); what is when (`stages`); else empty.
+    /// Returns the table of a worker: cumulative weights of the ranks, scaled to 64 bits (`zipf`), offsets of vertices
+    /// (`graph`), sums over the first tiles (`matrix`), or the stages (`stages`). It is empty for other workloads.
     pub(crate) fn weights(&self, params: &Params) -> Vec<u64> {
         let cumulate = |parts: &mut dyn Iterator<Item = u64>| {
             let sums = parts.scan(0u64, |sum, part| {
@@ -342,7 +341,7 @@ impl Spec {
                 sum
             })
             .collect();
-        // The cast saturates: the last entries may be u64::MAX.
+        // The cast saturates, so the last entries may be u64::MAX.
         sums.into_iter().map(|partial| (partial / sum * 18_446_744_073_709_551_616.0) as u64).collect()
     }
 
@@ -362,8 +361,8 @@ impl Spec {
         self.stages.iter().flat_map(words).collect()
     }
 
-    /// How often each page is touched per operation, in the long run and before the hot set moves, by the law of its
-    /// one worker. Only for workloads that pick at random.
+    /// Returns the expected touches of each page per operation of the one worker, before the hot set moves. Works only
+    /// for workloads that pick at random.
     pub fn touch_rates(&self) -> Result<Vec<f64>, SpecError> {
         let plan = self.plan()?;
         let [params] = &plan[..] else {
@@ -397,12 +396,12 @@ impl Spec {
     }
 }
 
-/// A fraction as a bound on 32 random bits.
+/// Returns a fraction as a bound on 32 random bits.
 fn threshold(fraction: f64) -> u64 {
     (fraction * 4_294_967_296.0) as u64
 }
 
-/// A step near the golden section of `cells` that visits every cell.
+/// Returns a step near the golden section of `cells` with which a walk visits every cell.
 fn stride(cells: u64) -> u64 {
     fn gcd(a: u64, b: u64) -> u64 {
         if b == 0 { a } else { gcd(b, a % b) }

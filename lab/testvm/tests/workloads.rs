@@ -1,7 +1,7 @@
-//! Every workload in both kinds of guest, against the model; and wrong bytes, which must never go unseen.
+//! Tests of every workload in both kinds of guest against the model, and of the detection of wrong bytes.
 //!
-//! Needs: nothing for native guests, `/dev/kvm` for the others (`kvm-in-qemu.sh` provides it under emulation).
-//! Threads: those of the VMs. Promise: small enough to run under emulation; nothing here depends on time.
+//! Needs: `/dev/kvm` for KVM guests (`kvm-in-qemu.sh` provides it under emulation); native guests need nothing.
+//! Threads: those of the VMs. Promise: the tests are small enough for emulation, and no result depends on time.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -31,7 +31,7 @@ const ALL: [Workload; 10] = [
 ];
 const PROGRAMS: [Workload; 3] = [Workload::Graph, Workload::Matrix, Workload::Scan];
 
-/// The kinds of guest this machine can run. Says aloud when KVM is not among them.
+/// Returns the kinds of guest that this machine can run. Prints a skip if KVM is missing.
 fn kinds() -> Vec<GuestKind> {
     if missing("kvm", kvm_missing()) {
         return vec![GuestKind::Native];
@@ -50,7 +50,8 @@ fn spec(workload: Workload, threads: usize) -> Spec {
     spec
 }
 
-/// 3000 operations: the first quarter in order, the whole at random, the last half by a bell curve.
+/// Three stages, together 3000 operations: the first quarter in order, all memory at random, the last half by a bell
+/// curve.
 fn stages() -> Vec<Stage> {
     let stage = |ops, from, part, pattern| Stage { ops, from, part, pattern };
     vec![
@@ -65,7 +66,7 @@ fn run(spec: &Spec, kind: GuestKind) -> Outcome {
 }
 
 #[test]
-fn every_workload_ends_as_the_model_says_in_every_kind_of_guest() {
+fn every_workload_matches_the_model_in_every_kind_of_guest() {
     for workload in ALL {
         for thorough in [false, true] {
             let spec = Spec { thorough, ..spec(workload, 2) };
@@ -80,7 +81,7 @@ fn every_workload_ends_as_the_model_says_in_every_kind_of_guest() {
 }
 
 #[test]
-fn cells_smaller_and_larger_than_a_page_end_as_the_model_says() {
+fn cells_smaller_and_larger_than_a_page_match_the_model() {
     for (cell, placement) in [(64, Placement::Contiguous), (512, Placement::Scattered), (16384, Placement::Scattered)] {
         let mut spec = Spec { cell: Bytes(cell), placement, ..spec(Workload::Phase, 3) };
         spec.min_value = (cell > 64).then_some(Bytes(64));
@@ -100,13 +101,13 @@ fn the_outcome_depends_on_the_seed_and_on_nothing_else() {
     assert_ne!(a.checksum, c.checksum);
 }
 
-/// Spoil one byte of a word between two phases and expect exactly this to be reported.
+/// Corrupt one byte of a word between two phases. The outcome must report exactly this byte.
 fn spoil(kind: GuestKind, when: Moment, workload: Workload, ops: u64) {
     let mut spec = spec(workload, 1);
     spec.ops = ops;
     spec.zero_fraction = 0.0;
     let page = PageIdx(77);
-    // The last word of a page is among the words every operation checks.
+    // Every operation checks the last word of a page.
     let offset = page.offset() as usize + PAGE_SIZE - 8;
     let was = Mutex::new(0);
     let vm = Vm::new(&spec, kind).expect("vm");
@@ -129,9 +130,9 @@ fn spoil(kind: GuestKind, when: Moment, workload: Workload, ops: u64) {
 #[test]
 fn one_flipped_byte_is_reported_with_its_place_and_both_values() {
     for kind in kinds() {
-        // Found by the operation that reaches page 77, before it replaces the word.
+        // The operation that reaches page 77 finds it, before it replaces the word.
         spoil(kind, Moment::Run, Workload::Sequential, 1024);
-        // Found by the final check, when no operation passes by.
+        // Without operations, the final check finds it.
         spoil(kind, Moment::Run, Workload::Sequential, 0);
         spoil(kind, Moment::Verify, Workload::Hotset, 5_000);
     }
@@ -153,7 +154,7 @@ fn a_page_that_lost_its_contents_is_wrong_in_every_word() {
 }
 
 #[test]
-fn a_byte_that_changed_under_a_program_is_seen_wherever_it_is() {
+fn a_changed_byte_in_any_page_of_a_program_is_found() {
     for (kind, workload) in kinds().into_iter().flat_map(|kind| PROGRAMS.map(|workload| (kind, workload))) {
         let spec = Spec { zero_fraction: 0.0, ..spec(workload, 1) };
         let filled = spec.filled_pages().expect("filled");
@@ -171,7 +172,7 @@ fn a_byte_that_changed_under_a_program_is_seen_wherever_it_is() {
     }
 }
 
-/// Run a VM, and before the final check put a page back as it was after the fill.
+/// Run a VM, and before the final check restore a page to its contents after the fill.
 fn run_and_put_back(vm: &Vm, page: usize) -> Outcome {
     let words = || (page * PAGE_SIZE..(page + 1) * PAGE_SIZE).step_by(8);
     let saved = Mutex::new(Vec::new());
@@ -189,7 +190,7 @@ fn run_and_put_back(vm: &Vm, page: usize) -> Outcome {
 #[test]
 fn old_contents_of_a_page_of_a_program_are_wrong_contents() {
     for (kind, workload) in kinds().into_iter().flat_map(|kind| PROGRAMS.map(|workload| (kind, workload))) {
-        // What is written most: a vertex's state, the first piece of C, a slot of the hash table.
+        // Programs write these words most: a vertex's state, the first piece of C, a slot of the hash table.
         let spec = Spec { zero_fraction: 0.0, ..spec(workload, 1) };
         let n = 384;
         let first = if workload == Workload::Matrix { 2 * n * n * 8 / PAGE_SIZE } else { 2 };
@@ -202,11 +203,11 @@ fn old_contents_of_a_page_of_a_program_are_wrong_contents() {
 #[test]
 fn old_contents_of_a_single_page_are_wrong_contents() {
     for kind in kinds() {
-        // Every page is written once or more; page 8 goes back to what the fill wrote.
+        // Every page is written at least once. Page 8 is restored to its contents after the fill.
         let spec = Spec { write_fraction: 1.0, ops: 1024, zero_fraction: 0.0, ..spec(Workload::Sequential, 1) };
         let vm = Vm::new(&spec, kind).expect("vm");
         let outcome = run_and_put_back(&vm, 8);
-        // Eight sampled words were rewritten by the one operation; the other words are those of the fill.
+        // The one operation rewrote eight sampled words. The other words are still those of the fill.
         assert_eq!((outcome.wrong_words, outcome.wrong[0].page), (8, 8), "{outcome:?}");
     }
 }
@@ -237,8 +238,8 @@ fn guest_ram_can_be_zapped_during_the_run_and_nothing_is_lost() {
     }
 }
 
-/// A pager in a few lines: serves the faults of a VM and takes pages out between them, until `done`.
-/// Returns how many pages it restored.
+/// A minimal pager: it serves the faults of a VM, and takes pages out between them, until `done`. Returns the number of
+/// restored pages.
 fn page_under(ram: &GuestRam, uffd: &Uffd, done: &AtomicBool) -> std::io::Result<u64> {
     let file = File::from(ram.memfd().try_clone_to_owned()?);
     let pages = (ram.len() / PAGE_SIZE) as u64;
@@ -272,7 +273,7 @@ fn page_under(ram: &GuestRam, uffd: &Uffd, done: &AtomicBool) -> std::io::Result
             next = (next + 7) % pages;
             let offset = next * PAGE_SIZE as u64;
             if memfd::is_present(ram.memfd(), offset)? {
-                // Zapped, the page can only be touched through a fault, which nobody but us answers.
+                // After the zap, every touch of the page is a fault, which only this thread serves.
                 ram.zap(offset as usize, PAGE_SIZE)?;
                 let mut bytes = Box::new([0; PAGE_SIZE]);
                 memfd::read_exact_at(&file, offset, &mut bytes[..])?;
@@ -286,7 +287,7 @@ fn page_under(ram: &GuestRam, uffd: &Uffd, done: &AtomicBool) -> std::io::Result
 
 #[test]
 fn guest_ram_can_be_paged_out_through_userfaultfd_and_nothing_is_lost() {
-    // Programs do their first operations in few pages.
+    // The first operations of a program touch few pages, so programs do more.
     let long = PROGRAMS.map(|workload| (workload, if workload == Workload::Graph { 400_000 } else { 4_000 }));
     for (kind, (workload, ops)) in kinds()
         .into_iter()
@@ -300,7 +301,7 @@ fn guest_ram_can_be_paged_out_through_userfaultfd_and_nothing_is_lost() {
         let (outcome, restored) = std::thread::scope(|scope| {
             let pager = scope.spawn(|| {
                 let result = page_under(vm.ram(), &uffd, &done);
-                // Whatever happened, nobody waits for a pager that is gone.
+                // Also after an error, no worker may wait for a pager that has ended.
                 uffd.unregister(Hva(vm.ram().addr() as u64), vm.ram().len() as u64)?;
                 result
             });
@@ -314,7 +315,7 @@ fn guest_ram_can_be_paged_out_through_userfaultfd_and_nothing_is_lost() {
         });
         assert!(outcome.is_right(), "{outcome:?}");
         assert!(restored > 500, "{workload:?}: only {restored} pages were restored");
-        println!("{kind:?}, {workload:?}: {restored} pages went out and were restored");
+        println!("{kind:?}, {workload:?}: {restored} pages were taken out and restored");
     }
 }
 
@@ -362,7 +363,7 @@ fn the_truth_about_pages_fits_the_workload() {
         assert!(filled.len() > pages * 8 / 10, "{workload:?} uses {} pages of {pages}", filled.len());
     }
 
-    // What an operation touches can be seen from outside: punch everything, do the operations, look at the file.
+    // The file shows the touched pages: punch all of it, do the operations, and find the pages that are present.
     let mut spec = Spec::new(Workload::Zipf, Bytes(4 * MIB));
     (spec.ops, spec.threads) = (300, 2);
     let present = Mutex::new(Vec::new());
@@ -376,13 +377,13 @@ fn the_truth_about_pages_fits_the_workload() {
         _ => {}
     })
     .expect("run");
-    // A read of a hole through a shared mapping allocates the page too.
+    // A read of a hole through a shared mapping also allocates the page.
     let touched: Vec<_> = spec.touched_pages(&[]).expect("touched").iter().collect();
     assert_eq!(*present.lock().expect("lock"), touched);
 }
 
 #[test]
-fn the_touches_of_two_stretches_add_up_to_those_of_both_and_are_of_the_touched_pages() {
+fn touch_counts_of_two_ranges_add_up_and_cover_exactly_the_touched_pages() {
     for workload in ALL.into_iter().filter(|workload| !PROGRAMS.contains(workload) && *workload != Workload::Store) {
         let spec = Spec { think_ticks: 100, zero_fraction: 0.0, ops: 3000, ..spec(workload, 1) };
         let touches = |ops| spec.touches(ops).expect("touches");
@@ -392,7 +393,7 @@ fn the_touches_of_two_stretches_add_up_to_those_of_both_and_are_of_the_touched_p
         let touched = spec.touched_pages(&[]).expect("touched");
         let pages = (0..).map(PageIdx).zip(&both);
         assert!(pages.into_iter().all(|(page, count)| touched.contains(page) == (*count > 0)), "{workload:?}");
-        // Thinking changes nothing of it.
+        // The time for thinking does not change the outcome.
         assert!(Vm::new(&spec, GuestKind::Native).expect("vm").run(&|_, _| ()).expect("run").is_right());
     }
     assert_eq!(Spec::new(Workload::Idle, Bytes(MIB)).touches(0..9).expect("touches"), [0; 256]);
@@ -401,7 +402,7 @@ fn the_touches_of_two_stretches_add_up_to_those_of_both_and_are_of_the_touched_p
 }
 
 #[test]
-fn a_program_in_stages_stays_in_the_memory_of_each_and_begins_again_after_the_last() {
+fn stages_touch_only_their_own_memory_and_repeat_after_the_last() {
     let spec = Spec { threads: 1, stages: stages(), ..Spec::new(Workload::Stages, Bytes(4 * MIB)) };
     let touches = |ops| spec.touches(ops).expect("touches");
     let of = |touches: &[u32], pages: std::ops::Range<usize>| touches[pages].iter().sum::<u32>();
@@ -418,7 +419,7 @@ fn a_program_in_stages_stays_in_the_memory_of_each_and_begins_again_after_the_la
     }
     let wrong = |stages, workload| {
         let spec = Spec { stages, ..Spec::new(workload, Bytes(4 * MIB)) };
-        spec.validate().expect_err("it makes no sense").field
+        spec.validate().expect_err("it is not valid").field
     };
     assert_eq!(wrong(Vec::new(), Workload::Stages), "stages");
     assert_eq!(wrong(stages(), Workload::Uniform), "stages");
@@ -427,13 +428,13 @@ fn a_program_in_stages_stays_in_the_memory_of_each_and_begins_again_after_the_la
 }
 
 #[test]
-fn pages_are_touched_as_often_as_the_law_of_the_workload_says() {
+fn touch_counts_fit_the_touch_rates_of_the_workload() {
     for workload in [Workload::Uniform, Workload::Hotset, Workload::Zipf] {
         let spec = Spec { threads: 1, ops: u64::MAX, ..Spec::new(workload, Bytes(2 * MIB)) };
         let (rates, ops) = (spec.touch_rates().expect("rates"), 400_000u32);
         for (page, (rate, count)) in rates.iter().zip(spec.touches(0..ops.into()).expect("touches")).enumerate() {
             let (expected, count) = (rate * f64::from(ops), f64::from(count));
-            // Six deviations.
+            // The bound is six standard deviations.
             assert!((count - expected).abs() <= 6.0 * expected.sqrt() + 1.0, "{workload:?} {page}: {count} {expected}");
         }
     }
@@ -442,7 +443,7 @@ fn pages_are_touched_as_often_as_the_law_of_the_workload_says() {
 }
 
 #[test]
-fn a_spread_part_of_the_hot_set_is_in_every_huge_page_and_the_rest_in_as_few_as_can_be() {
+fn the_spread_part_of_a_hot_set_is_in_every_huge_page_and_the_rest_in_the_fewest() {
     for (spread, units) in [(0.0, 2), (0.5, 16), (1.0, 16)] {
         let spec =
             Spec { hot_weight: 1.0, spread: Some(spread), ops: 20_000, ..Spec::new(Workload::Hotset, Bytes(32 * MIB)) };
@@ -458,7 +459,7 @@ fn a_spread_part_of_the_hot_set_is_in_every_huge_page_and_the_rest_in_as_few_as_
 }
 
 #[test]
-fn nonsense_is_refused_with_the_name_of_the_field() {
+fn an_invalid_spec_is_refused_with_the_name_of_the_field() {
     let good = spec(Workload::Phase, 1);
     let refused = [
         ("ram", Spec { ram: Bytes(5000), ..good.clone() }),

@@ -1,9 +1,10 @@
-//! No circle of files inside a crate: a reader can begin at the bottom and never needs a file that he has not read yet.
+//! A test that the files of a crate do not depend on each other in a circle. So a reader can begin at the bottom, and
+//! never needs a file that comes later.
 //!
-//! Before: the sources. After: a failed test that names the files of each circle and what ties them.
-//! Promise: an arrow is a name that one file takes from the file that defines it: by `crate::`, `super::` or `self::`, or by
-//! the name of a child module. Re-exports are followed. Tests, and what a `mod` line declares, are no arrows. Sources are
-//! read as text, so a name that a macro makes is not seen.
+//! Before: the sources. After: a failed test names the files of each circle and the names that connect them.
+//! Promise: an arrow is a name that one file takes from the file that defines it, by `crate::`, `super::` or `self::`,
+//! or by the name of a child module. Re-exports are followed. Tests and `mod` lines make no arrows. Sources are read
+//! as text, so a name that a macro makes is not found.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,13 +13,13 @@ mod common;
 
 use common::{none_is_left, root};
 
-/// One file of a crate: its module's path and its text, without comments, strings and tests.
+/// A file of a crate: the path of its module, and its text without comments, strings and tests.
 struct Source {
     module: Vec<String>,
     text: String,
 }
 
-/// The `src` directories of all members.
+/// Returns the `src` directories of all members.
 fn crates() -> Vec<PathBuf> {
     let members = ["crates", "lab"].map(|place| std::fs::read_dir(root().join(place)).expect("a directory"));
     let sources = members.into_iter().flatten().map(|entry| entry.expect("an entry").path().join("src"));
@@ -27,7 +28,7 @@ fn crates() -> Vec<PathBuf> {
     found
 }
 
-/// The text of a source without comments, strings and what follows the first module of tests, if that is in the file.
+/// Returns the text of a source without comments and strings, up to the first module of tests in the file.
 fn strip(text: &str) -> String {
     let text = &text.replace("#[cfg(test)]\nmod tests;\n", "");
     let end =
@@ -70,7 +71,7 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// The paths of a use tree that begins at `text`: `a::b`, `a::{b, c::d}`.
+/// Returns the paths of a use tree that begins at `text`, such as `a::b` or `a::{b, c::d}`, and its length.
 fn tree(text: &str) -> (Vec<Vec<String>>, usize) {
     let (mut path, mut at) = (Vec::new(), 0);
     loop {
@@ -110,7 +111,7 @@ fn tree(text: &str) -> (Vec<Vec<String>>, usize) {
     }
 }
 
-/// All paths into its own crate that a file names, from the crate's root.
+/// Returns all paths into its own crate that a file names, from the root of the crate.
 fn named(source: &Source, modules: &BTreeSet<Vec<String>>) -> Vec<Vec<String>> {
     let mut found = Vec::new();
     let mut at = 0;
@@ -151,7 +152,7 @@ fn named(source: &Source, modules: &BTreeSet<Vec<String>>) -> Vec<Vec<String>> {
     found
 }
 
-/// Which file defines what this path names: re-exports are followed.
+/// Returns the file that defines the item of this path. Re-exports are followed.
 fn resolve(
     path: &[String],
     sources: &BTreeMap<PathBuf, Source>,
@@ -190,7 +191,7 @@ fn arrows(src: &Path) -> Arrows {
     for (file, source) in &sources {
         for path in named(source, &modules) {
             let Some(to) = resolve(&path, &sources, &modules, 0).filter(|to| to != file) else { continue };
-            // A module that only names its children, or hands on what they define, takes nothing from them.
+            // A module that only declares its children, or re-exports their items, takes nothing from them.
             let is_export = source.text.contains("pub use ") && sources[&to].module.starts_with(&source.module) && {
                 let last = path.last().expect("a word");
                 let text = source.text.replace("pub use ", "pub_use ");
@@ -207,7 +208,7 @@ fn arrows(src: &Path) -> Arrows {
     arrows
 }
 
-/// The files that can be reached from this one.
+/// Returns the files that can be reached from this one.
 fn reached(from: &Path, arrows: &Arrows) -> BTreeSet<PathBuf> {
     let mut seen = BTreeSet::new();
     let mut open = vec![from.to_owned()];
@@ -221,7 +222,7 @@ fn reached(from: &Path, arrows: &Arrows) -> BTreeSet<PathBuf> {
     seen
 }
 
-/// Each circle of files, by its first file, with what ties them.
+/// Returns a text for each circle of files: its first file, and the names that connect its files.
 fn circles() -> Vec<String> {
     let mut said = Vec::new();
     for src in crates() {

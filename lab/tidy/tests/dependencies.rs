@@ -1,7 +1,7 @@
-//! Which crate may reach which: the arrows of ARCHITECTURE.md, read from what cargo resolves.
+//! Tests which crate may depend on which: the arrows of ARCHITECTURE.md, checked against cargo's resolution.
 //!
-//! Before: the manifests. After: a failed test that names the forbidden path, crate by crate.
-//! Promise: what is checked is what a build links: normal dependencies, with all that they bring, on Linux.
+//! Before: the manifests. After: a failed test names the forbidden path, crate by crate.
+//! Promise: the checked graph is what a build links: normal dependencies, also indirect ones, on Linux.
 
 mod common;
 
@@ -10,34 +10,34 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// Crates of the product, and what none of them may reach in any number of steps.
+/// Crates of the product, and the crates that none of them may reach in any number of steps.
 const FORBIDDEN: [(&[&str], &[&str]); 14] = [
     (&["ballast-cli"], &["kvm-ioctls", "kvm-bindings", "redis", "ballast-daemon", "ballast-pager", "ballast-client"]),
-    // The moves of one page, and their model: no kernel, no store, no thread.
+    // They are the moves of one page and their model, without a kernel, a store or threads.
     (&["ballast-page"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
     (&["ballast-pager"], &["ballast-daemon", "ballast-policy", "ballast-api", "ballast-client"]),
-    // The keeper never touches a page: it holds descriptors, and knows of their files what `handover` says.
+    // The keeper never touches a page. It holds descriptors, and knows only what `handover` tells about their files.
     (
         &["ballast-keeper", "ballast-handover"],
         &["ballast-page", "ballast-store", "ballast-heat", "ballast-pager", "ballast-policy", "ballast-api", "tokio"],
     ),
     (&["ballast-policy"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager"]),
-    // Pure: for any guest agent, and for replays.
+    // It is pure, so any guest agent and any replay can use it.
     (&["ballast-ranges"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
-    // What guest and host say to each other is the same code in both, and nothing else.
+    // Guest and host share this code for their protocol, and nothing else.
     (&["ballast-guest"], &["ballast-sys", "ballast-base", "serde", "libc", "rustix"]),
-    // Where memory comes from, without any: no kernel, no clock.
+    // It decides about memory without having any: no kernel, no clock.
     (
         &["ballast-pool"],
         &["ballast-sys", "ballast-store", "ballast-heat", "ballast-page", "ballast-pager", "ballast-policy", "libc"],
     ),
-    // Its memory: files, and no VM.
+    // It owns the pool's memory, which is files, and knows no VM.
     (&["ballast-reserve"], &["ballast-store", "ballast-heat", "ballast-page", "ballast-pager", "ballast-policy"]),
     (&["ballast-store"], &["ballast-heat", "ballast-page", "ballast-pager", "ballast-policy"]),
-    // Servers are spoken to by its own code, with deadlines and bounds of its own.
+    // Its own code talks to servers, with its own deadlines and bounds.
     (&["ballast-remote"], &["ballast-heat", "ballast-page", "ballast-pager", "ballast-policy", "redis", "tokio"]),
     (&["ballast-heat"], &["ballast-store", "ballast-page", "ballast-pager", "ballast-policy"]),
-    // They run in somebody else's process.
+    // They run in the process of a VMM.
     (
         &["ballast-client", "ballast-preload"],
         &[
@@ -54,7 +54,7 @@ const FORBIDDEN: [(&[&str], &[&str]); 14] = [
     (&["ballast-base"], &["ballast-sys", "libc", "rustix"]),
 ];
 
-/// What cargo resolved: each package's name, where its manifest lies, and the packages it links.
+/// Cargo's resolution: the name of each package, the place of its manifest, and the packages that it links.
 struct Graph {
     packages: BTreeMap<String, Package>,
 }
@@ -70,7 +70,7 @@ impl Graph {
         let cargo = std::env::var_os("CARGO").expect("cargo runs this test");
         let output = Command::new(cargo)
             .args(["metadata", "--format-version", "1", "--offline", "--locked"])
-            // Packages of other platforms need not have been downloaded.
+            // Packages of other platforms may not have been downloaded.
             .args(["--filter-platform", &format!("{}-unknown-linux-gnu", std::env::consts::ARCH)])
             .arg("--manifest-path")
             .arg(common::root().join("Cargo.toml"))
@@ -80,7 +80,7 @@ impl Graph {
         let metadata: Value = serde_json::from_slice(&output.stdout).expect("cargo's JSON");
         let text = |value: &Value| value.as_str().expect("a text").to_owned();
         let list = |value: &Value| value.as_array().expect("a list").clone();
-        // Development and build dependencies have a kind; normal ones have none.
+        // Development and build dependencies have a kind. Normal ones have none.
         let linked = |dep: &Value| list(&dep["dep_kinds"]).iter().any(|kind| kind["kind"].is_null());
         let mut links: BTreeMap<String, Vec<String>> = list(&metadata["resolve"]["nodes"])
             .iter()
@@ -107,13 +107,13 @@ impl Graph {
         found.unwrap_or_else(|| panic!("no package is named {name}: is a rule out of date?")).0
     }
 
-    /// The members of the workspace in this folder of it.
+    /// Returns the members of the workspace in this folder.
     fn members(&self, folder: &str) -> Vec<&str> {
         let start = format!("{}/{folder}/", common::root().display());
         self.packages.values().filter(|p| p.manifest.starts_with(&start)).map(|p| p.name.as_str()).collect()
     }
 
-    /// The shortest way from one package to one of the others, as the names on it.
+    /// Returns the shortest path from one package to one of the others, as the names on it.
     fn path(&self, from: &str, to: &[&str]) -> Option<String> {
         let mut seen = BTreeSet::from([self.id(from)]);
         let mut queue = VecDeque::from([(self.id(from), from.to_owned())]);
@@ -138,7 +138,7 @@ fn no_crate_reaches_what_it_must_not_know() {
     let graph = Graph::read();
     for (crates, forbidden) in FORBIDDEN {
         for name in forbidden {
-            // A rule about a package that is no more would check nothing.
+            // A rule about a package that no longer exists would check nothing.
             assert!(!graph.id(name).is_empty());
         }
         for name in crates {

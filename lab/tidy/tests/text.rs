@@ -1,7 +1,7 @@
-//! What is written reads as one hand's: plain English, the field's terms, lines and pages of a bounded length.
+//! Tests of all texts: plain English, the terms of the field, and bounds on the length of lines, files and pages.
 //!
-//! Before: sources, scripts, settings and pages of this repository. After: a failed test that names each place.
-//! Promise: `lab/notebook` is left alone, because a page there is a record of its day.
+//! Before: sources, scripts, settings and pages of this repository. After: a failed test names each place.
+//! Promise: `lab/notebook` is not checked, because a page there is a record of its day.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ mod common;
 
 use common::{none_is_left, root};
 
-/// Words that CONTRIBUTING.md gives another word for, and what to write. A word ends where a letter does not follow.
+/// Words for which CONTRIBUTING.md has another word, and that word. A word ends where no letter or digit follows.
 const BANNED: [(&str, &str); 73] = [
     ("rung", "notified"),
     ("of late", "recently, or refaulted"),
@@ -86,15 +86,15 @@ const BANNED: [(&str, &str); 73] = [
     ("be had", "available"),
 ];
 
-/// Places that may say a banned word, and why. A place is the beginning of a file's name.
+/// Places that may have a banned word, and the reason. A place is the beginning of a file's name.
 const EXCEPTED: [(&str, &str, &str); 3] = [
     ("bell", "lab/", "the bell curve by which a workload touches cells"),
     ("whence", "crates/sys/src/presence.rs", "a field of `struct flock`"),
     ("away_page_ms", "crates/policy/src/", "the name in recordings of older versions"),
 ];
 
-/// How no documentation comment begins: with an "of" that hangs on nothing, a relative clause, or a reference that says
-/// nothing. A comment that is a question may begin with "who".
+/// Forbidden beginnings of a documentation comment: an "of" without its noun, a relative clause, or a reference that
+/// has no content. A comment that is a question may begin with "who".
 const OPENINGS: [(&str, &str); 4] = [
     ("Of ", "name the thing: \"Share of\", \"For this\", \"Part of\""),
     ("Who ", "name the thread, process or program"),
@@ -102,7 +102,7 @@ const OPENINGS: [(&str, &str); 4] = [
     ("See the file's head.", "say what it is"),
 ];
 
-/// Pages for users, and how many words each may have.
+/// Pages for users, and the most words of each.
 const PAGES: [(&str, usize); 14] = [
     ("README.md", 900),
     ("docs/install.md", 1400),
@@ -123,7 +123,7 @@ const PAGES: [(&str, usize); 14] = [
 const WIDTH: usize = 120;
 const ROW: usize = 200;
 
-/// Files that a person writes, below the root, with their text.
+/// Returns the names, from the root, and texts of the files that a person writes.
 fn files(endings: &[&str]) -> Vec<(String, String)> {
     fn walk(dir: &Path, endings: &[&str], into: &mut Vec<(String, String)>) {
         for entry in std::fs::read_dir(dir).expect("a directory") {
@@ -147,14 +147,14 @@ fn files(endings: &[&str]) -> Vec<(String, String)> {
     found
 }
 
-/// Does `line`, in lower case, hold `word` as a word of its own? `_` parts words, so that names are read, too.
+/// Returns true if `line`, in lower case, has `word` as a whole word. `_` ends a word, so names are checked, too.
 fn holds(line: &str, word: &str) -> bool {
     let ends = |c: Option<char>| !c.is_some_and(char::is_alphanumeric);
     line.match_indices(word)
         .any(|(at, _)| ends(line[..at].chars().next_back()) && ends(line[at + word.len()..].chars().next()))
 }
 
-/// The same for names in camel case, of which each part is a word.
+/// Returns the line with its names in camel case split into words.
 fn words_of(line: &str) -> String {
     let mut out = String::new();
     let mut last = ' ';
@@ -171,7 +171,7 @@ fn words_of(line: &str) -> String {
 fn words_to_replace() -> Vec<String> {
     let mut said = Vec::new();
     for (name, text) in files(&[".rs", ".md", ".toml", ".sh", ".h", ".c", ".py", ".service"]) {
-        // The changelog and the rules themselves may name what they replace.
+        // The changelog and the rules may name the words that they replace.
         if ["CHANGELOG.md", "CONTRIBUTING.md"].contains(&name.as_str()) {
             continue;
         }
@@ -190,7 +190,7 @@ fn nothing_says_a_word_that_the_house_has_a_better_one_for() {
     none_is_left(&words_to_replace());
 }
 
-/// Names that once meant several things: each is one type of the product at most.
+/// Names that once meant several things. Each may name one type of the product at most.
 const ONCE: [&str; 9] = ["Watch", "Lane", "Run", "Report", "Control", "Wish", "Gate", "Room", "Look"];
 
 fn names_of_several_types() -> Vec<String> {
@@ -288,7 +288,7 @@ fn no_row_of_a_table_is_wider_than_a_screen() {
     none_is_left(&wide_rows());
 }
 
-/// Rows that go on in the next line, which is no table any more.
+/// Returns the rows of tables that continue in the next line.
 fn broken_rows() -> Vec<String> {
     let mut said = Vec::new();
     for (name, text) in files(&[".md"]) {
@@ -309,11 +309,11 @@ fn a_row_of_a_table_is_one_line() {
     none_is_left(&broken_rows());
 }
 
-/// Most lines of a source file of the product: a file has one idea, and a longer one has two.
+/// Most lines of a source file of the product, because a longer file has more than one idea.
 const LINES: usize = 450;
 
-/// Files of the product that are too long. Not counted are tests in files of their own, which are lists of claims that
-/// nobody reads from top to bottom, and the lab, whose benches are each one story.
+/// Returns the files of the product that are too long. The limit does not hold for tests in files of their own, which
+/// nobody reads from top to bottom, and for the lab, where each bench is one file.
 fn long_sources() -> Vec<String> {
     let is_test = |name: &str| {
         let file = name.rsplit('/').next().unwrap_or_default();
@@ -329,7 +329,7 @@ fn no_source_file_of_the_product_is_longer_than_the_house() {
     none_is_left(&long_sources());
 }
 
-/// Lines of prose, which are neither of a table nor of an example.
+/// Returns the lines of prose that are too wide. Tables and examples are not checked.
 fn wide_prose() -> Vec<String> {
     let mut said = Vec::new();
     for (name, text) in files(&[".md"]) {
@@ -364,7 +364,7 @@ fn pages_for_users_are_short() {
     none_is_left(&long_pages());
 }
 
-/// Name of a heading in a link, as GitHub makes it.
+/// Returns the anchor that GitHub makes of a heading.
 fn anchor(heading: &str) -> String {
     let text = heading.trim_start_matches('#').trim().to_lowercase();
     let kept = text.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
@@ -396,7 +396,7 @@ fn every_link_of_a_page_leads_somewhere() {
     none_is_left(&said);
 }
 
-/// The terms that CONTRIBUTING.md calls ours.
+/// The terms that CONTRIBUTING.md calls our own.
 const OURS: [&str; 9] = ["zap", "punch", "quarantine", "granule", "region", "ticket", "fence", "poison", "escrow"];
 
 #[test]
@@ -414,14 +414,14 @@ fn there_is_one_glossary_and_it_has_every_term_of_ours() {
     none_is_left(&missing);
 }
 
-/// Words of a line that name a file of sources, pages or scripts, such as `vm/ram.rs` or `docs/install.md`.
+/// Returns the words of a line that name a source, page or script, such as `vm/ram.rs` or `docs/install.md`.
 fn cited(line: &str) -> Vec<&str> {
     let parts = line.split(|c: char| !c.is_ascii_alphanumeric() && !"_./-".contains(c));
     let names = parts.map(|part| part.trim_matches(['.', '-']));
     names.filter(|name| [".rs", ".md", ".py", ".svg"].iter().any(|end| name.ends_with(end) && name != end)).collect()
 }
 
-/// Is there a file whose path ends with this, with or without the folder `src`? `files` leaves out two folders.
+/// Returns true if a file's path ends with this, with or without the folder `src`. `files` leaves out two folders.
 fn is_there(cited: &str, paths: &[String]) -> bool {
     let cited = cited.trim_start_matches("../").trim_start_matches(['.', '/']);
     paths.iter().any(|path| {
@@ -430,7 +430,7 @@ fn is_there(cited: &str, paths: &[String]) -> bool {
     }) || ["", "lab", "lab/notebook", "lab/tidy"].iter().any(|folder| root().join(folder).join(cited).is_file())
 }
 
-/// Names that stand for a file to be written, or for one of a bench's output.
+/// Names of files that a reader writes, or that a bench writes.
 const NOT_CITED: [&str; 4] = ["NAME.rs", "FILE.png", "tables.md", "FILE.svg"];
 
 fn citations_of_nothing() -> Vec<String> {

@@ -1,7 +1,7 @@
-//! What `ballast-tier` promises, in a real guest with two tiers: each promise is a step with a name.
+//! Checks the promises of `ballast-tier` in a guest with two tiers. Each promise is a step with a name.
 //!
-//! Before: `scripts/tier-suite.sh` booted the guest. After: one line a step; the first that fails ends it. Waits end
-//! when what is waited for is there; the limit on them is for a guest in which it never will be.
+//! Before: `scripts/tier-suite.sh` booted the guest. After: the output has a line for each step. The first step that
+//! fails ends the check. A wait ends when its condition is true, and fails after a limit.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use crate::judge::Program;
 
 const BALANCING: &str = "/proc/sys/kernel/numa_balancing";
 const DAMON: &str = "/sys/kernel/mm/damon/admin/kdamonds";
-/// For an emulated guest on a busy machine.
+/// Limit for a wait, long enough for an emulated guest on a busy machine.
 const LIMIT: Duration = Duration::from_secs(150);
 
 pub fn run(mib: usize) -> Result<()> {
@@ -25,12 +25,12 @@ pub fn run(mib: usize) -> Result<()> {
     files.write(BALANCING, 2)?;
     stands_aside(&tiers, mib)?;
     takes_over(&files)?;
-    ensure!(files.text(BALANCING)? == "2", "NUMA balancing is as it was");
+    ensure!(files.text(BALANCING)? == "2", "NUMA balancing is not as before");
     files.write(BALANCING, 0)?;
     heat_moves_to_the_fast_tier(&files, &tiers, mib)?;
     says_no(mib)?;
-    ensure!(files.text(&format!("{DAMON}/nr_kdamonds"))? == "0", "DAMON is as it was");
-    println!("tier-guest: all of it is so");
+    ensure!(files.text(&format!("{DAMON}/nr_kdamonds"))? == "0", "DAMON is not as before");
+    println!("tier-guest: all steps passed");
     Ok(())
 }
 
@@ -39,7 +39,7 @@ fn step(name: &str) {
 }
 
 fn two_tiers(files: &Files) -> Result<Tiers> {
-    step("the kernel has made two tiers of what HMAT says");
+    step("the kernel made two tiers from HMAT");
     let tiers = Tiers::detect(files)?;
     let nodes: Vec<&[u32]> = tiers.list.iter().map(|tier| tier.nodes.as_slice()).collect();
     ensure!(nodes == [&[0], &[1]], "{tiers:?}");
@@ -50,7 +50,7 @@ fn two_tiers(files: &Files) -> Result<Tiers> {
     Ok(tiers)
 }
 
-/// Step until it is so, or nobody believes it any more.
+/// Run epochs until the condition is true. Fails after `LIMIT`.
 fn until(tierer: &mut Tierer, what: &str, mut so: impl FnMut(&Tierer) -> Result<bool>) -> Result<()> {
     let began = Instant::now();
     loop {
@@ -66,10 +66,10 @@ fn until(tierer: &mut Tierer, what: &str, mut so: impl FnMut(&Tierer) -> Result<
 }
 
 fn stands_aside(tiers: &Tiers, mib: usize) -> Result<()> {
-    step("where NUMA balancing promotes, nothing is moved, and the status says so");
+    step("while NUMA balancing promotes, ballast-tier moves nothing, and the status has the reason");
     let program = Program::start(Kind::Contiguous, mib, &[])?;
     let mut tierer = Tierer::open(Settings::default())?;
-    until(&mut tierer, "it has looked at all and stood aside", |tierer| Ok(tierer.status().epochs >= 4))?;
+    until(&mut tierer, "four epochs are over", |tierer| Ok(tierer.status().epochs >= 4))?;
     let status = tierer.status();
     ensure!(status.aside.as_deref().is_some_and(|why| why.contains("numa_balancing is 2")), "{status:?}");
     ensure!(status.programs == 1 && status.moves == Default::default(), "{status:?}");
@@ -78,15 +78,15 @@ fn stands_aside(tiers: &Tiers, mib: usize) -> Result<()> {
 }
 
 fn takes_over(files: &Files) -> Result<()> {
-    step("told to take over, it switches balancing off, and on again at its end");
+    step("with take_over, it disables balancing, and enables it again at its end");
     let tierer = Tierer::open(Settings { take_over: true, ..Settings::default() })?;
-    ensure!(files.text(BALANCING)? == "0", "off");
+    ensure!(files.text(BALANCING)? == "0", "NUMA balancing is not off");
     drop(tierer);
     Ok(())
 }
 
 fn heat_moves_to_the_fast_tier(files: &Files, tiers: &Tiers, mib: usize) -> Result<()> {
-    step("what is hot ends on the fast tier, also after it has moved");
+    step("the hot part moves to the fast tier, also after it has changed");
     let mut program = Program::start(Kind::Moving, mib, &[])?;
     let first = program.hit(tiers)?;
     let mut tierer = Tierer::open(Settings::default())?;
@@ -100,7 +100,7 @@ fn heat_moves_to_the_fast_tier(files: &Files, tiers: &Tiers, mib: usize) -> Resu
         );
     }
     let status = tierer.status();
-    ensure!(first < 0.5, "the hot part was on the slow tier: {first}");
+    ensure!(first < 0.5, "the hot part was on the fast tier from the start: {first}");
     ensure!(status.source == "damon" && status.samples > 0 && status.programs == 1, "{status:?}");
     ensure!(status.moves.promoted > 0 && status.moves.demoted > 0, "{status:?}");
     ensure!(status.tiers.len() == 2 && status.tiers[1].size_bytes > status.tiers[0].free_bytes, "{status:?}");
@@ -109,7 +109,7 @@ fn heat_moves_to_the_fast_tier(files: &Files, tiers: &Tiers, mib: usize) -> Resu
 }
 
 fn says_no(mib: usize) -> Result<()> {
-    step("a program that says no, and one that is small, are left alone");
+    step("a program that opts out, and a small one, are not managed");
     let _program = Program::start(Kind::Contiguous, mib, &[("BALLAST_TIERING", "off")])?;
     let _small = Program::start(Kind::Contiguous, 16, &[])?;
     let mut tierer = Tierer::open(Settings { choice: Choice::default(), ..Settings::default() })?;

@@ -1,13 +1,13 @@
-//! The program: random updates of memory, most of them of its hot part.
+//! The measured program: it does random updates of memory, most of them of its hot part.
 //!
-//! Before: it is started with a kind and a size, and writes `at ADDRESS` when all its memory is there. After: it
-//! updates words until its input ends. `phase N` moves the heat; `count` writes how many updates there were.
-//! Threads: one updates; the first reads commands; one flushes TLBs. Units: MiB, 2 MiB.
-//! Promise: memory is touched once in the order of its addresses before anything else; pages have 4 KiB.
+//! Before: it is started with a kind and a size. It writes `at ADDRESS` when all its memory is present. After: it
+//! updates words until its input ends. `phase N` moves the heat. `count` writes the number of updates.
+//! Threads: one updates words, one reads commands, one flushes TLBs. Units: sizes are MiB, a unit is 2 MiB.
+//! Promise: first, memory is touched once in the order of its addresses. Pages have 4 KiB.
 //!
-//! The flusher is for emulated CPUs: their TLB holds all of the memory, and a monitor that clears accessed bits without
-//! a flush (DAMON) sees nothing any more. It maps and unmaps more pages than the kernel flushes one by one, which
-//! empties the TLBs of the CPUs that run this program.
+//! Emulated CPUs need the flusher: their TLB holds all of the memory, so a monitor that clears accessed bits without a
+//! flush (DAMON) finds no further accesses. The flusher maps and unmaps more pages than the kernel flushes one by one.
+//! This empties the TLBs of the CPUs that run this program.
 
 use std::io::{self, BufRead, Write};
 use std::sync::Arc;
@@ -21,9 +21,9 @@ use ballast_sys::Anon;
 use crate::heat::{HOT_SHARE, Kind, random};
 
 const FLUSH_EVERY: Duration = Duration::from_millis(20);
-/// Pages whose unmapping flushes the whole TLB: more than the kernel's ceiling of 33.
+/// Pages that the flusher unmaps. The kernel flushes the whole TLB above its ceiling of 33 pages.
 const FLUSHED: usize = 64;
-/// Updates between two looks at the phase.
+/// Updates between two reads of the phase.
 const BATCH: u64 = 4096;
 
 /// Run until the input ends.
@@ -32,7 +32,7 @@ pub fn run(kind: Kind, mib: usize) -> Result<()> {
     if units < 8 {
         bail!("{mib} MiB is too little: at least 16");
     }
-    // One unit more, so that units can be whole.
+    // One unit more, so that aligned units fit.
     let memory = Anon::new((units + 1) * HUGE_SIZE).context("Mapping memory")?;
     let first = memory.addr().next_multiple_of(HUGE_SIZE) - memory.addr();
     for page in 0..units * HUGE_SIZE / PAGE_SIZE {

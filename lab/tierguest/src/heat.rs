@@ -1,26 +1,26 @@
-//! Which part of the program's memory is hot: known to the program that makes the accesses, and to the judge.
+//! The hot part of the program's memory. Both the program that makes the accesses and the judge use this.
 //!
-//! Before: a kind, a size, a seed. After: [`crate::gups`] accesses memory by it; [`crate::judge`] computes shares from
-//! it. Units: 2 MiB. Promise: the same words give the same heat, in both processes.
+//! Before: a kind, a size and a phase. After: [`crate::gups`] accesses memory by it, and [`crate::judge`] computes
+//! shares from it. Units: 2 MiB. Promise: the same arguments give the same heat in both processes.
 
-/// Share of the accesses to the hot part: ten times as many as to the rest (Demeter §5.2).
+/// Share of the accesses that goes to the hot part: ten times as many as to the rest (Demeter §5.2).
 pub const HOT_SHARE: f64 = 10.0 / 11.0;
 /// 1/N of memory is hot.
 const HOT_PART: usize = 8;
 
-/// What the program does.
+/// The placement of the program's heat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// One hot eighth, which was touched last at the start.
+    /// One hot eighth. The program touched it last at its start.
     Contiguous,
-    /// The same heat, anywhere.
+    /// A hot eighth, scattered over the second half of the memory.
     Scattered,
-    /// A hot eighth that is elsewhere in each phase.
+    /// A hot eighth that moves in each phase.
     Moving,
 }
 
 impl Kind {
-    /// By name.
+    /// Returns the kind of this name.
     pub fn parse(name: &str) -> Option<Self> {
         match name {
             "contiguous" => Some(Self::Contiguous),
@@ -30,7 +30,7 @@ impl Kind {
         }
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Contiguous => "contiguous",
@@ -39,7 +39,7 @@ impl Kind {
         }
     }
 
-    /// The hot units of this number of units, in a phase.
+    /// Returns the hot ones of `units` units in a phase.
     pub fn hot(self, units: usize, phase: u64) -> Vec<usize> {
         let count = (units / HOT_PART).max(1);
         match self {
@@ -54,7 +54,7 @@ impl Kind {
                 for at in (1..units).rev() {
                     all.swap(at, (random(&mut state) % (at as u64 + 1)) as usize);
                 }
-                // Not those that were touched first: the fast tier would have them from the start.
+                // The units that were touched first are left out: the fast tier has them from the start.
                 let mut hot: Vec<usize> = all.into_iter().filter(|unit| *unit >= units / 2).take(count).collect();
                 hot.sort_unstable();
                 hot
@@ -62,7 +62,7 @@ impl Kind {
         }
     }
 
-    /// The share of all accesses that goes to each unit.
+    /// Returns the share of all accesses of each unit.
     pub fn shares(self, units: usize, phase: u64) -> Vec<f64> {
         let hot = self.hot(units, phase);
         let cold = (1.0 - HOT_SHARE) / (units - hot.len()).max(1) as f64;
@@ -72,7 +72,7 @@ impl Kind {
     }
 }
 
-/// SplitMix64.
+/// Returns the next number of a random sequence (SplitMix64).
 pub fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let mixed = (*state ^ *state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);

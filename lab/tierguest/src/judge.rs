@@ -1,9 +1,9 @@
-//! Which share of the program's accesses the fast tier serves: computed from where its pages are and from its heat, not
-//! timed.
+//! The share of the program's accesses that the fast tier serves. It is computed from the places of its pages and from
+//! its heat. Nothing is timed.
 //!
-//! Before: the program runs as a process of its own. After: the truth, and what a clairvoyant could have. Units: shares
-//! of 1. Promise: what is counted is the page table at that moment; the oracle has the memory that the program could
-//! have, and no more.
+//! Before: the program runs as a process of its own. After: the caller has the true share, and the best possible one
+//! (oracle). Units: shares of 1. Promise: the share is that of the page table at that moment. The oracle has no more
+//! memory than the program could have.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -18,7 +18,7 @@ use ballast_tier::pages::Pages;
 
 use crate::heat::Kind;
 
-/// A program that runs; it ends with this value.
+/// A running program. Dropping it ends the program.
 pub struct Program {
     child: Child,
     input: ChildStdin,
@@ -30,7 +30,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Start it, with more of an environment. Returns when all its memory is there.
+    /// Start it with additional environment variables. Returns when all its memory is present.
     pub fn start(kind: Kind, mib: usize, environment: &[(&str, &str)]) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["gups", kind.name(), &mib.to_string()]).envs(environment.iter().copied());
@@ -47,10 +47,10 @@ impl Program {
         let mut line = String::new();
         self.output.read_line(&mut line)?;
         let number = line.trim().strip_prefix(word).and_then(|rest| rest.trim().parse().ok());
-        number.with_context(|| format!("the program says {line:?} and not {word}"))
+        number.with_context(|| format!("the program printed {line:?} instead of {word}"))
     }
 
-    /// Its process.
+    /// Returns its process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -61,13 +61,13 @@ impl Program {
         writeln!(self.input, "phase {phase}").context("Moving the heat")
     }
 
-    /// Updates so far.
+    /// Returns the number of updates so far.
     pub fn count(&mut self) -> Result<u64> {
         writeln!(self.input, "count")?;
         self.answer("count")
     }
 
-    /// The share of its accesses that the fast tier serves, and of its memory that is there.
+    /// Returns the share of its accesses that the fast tier serves. Fails if a page is not present.
     pub fn hit(&self, tiers: &Tiers) -> Result<f64> {
         let process = Remote::open(self.pid())?;
         let mut pages = Pages::default();
@@ -76,7 +76,7 @@ impl Program {
             pages.look(&process, tiers, 1 << 16)?;
         }
         if pages.count().0 != self.units as u64 * PAGES_PER_UNIT {
-            bail!("{} of the program's {} pages are there", pages.count().0, self.units as u64 * PAGES_PER_UNIT);
+            bail!("{} of the program's {} pages are present", pages.count().0, self.units as u64 * PAGES_PER_UNIT);
         }
         let fast = |unit: usize| {
             let first = self.address + (unit * HUGE_SIZE) as u64;
@@ -87,7 +87,7 @@ impl Program {
         Ok(shares.iter().enumerate().map(|(unit, share)| share * fast(unit)).sum())
     }
 
-    /// What a clairvoyant could have: as much memory of the fast tier as this program has of it, or could take.
+    /// Returns the best possible share with the fast memory that this program has or could take.
     pub fn oracle(&self, files: &Files, tiers: &Tiers) -> Result<f64> {
         let process = Remote::open(self.pid())?;
         let mut pages = Pages::default();

@@ -1,13 +1,13 @@
-//! `tier-guest`: what runs inside a guest with two tiers of memory, to measure and to test tiering there.
+//! `tier-guest`: measures and tests tiering inside a guest with two tiers of memory.
 //!
 //! ```text
-//! tier-guest gups KIND MIB                     the program whose heat is known
+//! tier-guest gups KIND MIB                     the program with known heat
 //! tier-guest compare KIND MIB SECONDS WAY...   each way on a fresh program; a line of JSON for each
-//! tier-guest check MIB                         what `ballast-tier` promises in such a guest; exit code 1 if it fails
+//! tier-guest check MIB                         the promises of `ballast-tier`; exit code 1 if one fails
 //! ```
 //!
-//! Before: root in a guest with two tiers (`scripts/tier-suite.sh`). After: rows on the output,
-//! each behind `tier-guest: `. Threads: the caller's; the program is a process. Units: in each key.
+//! Before: root starts it in a guest with two tiers (`scripts/tier-suite.sh`). After: stdout has rows, each behind
+//! `tier-guest: `. Threads: one; the measured program is a process. Units: in each key.
 
 mod check;
 mod gups;
@@ -27,7 +27,7 @@ use heat::Kind;
 use judge::Program;
 use ways::{Running, Way};
 
-/// Period, in parts of the measured time, after which the heat of [`Kind::Moving`] moves.
+/// Phases of [`Kind::Moving`] in the measured time. The heat moves between them.
 const PHASES: u64 = 4;
 
 fn main() -> ExitCode {
@@ -54,14 +54,14 @@ fn parse(kind: &str, mib: &str) -> Result<(Kind, usize)> {
     Ok((Kind::parse(kind).with_context(|| format!("no kind {kind}"))?, mib.parse().context("MiB")?))
 }
 
-/// A number of `/proc/vmstat`.
+/// Returns a number of `/proc/vmstat`.
 fn counter(files: &Files, name: &str) -> Result<u64> {
     let text = files.text("/proc/vmstat")?;
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
     value.with_context(|| format!("/proc/vmstat has no {name}"))
 }
 
-/// CPU time of the kernel's threads that sample and migrate, in ticks of 10 ms.
+/// Returns the CPU time of the kernel's threads that sample and migrate, in ticks of 10 ms.
 fn kernel_ticks(files: &Files) -> Result<u64> {
     let mut sum = 0;
     for pid in files.numbered("/proc", "")? {

@@ -1,7 +1,7 @@
-//! The ways of placing pages that are compared, each as its owner would set it up.
+//! The compared ways of placing pages, each with its own settings.
 //!
-//! Before: a guest with two tiers and a program in it. After: somebody moves its pages, or nobody. Units: seconds.
-//! Promise: a way that is dropped leaves the kernel as it was.
+//! Before: a program runs in a guest with two tiers. After: the way moves the program's pages. Units: seconds.
+//! Promise: dropping a way restores the kernel's settings.
 
 use std::time::{Duration, Instant};
 
@@ -17,30 +17,30 @@ const DEMOTION: &str = "/sys/kernel/mm/numa/demotion_enabled";
 const DAMON: &str = "/sys/kernel/mm/damon/admin/kdamonds";
 const STAT: &str = "/sys/module/damon_stat/parameters/enabled";
 
-/// What places pages.
+/// A way of placing pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// Nobody.
+    /// No page moves.
     FirstTouch,
-    /// The kernel's NUMA balancing in its tiering mode, with demotion: TPP, as far as it is in the kernel.
+    /// The kernel's NUMA balancing in tiering mode, with demotion. It is the part of TPP that the kernel has.
     Numab,
     /// DAMON's schemes `migrate_hot` and `migrate_cold`, on physical addresses.
     Damon,
-    /// Ours.
+    /// `ballast-tier` with its own rule.
     Ours,
-    /// The published classifier and relocation, with our samples and moves.
+    /// `ballast-tier` with the published classifier and relocation.
     Published,
 }
 
 impl Way {
-    /// By name.
+    /// Returns the way of this name.
     pub fn parse(name: &str) -> Option<Self> {
         [Self::FirstTouch, Self::Numab, Self::Damon, Self::Ours, Self::Published]
             .into_iter()
             .find(|way| way.name() == name)
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::FirstTouch => "first_touch",
@@ -52,7 +52,7 @@ impl Way {
     }
 }
 
-/// A file of the kernel's, with what to write back.
+/// A file of the kernel, and the value to write back.
 struct Was {
     files: Files,
     path: String,
@@ -73,18 +73,18 @@ impl Drop for Was {
     }
 }
 
-/// A way that is at work.
+/// A running way.
 pub struct Running {
-    /// Ours, and its last error.
+    /// The tierer of `Ours` and `Published`.
     pub tierer: Option<Tierer>,
     damon: Option<Files>,
     _was: Vec<Was>,
 }
 
 impl Running {
-    /// Begin.
+    /// Start a way.
     pub fn start(way: Way, files: &Files, tiers: &Tiers) -> Result<Self> {
-        // Every way begins without balancing, which is on by default where there are several nodes.
+        // Only `Numab` has balancing, which is on by default on hosts with several nodes.
         let mut was = vec![Was::set(files, BALANCING, if way == Way::Numab { "2" } else { "0" })?];
         was.push(Was::set(files, DEMOTION, if way == Way::Numab { "1" } else { "0" })?);
         let mut running = Self { tierer: None, damon: None, _was: was };
@@ -108,7 +108,7 @@ impl Running {
         Ok(running)
     }
 
-    /// Let it work for an epoch.
+    /// Run the way for an epoch.
     pub fn epoch(&mut self) -> Result<()> {
         let began = Instant::now();
         if let Some(tierer) = &mut self.tierer {
@@ -128,7 +128,8 @@ impl Drop for Running {
     }
 }
 
-/// DAMON's own tiering: what was touched at all goes to the fast node, what was not for 2 s to the slow one.
+/// Set up DAMON's tiering. It moves touched memory to the fast node, and memory that was not touched for 2 s to the
+/// slow node.
 fn migrate(files: &Files, tiers: &Tiers) -> Result<()> {
     let put = |path: &str, value: &str| files.write(&format!("{DAMON}/{path}"), value);
     let blocks = |node: u32| -> Result<(u64, u64)> {
@@ -166,7 +167,7 @@ fn migrate(files: &Files, tiers: &Tiers) -> Result<()> {
         put(&format!("{schemes}/{index}/access_pattern/nr_accesses/max"), highest)?;
         put(&format!("{schemes}/{index}/access_pattern/age/min"), age)?;
         put(&format!("{schemes}/{index}/access_pattern/age/max"), &most)?;
-        // As much in a second as ours may move.
+        // The quota is what `ballast-tier` may move in a second.
         put(&format!("{schemes}/{index}/quotas/bytes"), &(256u64 << 20).to_string())?;
         put(&format!("{schemes}/{index}/quotas/reset_interval_ms"), "1000")?;
     }

@@ -1,9 +1,9 @@
-//! QMP: QEMU's monitor, a line of JSON each way.
+//! QMP, the protocol of QEMU's monitor: one line of JSON per message.
 //!
-//! Before: [`super::QemuGuest::qmp`] connects. After: tests plug memory, move the balloon, ask for the status.
-//! Threads: none; calls block, events that arrive in between are kept.
-//! Units: sizes are bytes, as QEMU has them.
-//! Promise: an error carries the command and QEMU's own words.
+//! Before: [`super::QemuGuest::qmp`] connects. After: tests plug memory, move the balloon and read the status.
+//! Threads: none. Calls block. Events that arrive during a call are kept.
+//! Units: sizes are bytes, as in QEMU.
+//! Promise: the error of a refused command has the command and QEMU's description.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -12,13 +12,13 @@ use std::time::Duration;
 use ballast_base::Bytes;
 use serde_json::{Value, json};
 
-/// How long QEMU may take for one answer. TCG on a busy machine is slow.
+/// Limit for one reply of QEMU. TCG on a busy machine is slow.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A refused or broken conversation.
+/// An error of QMP.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// QEMU said no (sender of the command).
+    /// QEMU refused the command (its sender caused it).
     #[error("QMP {command}: {answer}")]
     Refused {
         /// The command.
@@ -26,15 +26,15 @@ pub enum QmpError {
         /// QEMU's description.
         answer: String,
     },
-    /// The socket failed, closed, or stayed silent for a minute.
+    /// The socket failed, was closed, or had no data for a minute.
     #[error("Talking QMP to the guest")]
     Io(#[from] io::Error),
-    /// Not JSON.
+    /// The reply is not JSON.
     #[error("Reading QEMU's QMP answer")]
     Json(#[from] serde_json::Error),
 }
 
-/// One conversation with a monitor.
+/// A connection to a monitor.
 #[derive(Debug)]
 pub struct Qmp {
     stream: BufReader<UnixStream>,
@@ -42,7 +42,7 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Hear the greeting, leave negotiation mode.
+    /// Read the greeting, and leave negotiation mode.
     pub(super) fn greet(stream: UnixStream) -> Result<Self, QmpError> {
         stream.set_read_timeout(Some(TIMEOUT))?;
         let mut qmp = Self { stream: BufReader::new(stream), events: Vec::new() };
@@ -59,7 +59,7 @@ impl Qmp {
         Ok(serde_json::from_str(&line)?)
     }
 
-    /// Send any command and return what it returns.
+    /// Send a command. Returns its result.
     pub fn command(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
         line.push('\n');
@@ -77,19 +77,19 @@ impl Qmp {
         }
     }
 
-    /// Events heard so far, oldest first; they are forgotten here.
+    /// Take the events received so far, oldest first.
     pub fn take_events(&mut self) -> Vec<Value> {
         std::mem::take(&mut self.events)
     }
 
-    /// `running`, `paused`, `shutdown`...
+    /// Returns the status of the guest, such as `running`, `paused` or `shutdown`.
     pub fn status(&mut self) -> Result<String, QmpError> {
         let answer = self.command("query-status", json!({}))?;
         Ok(answer.get("status").and_then(Value::as_str).unwrap_or("unknown").to_string())
     }
 
-    /// Plug in a DIMM of `size`, a shared memfd like the RAM at boot. The backend is `{id}-mem`, the device `id`.
-    /// Needs [`super::Builder::hotplug_room`].
+    /// Plug in a DIMM of `size`, backed by a shared memfd. The backend is `{id}-mem`, the device `id`. It needs
+    /// [`super::Builder::hotplug_room`].
     pub fn plug_dimm(&mut self, id: &str, size: Bytes) -> Result<(), QmpError> {
         let backend = format!("{id}-mem");
         self.command(
@@ -100,29 +100,29 @@ impl Qmp {
         Ok(())
     }
 
-    /// Ask the guest to let the DIMM go; it is out when [`Self::dimms`] no longer lists it. Then [`Self::drop_dimm`].
+    /// Ask the guest to unplug the DIMM. When [`Self::dimms`] no longer lists it, call [`Self::drop_dimm`].
     pub fn unplug_dimm(&mut self, id: &str) -> Result<(), QmpError> {
         self.command("device_del", json!({ "id": id })).map(drop)
     }
 
-    /// Give up the memory behind an unplugged DIMM: QEMU unmaps it.
+    /// Delete the memory backend of an unplugged DIMM. QEMU unmaps it.
     pub fn drop_dimm(&mut self, id: &str) -> Result<(), QmpError> {
         self.command("object-del", json!({ "id": format!("{id}-mem") })).map(drop)
     }
 
-    /// Ids of the DIMMs that are in.
+    /// Returns the ids of the plugged DIMMs.
     pub fn dimms(&mut self) -> Result<Vec<String>, QmpError> {
         let answer = self.command("query-memory-devices", json!({}))?;
         let list = answer.as_array().cloned().unwrap_or_default();
         Ok(list.iter().filter_map(|entry| entry["data"]["id"].as_str().map(str::to_string)).collect())
     }
 
-    /// Ask the balloon to leave the guest `memory`; it moves there over time.
+    /// Set the balloon's target: it leaves the guest `memory`, after some time.
     pub fn set_balloon(&mut self, memory: Bytes) -> Result<(), QmpError> {
         self.command("balloon", json!({ "value": memory.0 })).map(drop)
     }
 
-    /// What the balloon leaves the guest now.
+    /// Returns the memory that the balloon leaves the guest now.
     pub fn balloon(&mut self) -> Result<Bytes, QmpError> {
         let answer = self.command("query-balloon", json!({}))?;
         Ok(Bytes(answer.get("actual").and_then(Value::as_u64).unwrap_or(0)))
@@ -133,7 +133,7 @@ impl Qmp {
         self.command("stop", json!({})).map(drop)
     }
 
-    /// Let them run again.
+    /// Resume the vCPUs.
     pub fn resume(&mut self) -> Result<(), QmpError> {
         self.command("cont", json!({})).map(drop)
     }

@@ -1,4 +1,4 @@
-//! The promises of a guest, tried on real ones.
+//! Tests of the promises of a guest, with QEMU.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ use ballast_needs::missing;
 use super::load::{Dataset, Mix, load, throughput, verify};
 use super::*;
 
-/// Under TCG beside a busy test run; the boot takes 9 s when the machine is ours.
+/// Limit for a boot under TCG during a busy test run. On an idle machine a boot takes 9 s.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Bytes of host memory in QEMU's RAM file.
+/// Returns the allocated bytes of QEMU's RAM file.
 fn host_bytes(guest: &QemuGuest) -> u64 {
     let fds = format!("/proc/{}/fd", guest.qemu_pid().expect("QEMU runs"));
     let is_ram = |path: &PathBuf| {
@@ -22,7 +22,7 @@ fn host_bytes(guest: &QemuGuest) -> u64 {
     files.map(|path| rustix::fs::stat(&path).expect("an open file").st_blocks as u64 * 512).sum()
 }
 
-/// Ask until it is so; a guest that never gets there fails the test by name.
+/// Wait until the condition is true. Fails the test with `what` after `TIMEOUT`.
 fn until(what: &str, mut so: impl FnMut() -> bool) {
     let deadline = Instant::now() + TIMEOUT;
     while !so() {
@@ -46,7 +46,7 @@ fn an_unmodified_debian_guest_boots_and_serves_redis() {
     assert!(used.writes > 0 && used.reads.verified > 0 && used.reads.bytes_lost == 0, "{used:?}");
     let read = verify(guest.redis_addr(), &data).expect("Redis gives the data back");
     assert_eq!((read.verified, read.wrong, read.missing, read.bytes_lost), (1000, 0, 0, 0), "{read:?}");
-    // One key more than was loaded, and another seed: the checker can say no.
+    // With one key more than loaded, and another seed, `verify` finds wrong and missing keys.
     let read = verify(guest.redis_addr(), &Dataset::new(1001, 8192, 43)).expect("Redis answers");
     assert_eq!((read.verified, read.wrong, read.missing), (0, 1000, 1));
     assert_eq!(guest.qmp().and_then(|mut qmp| Ok(qmp.status()?)).expect("the monitor answers"), "running");
@@ -59,7 +59,7 @@ fn a_running_guest_takes_a_dimm_and_gives_memory_to_the_balloon() {
     if missing("qemu", qemu_missing()) {
         return;
     }
-    // The command says so when the guest itself sees more than the 320 MiB it was born with.
+    // The command prints "grown" when the guest has more than its 320 MiB at boot.
     let mut guest = QemuGuest::builder()
         .name("grows")
         .memory(Bytes(320 * MIB))
@@ -80,7 +80,7 @@ fn a_running_guest_takes_a_dimm_and_gives_memory_to_the_balloon() {
     let target = Bytes((320 + 128 - 128) * MIB);
     qmp.set_balloon(target).expect("the balloon moves");
     until("the balloon is full", || qmp.balloon().expect("the monitor answers") == target);
-    // Many pages that the balloon took were never touched; the touched ones are the host's again.
+    // The balloon returned the touched pages to the host. Many of its pages were never touched.
     assert!(host_bytes(&guest) <= before);
     assert!(qmp.plug_dimm("dimm0", Bytes(128 * MIB)).is_err_and(|error| error.to_string().contains("dimm0")));
 }
@@ -97,7 +97,7 @@ fn a_command_runs_in_the_guest_and_its_exit_status_comes_back() {
 }
 
 #[test]
-fn a_guest_that_dies_early_is_an_error_with_its_last_words() {
+fn a_guest_that_ends_early_is_an_error_with_its_last_output() {
     if missing("qemu", qemu_missing()) {
         return;
     }
@@ -107,11 +107,11 @@ fn a_guest_that_dies_early_is_an_error_with_its_last_words() {
 }
 
 #[test]
-fn a_prefix_that_does_not_exec_does_not_leave_its_qemu_behind() {
+fn kill_ends_qemu_behind_a_prefix_that_does_not_exec() {
     if missing("qemu", qemu_missing()) {
         return;
     }
-    // `; true` keeps the shell from exec'ing its last command.
+    // `; true` prevents the shell from replacing itself with its last command.
     let prefix = ["sh", "-c", "\"$@\"; true", "sh"];
     let mut guest = QemuGuest::builder().prefix(prefix).extra_args(["-S"]).spawn().expect("the shell starts");
     drop(guest.qmp().expect("the monitor answers"));
