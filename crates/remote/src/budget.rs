@@ -4,8 +4,8 @@
 //! they fit, and operators see an estimate of what is used.
 //! Threads: any, without locks; sums may be off for a moment. Units: pages, at the mean size of the pages that were
 //! put.
-//! Promise: a store that is dropped gives back all that it counted. Pages that were freed count until their keys are
-//! unlinked, but do not keep others out.
+//! Promise: dropping a store subtracts all pages that it counted. Freed pages count until their keys are unlinked, but
+//! they do not limit the puts of their own store.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -84,13 +84,13 @@ impl Share {
         self.add(count);
     }
 
-    /// Counts pages that are there already.
+    /// Counts pages that the cluster already has.
     pub fn add(&self, count: u64) {
         self.pages.fetch_add(count, Relaxed);
         self.budget.pages.fetch_add(count, Relaxed);
     }
 
-    /// Counts pages no more; at most as many as were counted.
+    /// Subtracts pages, at most as many as this store has counted.
     pub fn sub(&self, count: u64) {
         let less = |pages: &AtomicU64, by: u64| {
             let before = pages.fetch_update(Relaxed, Relaxed, |pages| Some(pages.saturating_sub(by)));

@@ -1,8 +1,8 @@
-//! Check: finds server settings that would lose pages or keep them waiting.
+//! Check: finds server settings that would lose pages, or delay access to them.
 //!
 //! Before: an operator named a cluster. After: each wrong setting is known, by node, before it does harm.
 //! Threads: any; the caller waits for each node. Units: findings.
-//! Promise: only asks the servers. A setting that a server does not reveal is reported, too.
+//! Promise: it only reads from the servers. It also reports a server whose settings cannot be read.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -16,15 +16,15 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Requests that measure the latency of a node.
 const ASKED_TIMES: usize = 5;
-/// A request that takes longer is as slow as a rotating disk.
+/// Limit of a node's latency. Beyond it, a request is as slow as one to a rotating disk.
 const FAR: Duration = Duration::from_millis(3);
 
-/// One setting that is not as it should be.
+/// One problem of a cluster.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Finding {
-    /// Pages may be lost or cannot be stored; otherwise the finding is only for information.
+    /// True if pages may be lost or cannot be stored. Otherwise the finding is only information.
     pub serious: bool,
-    /// The setting, the node, and the right value.
+    /// The problem, with its node and the right value of a setting.
     pub text: String,
 }
 
@@ -107,14 +107,14 @@ fn settings(cluster: &Cluster, addr: &Addr) -> io::Result<(Settings, Duration)> 
     })
 }
 
-/// Returns a finding if the node is so far away that a refault from there is noticeable.
+/// Returns a finding if the latency of the node would noticeably slow down refaults.
 fn judge_latency(addr: &Addr, took: Duration) -> Option<Finding> {
     let text =
         || format!("{addr} takes {took:.1?} for a request, the quickest of some: so does each touch of a page there");
     (took > FAR).then(|| Finding::new(false, text()))
 }
 
-/// Returns what is wrong with these settings.
+/// Returns the problems of these settings.
 fn judge(addr: &Addr, settings: &Settings, replicas: u32) -> Vec<Finding> {
     let value = |name: &str| settings.iter().find(|(known, _)| known == name).map_or("", |(_, value)| value.as_str());
     let number = |name: &str| value(name).parse::<u64>().ok();

@@ -1,6 +1,6 @@
 //! A cluster: its nodes and its slot map, shared by all stores of a process.
 //!
-//! Before: some nodes of the cluster are configured. After: the owner of a slot is known, as far as it can be.
+//! Before: some nodes of the cluster are configured. After: callers get the owner of a slot, if a node reports it.
 //! Threads: any. One thread at a time requests a new map, and the others continue with the old one.
 //! Promise: an outdated map costs a redirection and never gives a wrong result, because the nodes refuse keys that are
 //! not theirs.
@@ -17,12 +17,12 @@ use crate::nodes::{Node, NodeFigures};
 use crate::refusal::Addr;
 use crate::resp::Commands;
 
-/// How to use a cluster.
+/// Options of a cluster.
 #[derive(Clone, Debug)]
 pub struct ClusterOptions {
-    /// Some of its nodes; they know the others.
+    /// Some of its nodes. They report the others.
     pub nodes: Vec<Addr>,
-    /// Our user and password.
+    /// User, password and TLS files for the servers.
     pub access: Access,
     /// Replicas that must have a page before it counts as stored.
     pub replicas: u32,
@@ -33,7 +33,7 @@ const REFRESH: Duration = Duration::from_millis(100);
 /// Longest time that a node may take to return its map.
 const MAP_TIMEOUT: Duration = Duration::from_millis(300);
 
-/// Limit of the nodes that are remembered, former ones included.
+/// Limit of the remembered nodes, including former ones.
 const NODES_KEPT: usize = 4096;
 
 /// A cluster.
@@ -51,7 +51,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Creates the cluster. Sends nothing.
+    /// Creates the cluster object. It sends nothing.
     pub fn new(options: ClusterOptions) -> Self {
         Self {
             options,
@@ -63,7 +63,7 @@ impl Cluster {
         }
     }
 
-    /// Returns how the cluster is used.
+    /// Returns the options.
     pub fn options(&self) -> &ClusterOptions {
         &self.options
     }

@@ -6,12 +6,12 @@
 //! Promise: a page is unlinked only if it was freed, or if it is older than the sweep and no word named it when that
 //! began. What cannot be unlinked now stays here.
 //!
-//! *Leftovers.* A sweep of the VM's keys finds pages that a dead engine put and no word names. It runs after `recover`,
-//! and after `own` for keys that a departed engine could not unlink. The thread that calls `tidy` runs it in steps. The
-//! alternative is a mark for each chunk in shared memory that says where to look. But pages are freed in all chunks all
-//! the time, so nearly every mark would be set. A mark could be cleared only when all words that the chunk's copies
-//! ever had are known to agree, which no store is told. And it would not find writes of a dead engine that arrive
-//! later.
+//! *Leftovers.* A sweep of the VM's keys finds pages that an ended engine put and no word names. It runs after
+//! `recover`, and after `own` for keys that the other engine could not unlink. The thread that calls `tidy` runs it in
+//! steps. The alternative is a mark in shared memory for each chunk that may have leftovers. But pages are freed in all
+//! chunks all the time, so nearly every mark would be set. A store could clear a mark only if all words that ever named
+//! a page of the chunk agreed, and a store does not know them. And marks would not find writes of an ended engine that
+//! arrive later.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -49,7 +49,7 @@ struct Freed {
 struct Leftovers {
     /// Pages that a word names, and that must stay.
     live: HashSet<(PageKey, Handle)>,
-    /// All pages that are put from now on have a larger generation.
+    /// The largest generation at the start of the sweep. Later pages have a larger one.
     newest: Handle,
     scan: Option<Scan>,
 }
@@ -69,22 +69,22 @@ impl Garbage {
         lock(&self.freed).failed.extend(pages);
     }
 
-    /// Returns how many freed pages have not been unlinked.
+    /// Returns the number of freed pages that have not been unlinked.
     pub fn waiting(&self) -> u64 {
         lock(&self.freed).pages.len() as u64
     }
 
-    /// Returns how many of them are none of these pages.
+    /// Returns the number of freed pages that have not been unlinked and are not in `live`.
     pub fn waiting_beside(&self, live: &HashSet<(PageKey, Handle)>) -> u64 {
         lock(&self.freed).pages.keys().filter(|page| !live.contains(page)).count() as u64
     }
 
-    /// Forgets what was freed: the next sweep finds these pages as well.
+    /// Forgets the freed pages. The next sweep finds them.
     pub fn forget_freed(&self) {
         *lock(&self.freed) = Freed::default();
     }
 
-    /// Starts a sweep over all keys of the VM. It leaves these pages alone, and those of a generation after `newest`.
+    /// Starts a sweep over all keys of the VM. It keeps these pages, and those of a generation after `newest`.
     pub fn begin_sweep(&self, live: HashSet<(PageKey, Handle)>, newest: Handle) {
         *lock(&self.leftovers) = Some(Leftovers { live, newest, scan: None });
     }
@@ -92,7 +92,7 @@ impl Garbage {
     /// Unlinks the pages that were freed.
     ///
     /// # Errors
-    /// The reason why the cluster does not respond. What was not unlinked is still to be.
+    /// The reason why the cluster does not respond. The next call unlinks the remaining pages.
     pub fn unlink_freed(&self, cluster: &Cluster, share: &Share) -> Result<(), String> {
         let freed = std::mem::take(&mut *lock(&self.freed));
         let mut pages: Vec<_> = freed.pages.into_iter().collect();

@@ -16,7 +16,7 @@ use crate::resolve::resolve;
 use crate::resp::{Commands, REPLY_MAX, Replies, parse};
 use crate::stream::{Stream, Tls, left};
 
-/// Our user and password for the servers.
+/// User, password and TLS files for the servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Access {
     /// Name of the user; `None` is the server's default user.

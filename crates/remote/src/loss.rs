@@ -78,7 +78,7 @@ fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<Shard> {
     Err(io::Error::other(format!("no majority of the {voters} primaries says who has slot {slot}")))
 }
 
-/// Reads the key from this node. An error of any kind tells nothing about the page.
+/// Reads the key from this node. After an error, the state of the page at this node is unknown.
 fn ask(cluster: &Cluster, addr: &Addr, replica: bool, key: &[u8], until: Instant) -> io::Result<Option<Vec<u8>>> {
     let until = until.min(Instant::now() + TIMEOUT);
     let mut commands = Commands::default();

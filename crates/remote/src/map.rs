@@ -1,4 +1,4 @@
-//! The slot map: it says which node has which slot, as reported by a node of the cluster (`CLUSTER SHARDS`).
+//! The slot map: the node of each slot, as a node of the cluster reports it (`CLUSTER SHARDS`).
 //!
 //! Before: a reply. After: `cluster` asks the right node; `loss` knows all nodes that may have a copy.
 //! Threads: any; plain values. Units: slots. Promise: a malformed reply is refused as a whole.
@@ -18,7 +18,7 @@ pub struct Shard {
     pub replicas: Vec<Addr>,
 }
 
-/// Limit of nodes in a cluster; its makers advise against more than 1,000.
+/// Limit of nodes in a cluster. The cluster specification advises against more than 1,000.
 const NODES_MAX: usize = 2048;
 
 /// The map of slots.

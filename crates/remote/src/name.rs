@@ -3,7 +3,7 @@
 //! Before: a page and its generation. After: the bytes of a key; a sweep parses them back.
 //! Threads: any; pure. Units: pages; a chunk is 512 of them, 2 MiB.
 //! Promise: the hash tag (the part in braces) is the chunk. So all pages of a chunk are on one node, and one command
-//! covers a run of them. A key is parsed only if we would have written it exactly so.
+//! covers a run of them. Only a key that has exactly the form of `key` is parsed.
 //!
 //! `b{VM:region:chunk}page:generation`, in hexadecimal; the page is its index in the chunk. `bl{VM}` is the VM's lease.
 
@@ -21,7 +21,7 @@ pub fn key(page: PageKey, generation: Handle) -> Vec<u8> {
     format!("b{{{}:{:x}:{chunk:x}}}{within:x}:{:x}", region.vm, region.number, generation.bits()).into_bytes()
 }
 
-/// Returns the page and the generation that this key names; `None` if it is not one of ours.
+/// Returns the page and the generation that this key names, or `None` if it is no key of a page.
 pub fn parse(bytes: &[u8]) -> Option<(PageKey, Handle)> {
     let text = std::str::from_utf8(bytes).ok()?;
     let (tag, rest) = text.strip_prefix("b{")?.split_once('}')?;

@@ -20,7 +20,7 @@ const TIMEOUT: Duration = Duration::from_millis(100);
 const TIMEOUT_MAX: Duration = Duration::from_millis(1600);
 /// A connection that was idle for this long is checked before it is used, because the server may have closed it.
 const FRESH: Duration = Duration::from_millis(100);
-/// Idle connections that are kept.
+/// Idle connections that are kept per node.
 const KEPT: usize = 64;
 
 /// Figures of a node since this process started.

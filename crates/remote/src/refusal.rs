@@ -22,7 +22,7 @@ impl Addr {
         Some(Self { host: host.into(), port: port.parse().ok()? })
     }
 
-    /// Parses the same. An empty host, from a server that does not know its own name, means the host that was asked.
+    /// Parses `host:port`. An empty host, from a server that does not know its name, means the host of `asked`.
     fn near(text: &str, asked: &Self) -> Option<Self> {
         let found = Self::parse(text)?;
         Some(if found.host.is_empty() || found.host == "?" {

@@ -11,9 +11,9 @@
 use std::fmt;
 use std::ops::Range;
 
-/// Limit of buffered reply bytes: 4,096 pages with room to spare.
+/// Limit of buffered reply bytes, more than 4,096 pages need.
 pub const REPLY_MAX: usize = 32 << 20;
-/// Limit of one value. A page needs 4 KiB; `INFO` about 8.
+/// Limit of one value in bytes. A page needs 4 KiB, `INFO` about 8 KiB.
 const BULK_MAX: usize = 1 << 20;
 /// Limit of elements in one array.
 const ARRAY_MAX: usize = 1 << 17;

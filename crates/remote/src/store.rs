@@ -58,7 +58,7 @@ pub struct RemoteStore {
     lease: Lease,
     /// Last generation drawn.
     last: Mutex<u64>,
-    /// The store had pages at some time. The lease is renewed, whatever the count is.
+    /// True if the store ever had pages. Then the lease is renewed.
     used: AtomicBool,
     garbage: Garbage,
     refusal: Mutex<Option<String>>,
@@ -102,15 +102,15 @@ impl RemoteStore {
         }
     }
 
-    /// Returns the store with sealed pages.
+    /// Makes the store seal its pages with `seal`.
     #[must_use]
     pub fn sealed(mut self, seal: Seal) -> Self {
         self.seal = RwLock::new(Arc::new(seal));
         self
     }
 
-    /// Returns the store with sealed pages, whose seal `make` creates once no other process has the store any more
-    /// ([`Store::own`]). Until then, the other process may resume storing pages, and does not know a new key.
+    /// Makes the store seal its pages with the result of `make`, from the time when no other process has the store
+    /// ([`Store::own`]). Until then the other process may store pages again, and it does not know a new key.
     #[must_use]
     pub fn sealed_when_alone(mut self, make: impl Fn() -> Seal + Send + Sync + 'static) -> Self {
         self.when_alone = Some(WhenAlone(Box::new(make)));
@@ -121,7 +121,7 @@ impl RemoteStore {
         self.seal.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Returns a generation that nobody had before; `None` if there are no more.
+    /// Returns an unused generation, or `None` if none is left.
     fn draw(&self) -> Option<Handle> {
         let mut last = lock(&self.last);
         while tick_now() <= *last {
@@ -137,7 +137,7 @@ impl RemoteStore {
         self.share.add(count);
     }
 
-    /// Records why a page was refused.
+    /// Records the reason of a refused put.
     fn refuse(&self, why: String, outcome: PutOutcome) -> PutOutcome {
         *lock(&self.refusal) = Some(why);
         outcome

@@ -1,6 +1,6 @@
 //! Sweep: scans all keys that match a pattern, and unlinks those that no word names.
 //!
-//! Before: an engine, a VM or a host ended. After: the pages that it left take no memory any more.
+//! Before: an engine, a VM or a host ended. After: the cluster has removed the pages that it left.
 //! Threads: one at a time for each sweep; it runs in steps, so that it need not be done at once. Units: keys.
 //! Promise: only keys that the caller declares garbage are unlinked. A sweep may miss keys of a slot that moves
 //! meanwhile, and writes of a dead process that a stopped server has not read yet. The next sweep finds them, at the
@@ -14,7 +14,7 @@ use crate::refusal::Addr;
 use crate::request::{self, Failed, Found, Verb};
 use crate::resp::Commands;
 
-/// Longest time that one node may take for one step. It scans [`COUNT`] keys in some 0.3 ms.
+/// Longest time that one node may take for one step. It scans [`COUNT`] keys in about 0.3 ms.
 const TIMEOUT: Duration = Duration::from_secs(2);
 const COUNT: &[u8] = b"1000";
 

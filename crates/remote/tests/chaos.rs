@@ -1,9 +1,9 @@
-//! The remote store while its cluster falls over: nodes killed and stopped, slots moved, connections cut.
+//! Tests the remote store while nodes are killed and stopped, slots move, and connections are closed.
 //!
-//! Before: `conformance`. After: everything that was put was read again, whatever happened meanwhile.
-//! Threads: three put, get and free, the test's own does the damage. Units: pages.
-//! Promise: what happens is a function of the seed; when it meets what is not. `BALLAST_REMOTE_EVENTS` (default 8) says
-//! how much of it, `BALLAST_SEED` which.
+//! Before: `conformance` passed. After: every page that was stored was read back right.
+//! Threads: three put, get and free. The test's own damages the cluster. Units: pages.
+//! Promise: the events are a function of the seed, but their time is not. `BALLAST_REMOTE_EVENTS` (default 8) sets
+//! their number, `BALLAST_SEED` the seed.
 
 mod common;
 
@@ -22,10 +22,10 @@ use common::{LEASE, Random, cluster, env};
 const VM: VmId = VmId([7; 16]);
 /// Pages of each thread, in four chunks.
 const PAGES: u64 = 2048;
-/// Longer than any failover here. A page that is not there then never will be.
+/// Limit for every wait, longer than any failover here. A page that is missing then is lost.
 const HANG: Duration = Duration::from_secs(60);
 
-/// What a thread put, and has not freed: each page's handle, and what it holds.
+/// Pages that a thread put and has not freed, each with its handle and its content.
 type Kept = HashMap<u64, (Handle, u64)>;
 
 #[derive(Default)]
@@ -40,7 +40,7 @@ fn page(thread: u32, page: u64) -> PageKey {
     RegionKey { vm: VM, number: thread }.page(PageIdx(page))
 }
 
-/// Get it, however long that takes.
+/// Get a page. Retries until `HANG`.
 fn must_get(store: &RemoteStore, key: PageKey, (handle, content): (Handle, u64), counts: &Counts) {
     let (begun, mut out) = (Instant::now(), [0; PAGE_SIZE]);
     loop {
@@ -55,7 +55,7 @@ fn must_get(store: &RemoteStore, key: PageKey, (handle, content): (Handle, u64),
     counts.longest_ms.fetch_max(begun.elapsed().as_millis() as u64, Relaxed);
 }
 
-/// Put, get and free until told to stop.
+/// Put, get and free pages until `stop` is set.
 fn churn(store: &RemoteStore, thread: u32, seed: u64, stop: &AtomicBool, counts: &Counts) -> Kept {
     let (mut random, mut kept) = (Random(seed), Kept::new());
     let free = |kept: &mut Kept, at: u64| {
@@ -93,7 +93,7 @@ fn churn(store: &RemoteStore, thread: u32, seed: u64, stop: &AtomicBool, counts:
     kept
 }
 
-/// Get the neighbours at the start of these as one run; those that are late one by one.
+/// Get the adjacent pages at the start of `all` as one run, and then the late ones singly.
 fn get_run(store: &RemoteStore, thread: u32, all: Vec<u64>, kept: &Kept, counts: &Counts) {
     let Some(first) = all.first() else { return };
     let run: Vec<u64> = all.iter().zip(*first..).take_while(|(at, next)| *at == next).map(|(at, _)| *at).collect();
@@ -109,7 +109,7 @@ fn get_run(store: &RemoteStore, thread: u32, all: Vec<u64>, kept: &Kept, counts:
     }
 }
 
-/// Something happens to the cluster; when this returns, it is whole again.
+/// Damage the cluster once, and wait until it is whole again. Returns a text about the event.
 fn damage(valkey: &mut Valkey, random: &mut Random) -> String {
     let node = random.below(valkey.len() as u64) as usize;
     let pause = Duration::from_millis(random.below(2500));
@@ -118,7 +118,7 @@ fn damage(valkey: &mut Valkey, random: &mut Random) -> String {
             let (primary, slot) = (valkey.is_primary(node), slot_of_node(valkey, node));
             std::thread::sleep(pause / 10);
             valkey.kill(node);
-            // Without persistence a primary must not come back before another has its slots.
+            // Without persistence, a primary must not restart before another node has its slots.
             while primary && slot.is_some_and(|slot| valkey.owner(slot).is_none_or(|owner| owner == node)) {
                 std::thread::sleep(Duration::from_millis(50));
             }
@@ -157,7 +157,7 @@ fn damage(valkey: &mut Valkey, random: &mut Random) -> String {
     said
 }
 
-/// A slot that this node has.
+/// Returns a slot of this node.
 fn slot_of_node(valkey: &Valkey, node: usize) -> Option<u16> {
     (0..16_384).step_by(512).find(|slot| valkey.owner(*slot) == Some(node))
 }
@@ -185,7 +185,7 @@ fn nothing_that_was_stored_is_lost_or_wrong_whatever_happens_to_the_cluster() {
         stop.store(true, Relaxed);
         threads.into_iter().map(|thread| thread.join().expect("no thread failed")).collect()
     });
-    // All of it is there, and it is the next engine that looks.
+    // The next engine finds all pages.
     let next = RemoteStore::new(VM, ours.clone(), budget, Codec::Lz4, LEASE);
     let all =
         || (0..).zip(&kept).flat_map(|(thread, kept)| kept.iter().map(move |(at, what)| (page(thread, *at), *what)));
@@ -195,7 +195,7 @@ fn nothing_that_was_stored_is_lost_or_wrong_whatever_happens_to_the_cluster() {
         [&counts.gets, &counts.puts, &counts.refused, &counts.longest_ms].map(|count| count.load(Relaxed));
     println!("{gets} pages got, {puts} put, {refused} refused; the longest wait took {longest} ms");
     assert!(puts > 0 && gets > 0, "nothing was tried");
-    // What nobody names goes, also what a stopped server wrote after we had given it up.
+    // Pages that no word names are removed, also those that a stopped server wrote after the timeout.
     let live = all().count() as u64;
     assert_eq!(next.usage().pages, live);
     let begun = Instant::now();

@@ -1,6 +1,6 @@
-//! The remote store against a real cluster that nothing happens to: what every store promises.
+//! Tests the promises of every store on the remote store, with a healthy cluster.
 //!
-//! Before: `scripts/valkey.sh`. Threads: the kit's. Needs `valkey`, else it is skipped.
+//! Before: `scripts/valkey.sh` unpacked the server. Threads: those of the conformance kit. Skipped without `valkey`.
 
 mod common;
 

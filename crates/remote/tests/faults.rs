@@ -1,7 +1,7 @@
-//! What the remote store says when one thing is wrong with its cluster, one thing at a time.
+//! Tests the outcomes of the remote store for one fault of its cluster at a time.
 //!
-//! Before: `conformance`. After: full is full, silence is not loss, and loss is known.
-//! Threads: the test's, and one that plays a server. Needs `valkey` but where a server is played.
+//! Before: `conformance` passed. After: a full cluster is reported, silence is not loss, and a loss is detected.
+//! Threads: the test's, and those of an emulated server. Other tests need `valkey`.
 
 mod common;
 
@@ -56,7 +56,7 @@ fn get(store: &RemoteStore, page: u64, handle: Handle) -> GetOutcome {
     outcome
 }
 
-/// Ask again until it is something else than `Busy`.
+/// Get a page. Retries until the outcome is not `Busy`.
 fn get_at_last(store: &RemoteStore, page: u64, handle: Handle) -> GetOutcome {
     let begun = Instant::now();
     loop {
@@ -94,7 +94,7 @@ fn a_full_cluster_is_full_keeps_what_it_has_and_takes_pages_again_after_frees() 
     let half = kept.split_off(kept.len() / 2);
     half.iter().for_each(|(page, handle)| store.free(key(*page), *handle));
     store.tidy();
-    // Freed memory is known to be free a moment later: the server unlinks beside its other work.
+    // The server frees unlinked memory in the background, so its free memory grows after a delay.
     let begun = Instant::now();
     while !matches!(put(&store, half[0].0, 1)[..], [PutOutcome::Stored(_)]) {
         assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", store.last_refusal());
@@ -129,7 +129,7 @@ fn a_slot_that_moves_is_read_written_and_freed_on_both_sides() {
     let to = (0..3).find(|to| *to != from && valkey.is_primary(*to)).expect("another primary");
     valkey.begin_move(slot, from, to).expect("begin");
     assert_eq!(valkey.move_keys(slot, from, to, 15).expect("move"), 15);
-    // A run of which some pages are here and some there, and one page at a time.
+    // Both nodes have pages of this run. Get it as a run, and page by page.
     let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; 40], Vec::new());
     store.get_run(key(0), &handles, &mut out, &mut outcomes);
     assert_eq!(outcomes, [GetOutcome::Found; 40], "{:?}", store.last_refusal());
@@ -137,7 +137,7 @@ fn a_slot_that_moves_is_read_written_and_freed_on_both_sides() {
     (0..).zip(&handles).for_each(|(page, handle)| assert_eq!(get(&store, page, *handle), GetOutcome::Found));
     let more = stored(put(&store, 40, 8));
     (40..).zip(&more).for_each(|(page, handle)| assert_eq!(get(&store, page, *handle), GetOutcome::Found));
-    // One that is nowhere is not known to be lost as long as the slot moves.
+    // A page that no node has is not lost while the slot moves.
     assert_eq!(get(&store, 99, handles[0]), GetOutcome::Busy);
     (0..).zip(&handles).take(30).for_each(|(page, handle)| store.free(key(page), *handle));
     store.tidy();
@@ -155,12 +155,12 @@ fn a_page_is_lost_only_when_all_that_may_have_it_say_so() {
     let store = store(&ours);
     let handles = stored(put(&store, 0, 1));
     let primary = valkey.owner(slot_of(format!("b{{{VM}:0:0}}").as_bytes())).expect("an owner");
-    // Its primary, and the node that follows it.
+    // Kill its primary, and the replica of it.
     let replica = primary + 3;
     valkey.kill(replica);
     valkey.kill(primary);
     assert_eq!(get(&store, 0, handles[0]), GetOutcome::Busy, "nobody can be asked");
-    // It comes back with nothing in it, and says so; but the other one has not been asked.
+    // The primary restarts empty, and reports no page. But the replica has not been asked.
     valkey.restart(primary).expect("restart");
     for _ in 0..20 {
         assert_eq!(get(&store, 0, handles[0]), GetOutcome::Busy, "one that may have it cannot be asked");
@@ -189,7 +189,7 @@ fn a_vm_without_a_lease_is_swept_by_another_host_and_one_with_a_lease_is_not() {
     assert_eq!(valkey.keys().expect("a size"), 0);
 }
 
-/// A server that does the same to everybody: `say` is given each connection.
+/// Starts an emulated server that calls `say` for each connection. Returns a client of it.
 fn played(say: impl Fn(std::net::TcpStream) + Send + Sync + 'static) -> Arc<Cluster> {
     played_to(Access::default(), say)
 }
@@ -216,7 +216,7 @@ fn a_server_that_is_none_or_never_ends_its_reply_costs_time_and_nothing_else() {
         );
         text.into_bytes()
     };
-    // Says its map as it should, and to anything else what it is told to say, again and again.
+    // The server sends a right map. To any other command it sends `junk` repeatedly.
     let server = move |junk: &'static [u8], pause: Duration| {
         played(move |mut stream| {
             let mut asked = [0; 8192];
@@ -255,12 +255,12 @@ fn an_engine_that_follows_beside_another_one_counts_what_it_gets_and_unlinks_wha
     let ours = cluster(&valkey, 1);
     let first = store(&ours);
     let handles = stored(put(&first, 0, 8));
-    // It was freed, and the engine is gone before it was unlinked.
+    // The engine ends after the free, and before the page was unlinked.
     first.free(key(7), handles[7]);
     let next = store(&ours);
     let pages = |pages: std::ops::Range<u64>| pages.map(|page| (key(page), handles[page as usize])).collect::<Vec<_>>();
     next.follow(&mut pages(0..7).into_iter());
-    // Both serve: one page comes back here and one there.
+    // Both engines serve: each frees a page.
     assert!((0..7).all(|page| get(&next, page, handles[page as usize]) == GetOutcome::Found));
     next.free(key(0), handles[0]);
     first.free(key(1), handles[1]);
@@ -268,7 +268,7 @@ fn an_engine_that_follows_beside_another_one_counts_what_it_gets_and_unlinks_wha
     assert_eq!(next.usage().pages, 5);
     drop(first);
     let late = stored(put(&next, 100, 1));
-    // Six pages, and the lease.
+    // Six pages and the lease remain.
     while valkey.keys().expect("keys") > 6 + 1 {
         next.tidy();
     }
@@ -280,7 +280,7 @@ fn an_engine_that_follows_beside_another_one_counts_what_it_gets_and_unlinks_wha
 
 #[test]
 fn a_server_that_takes_a_byte_now_and_then_or_names_a_thousand_others_costs_time_and_nothing_else() {
-    // All slots are its own, or (`crowd`) each shard is of one slot and at an address where nobody is.
+    // The server has all slots, or (`crowd`) each shard has one slot and an address where nobody listens.
     let map = |port: u16, crowd: bool| {
         let shard = |first: usize, last: usize, port: usize| {
             format!(
@@ -297,7 +297,7 @@ fn a_server_that_takes_a_byte_now_and_then_or_names_a_thousand_others_costs_time
     let server = move |crowd: bool| {
         played(move |mut stream| {
             let (mut asked, mut len) = ([0; 64], 0);
-            // Byte by byte, and no more of what is not about the map.
+            // It reads byte by byte, replies only to `CLUSTER SHARDS`, and takes other commands slowly.
             while let Ok(1) = stream.read(&mut asked[len..=len]) {
                 len += 1;
                 if asked[..len].ends_with(b"SHARDS\r\n") {

@@ -1,8 +1,8 @@
-//! Privacy: what the wire shows under TLS, and what servers hold of sealed pages.
+//! Tests privacy: the bytes on the wire under TLS, and the values of sealed pages in the servers.
 //!
-//! Before: `conformance`. After: known bytes of a page are found nowhere outside of the host, and a client without the
-//! right certificate, password or key gets nothing.
-//! Threads: the test's, and those of a proxy that keeps what goes over it. Needs `valkey`.
+//! Before: `conformance` passed. After: known bytes of a page were found nowhere outside the host, and a client without
+//! the right certificate, password or key got nothing.
+//! Threads: the test's, and those of a proxy that records the traffic. Needs `valkey`.
 
 mod common;
 
@@ -22,7 +22,7 @@ use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 use common::{LEASE, cluster, tls, tls_cluster};
 
 const VM: VmId = VmId([7; 16]);
-/// What is on each page, where no compression hides it.
+/// The known bytes on each page. Compression does not change them.
 const SECRET: &[u8] = b"the guest knows something that nobody else shall know";
 
 fn start(layout: Layout) -> Option<Valkey> {
@@ -46,7 +46,7 @@ fn page(seed: u64) -> PageBytes {
     bytes
 }
 
-/// How long a busy machine may take.
+/// Limit for every wait, on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 fn put(store: &RemoteStore, count: u64) -> Vec<Handle> {
@@ -73,7 +73,7 @@ fn get_once(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
     outcome
 }
 
-/// Asks again until the outcome is another one than `Busy`.
+/// Gets a page. Retries until the outcome is not `Busy`.
 fn get(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
     let begun = Instant::now();
     loop {
@@ -88,7 +88,7 @@ fn shows(bytes: &[u8]) -> bool {
     bytes.windows(SECRET.len()).any(|window| window == SECRET)
 }
 
-/// All values of all servers.
+/// Returns all values of all servers.
 fn kept(valkey: &Valkey) -> Vec<u8> {
     let mut all = Vec::new();
     for node in 0..valkey.len() {
@@ -103,7 +103,7 @@ fn kept(valkey: &Valkey) -> Vec<u8> {
     all
 }
 
-/// Passes everything on to `to`, and keeps it.
+/// Starts a proxy to `to` that records the traffic. Returns its port and the record.
 fn proxy(to: String) -> (u16, Arc<Mutex<Vec<u8>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = listener.local_addr().expect("an address").port();
@@ -176,7 +176,7 @@ fn a_client_with_the_wrong_certificate_gets_nothing_and_is_told_which_file() {
 
 const PASSWORD: &str = "an open secret";
 
-/// The user of docs/remote.md, word for word.
+/// Returns the words of the user in docs/remote.md.
 fn documented_user() -> Vec<&'static str> {
     let docs = include_str!("../../../docs/remote.md");
     let words = docs.split("ACL SETUSER").nth(1).and_then(|rest| rest.split("```").next()).expect("a user");
@@ -219,12 +219,12 @@ fn the_user_of_the_documentation_under_tls_may_do_all_that_a_store_does_and_noth
     let ours = opened(PASSWORD);
     let first = store(&ours);
     let handles = put(&first, 3);
-    // All that a store asks of servers: pages that are freed, and pages that a dead engine left, go.
+    // The user may do all that a store needs: freed pages and pages that an ended engine left are removed.
     first.free(key(2), handles[2]);
     let next = store(&ours);
     next.recover(&mut std::iter::once((key(1), handles[1]))).expect("recovered");
     until_gone(&[&first, &next], &valkey, 2);
-    // Nobody has it, and all are asked, replicas as well.
+    // No node has this page. All are asked, also replicas.
     let nobody = Handle::new(5).expect("40 bits");
     assert_eq!(get(&store(&ours), 1, nobody), GetOutcome::Absent);
     assert_eq!(get(&store(&ours), 1, handles[1]), GetOutcome::Found);
@@ -240,7 +240,7 @@ fn the_user_of_the_documentation_under_tls_may_do_all_that_a_store_does_and_noth
 fn nothing_of_a_sealed_page_is_in_a_server_and_only_its_key_opens_it() {
     let Some(valkey) = start(Layout::default()) else { return };
     let ours = cluster(&valkey, 1);
-    // The first ones are from before there was a key.
+    // The first page is put before there is a key.
     let plain = put(&store(&ours), 1);
     assert!(shows(&kept(&valkey)));
     let (since, secret) = (tick_now(), seal::new_key().expect("random"));
@@ -261,7 +261,7 @@ fn nothing_of_a_sealed_page_is_in_a_server_and_only_its_key_opens_it() {
     }
     assert_eq!(lost.put(key(0), &page(0)), PutOutcome::Busy);
     assert!(lost.last_refusal().is_some_and(|why| why.contains("key")));
-    // What a server passes off as another page's, or another time's, is refused.
+    // A value that a server returns for another page or generation is refused.
     let values = valkey.len();
     let owner = (0..values).find(|node| valkey.is_primary(*node) && swap_two(&valkey, *node)).expect("two values");
     let refused = (0..).zip(&handles).filter(|(at, handle)| get(&next, *at, **handle) == GetOutcome::Corrupt).count();

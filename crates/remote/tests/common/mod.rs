@@ -1,4 +1,4 @@
-//! What the tests against real clusters share.
+//! Helpers of the tests against real clusters.
 #![allow(dead_code)]
 
 use std::sync::Arc;
@@ -7,38 +7,38 @@ use std::time::Duration;
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, Tls};
 use ballast_testvm::valkey::Valkey;
 
-/// Longer than any test.
+/// Duration of a lease, longer than any test.
 pub const LEASE: Duration = Duration::from_secs(3600);
 
-/// Ours, of this one: two of its nodes are named, and it says the rest.
+/// Returns a client of this cluster that is configured with two of its nodes.
 pub fn cluster(valkey: &Valkey, replicas: u32) -> Arc<Cluster> {
     let nodes = [0, valkey.len() - 1].map(|node| Addr::parse(&valkey.addr(node)).expect("an address")).to_vec();
     Arc::new(Cluster::new(ClusterOptions { nodes, access: Access::default(), replicas }))
 }
 
-/// The same under TLS.
+/// Returns a client of this cluster that is configured with one node under TLS.
 pub fn tls_cluster(valkey: &Valkey, replicas: u32) -> Arc<Cluster> {
     let nodes = vec![Addr::parse(&valkey.tls_addr(0)).expect("an address")];
     let access = Access { tls: Some(tls(valkey)), ..Access::default() };
     Arc::new(Cluster::new(ClusterOptions { nodes, access, replicas }))
 }
 
-/// The files of a cluster under TLS.
+/// Returns the TLS files of a cluster.
 pub fn tls(valkey: &Valkey) -> Tls {
     let own = Some((valkey.dir().join("client.pem"), valkey.dir().join("client.key")));
     Tls { ca_file: valkey.dir().join("ca.pem"), own, name: None }
 }
 
-/// A number from the environment.
+/// Returns a number from the environment, or the default.
 pub fn env(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-/// Numbers that follow from a seed (SplitMix64).
+/// A random sequence with a seed (SplitMix64).
 pub struct Random(pub u64);
 
 impl Random {
-    /// The next one.
+    /// Returns the next number.
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut word = self.0;
@@ -47,7 +47,7 @@ impl Random {
         word ^ word >> 31
     }
 
-    /// The next one, below this.
+    /// Returns the next number, below `most`.
     pub fn below(&mut self, most: u64) -> u64 {
         self.next() % most
     }
