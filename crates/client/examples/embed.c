@@ -1,9 +1,9 @@
-/* The smallest VMM there is: 4 MiB of "guest RAM", attached to Ballast, driven by lines on standard input.
+/* A minimal VMM: it attaches 4 MiB of "guest RAM" to Ballast, and reads commands from standard input.
  *
  *   cc embed.c -lballast_client -o embed && ./embed
  *
- * check    read every page and compare it with what was written
- * balloon  free the first 1 MiB, the way a balloon must
+ * check    read every page and compare it with the written contents
+ * balloon  free the first 1 MiB, as a balloon must
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -62,7 +62,7 @@ int main(void) {
                 freed = BALLOON;
                 puts("freed");
             } else {
-                /* Nobody took note (-EAGAIN): the memory is kept, and still holds what it held. */
+                /* -EAGAIN: no engine took the request. The memory is kept, with its contents. */
                 printf("kept: %s\n", ballast_last_error());
             }
         }

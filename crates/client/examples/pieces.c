@@ -1,8 +1,8 @@
-/* Guest RAM in pieces: two of one file, out of order, and one of another file between them, as one region.
+/* Guest RAM in pieces: one region of two pieces of one file, out of order, and a piece of another file between them.
  *
  *   cc pieces.c -lballast_client -o pieces && ./pieces
  *
- * check    read every page and compare it with what was written
+ * check    read every page and compare it with the written contents
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -46,7 +46,7 @@ int main(void) {
         fprintf(stderr, "%s\n", ballast_last_error());
         return 1;
     }
-    /* The guest sees the first piece at 0, and the others above 4 GiB. */
+    /* The guest-physical address of the first piece is 0. The others are above 4 GiB. */
     const struct ballast_guest_range seen[] = {
         {.offset = 0, .guest_address = 0, .length = PIECE},
         {.offset = PIECE, .guest_address = 1ULL << 32, .length = 2 * PIECE},

@@ -1,5 +1,5 @@
-/* A VMM-like host program that does to its RAM, on command, what the preload library watches for. Each line on standard
- * input is one deed; the answer is "ok" or the name of the errno. */
+/* A program that acts like a VMM: on command it makes the calls that the preload library interposes. Each line on
+* standard input is one command. The output for each is "ok", "wrong", or the name of the errno. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -54,7 +54,7 @@ static int send_ram(void) {
     return answer;
 }
 
-/* Badly behaved: maps and unmaps RAM from many threads, over itself, and twice. */
+/* Misbehave: map and unmap RAM from many threads, over itself, and twice. */
 static void *storm(void *unused) {
     for (int i = 0; i < 25; i++) {
         char *map = map_new(NULL);
@@ -88,7 +88,7 @@ static int do_fork(void) {
     return waitpid(child, &status, 0) == child && status == 0 ? 0 : -1;
 }
 
-/* Calls that fail on their own keep their errno. */
+/* Check that calls that fail by themselves keep their errno. */
 static int do_errno(void) {
     errno = 0;
     if (mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, 9999, 0) != MAP_FAILED || errno != EBADF)
@@ -132,7 +132,7 @@ static int deed(const char *what) {
 int main(int count, char **words) {
     if (count > 1)
         deed(words[1]);
-    /* A guard page on either side, as VMMs do. */
+    /* Like VMMs, it has a guard page on either side. */
     char *reserved = mmap(NULL, RAM + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     ram_fd = memfd_create("guest-ram", MFD_CLOEXEC);
     if (reserved == MAP_FAILED || ram_fd < 0 || ftruncate(ram_fd, RAM) != 0)

@@ -1,6 +1,6 @@
-//! `ballast-bench`: the program that `ballast bench` and `ballast demo` become.
+//! `ballast-bench`: the program that `ballast bench` and `ballast demo` execute.
 //!
-//! Before: `ballastd` and `ballast` lie beside this program or on `PATH`. After: it has printed a table for people, or
+//! Before: `ballastd` and `ballast` are beside this program or on `PATH`. After: it has printed a table for people, or
 //! one JSON object per row, and exits with the codes of `ballast`. Promise: a build that is not a release build says so
 //! before anything else.
 
