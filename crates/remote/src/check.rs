@@ -14,7 +14,7 @@ use crate::resp::Commands;
 /// How long one node may take.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Requests that measure the latency of a node.
+/// Requests to a node. The last one returns the settings, and the others measure the latency.
 const ASKED_TIMES: usize = 5;
 /// Limit of a node's latency. Beyond it, a request is as slow as one to a rotating disk.
 const FAR: Duration = Duration::from_millis(3);

@@ -145,7 +145,8 @@ impl Graph {
         1 << self.scale
     }
 
-    /// Returns the number of edges of a vertex. Its offset is the sum of the degrees before it.
+    /// Returns the number of edges of a vertex. Its offset is the sum of the degrees before it, and the last offset is
+    /// the sum of all.
     pub const fn degree(&self, vertex: u64) -> u64 {
         // The share is 3 to the power of the clear bits, divided by 4 to the power of all bits.
         let mut share = 1u128;
