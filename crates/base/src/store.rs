@@ -188,6 +188,19 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         }
     }
 
+    /// Read pages of one region, in rising order, with gaps or without: `out[i]` belongs to `pages[i]`. Each page's
+    /// outcome is appended, in order. A store on a network asks for all of them at once.
+    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        let (mut rest, mut handles) = (out, Vec::with_capacity(pages.len()));
+        for run in pages.chunk_by(|(a, _), (b, _)| a.page.0 + 1 == b.page.0) {
+            let (out, after) = rest.split_at_mut(run.len());
+            handles.clear();
+            handles.extend(run.iter().map(|(_, handle)| *handle));
+            self.get_run(run[0].0, &handles, out, outcomes);
+            rest = after;
+        }
+    }
+
     /// Forget an object. Any 40-bit handle is safe to free; one that names no object, or the object of another key, is
     /// ignored. (For a same-filled page kept in its handle the store cannot know; then only the count of pages
     /// suffers.)

@@ -11,7 +11,7 @@
 use std::io::{self, ErrorKind};
 
 use ballast_base::fill::{FaultKind, FillOutcome};
-use ballast_base::store::{GetOutcome, PageBytes, PageKey};
+use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, RegionKey};
 use ballast_base::{PageIdx, PageRange};
 
 use crate::copies::{StoreOf, free_copies};
@@ -232,10 +232,9 @@ fn fetch(word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf
     outcomes.into_iter().max_by_key(worst).unwrap_or(GetOutcome::Absent)
 }
 
-/// Bring back untouched far pages of one store, from `first` on, as many as there are cells and the buffer holds. The
-/// store is asked once, for the run. Stops at the first page that is not far, is locked, is in another store, or that
-/// the store does not return. Returns the moves of the restored pages. All stay locked until the last one is installed,
-/// so keep a run short.
+/// Bring back untouched far pages, from `first` on, as many as there are cells and the buffer holds. Stops at the first
+/// page that is not far, is locked, is in another store, or that the store does not return. Returns the moves of the
+/// restored pages. All stay locked until the last one is installed, so keep a run short.
 ///
 /// # Errors
 /// The kernel refused in a way it never should; the pages are far as before.
@@ -246,40 +245,92 @@ pub fn restore_run<'a>(
     stores: &impl StoreOf,
     buffer: &mut [PageBytes],
 ) -> io::Result<Vec<Move>> {
-    let mut held: Vec<Locked<'a>> = Vec::new();
-    let mut handles = Vec::new();
-    for cell in cells.take(buffer.len()) {
-        let word = cell.load();
-        let far = word.state() == State::Far && !word.is_locked();
-        let same = held.first().is_none_or(|lock| lock.word().store() == word.store());
-        if !far || !same || stores.store_of(word).is_none() {
+    let cells = (first.page.0..).map(PageIdx).zip(cells);
+    let moves = bring(first.region, cells, memory, stores, buffer, Ends::AtAGap)?;
+    Ok(moves.into_iter().map(|(_, moved)| moved).collect())
+}
+
+/// The same for pages in rising order with gaps between them: a page that is not far, is locked, is in another store or
+/// is not returned is passed over. The store is asked once ([`ballast_base::store::Store::get_some`]). Returns each
+/// restored page and its move.
+///
+/// # Errors
+/// The same.
+pub fn restore_some<'a>(
+    region: RegionKey,
+    cells: impl Iterator<Item = (PageIdx, Cell<'a>)>,
+    memory: &impl Mapped,
+    stores: &impl StoreOf,
+    buffer: &mut [PageBytes],
+) -> io::Result<Vec<(PageIdx, Move)>> {
+    bring(region, cells, memory, stores, buffer, Ends::Later)
+}
+
+/// Does the first page that cannot be brought end it?
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ends {
+    AtAGap,
+    Later,
+}
+
+fn bring<'a>(
+    region: RegionKey,
+    cells: impl Iterator<Item = (PageIdx, Cell<'a>)>,
+    memory: &impl Mapped,
+    stores: &impl StoreOf,
+    buffer: &mut [PageBytes],
+    ends: Ends,
+) -> io::Result<Vec<(PageIdx, Move)>> {
+    let (mut held, mut names): (Vec<Option<Locked<'a>>>, Vec<(PageKey, Handle)>) = Default::default();
+    let mut number = None;
+    for (page, cell) in cells {
+        if names.len() == buffer.len() {
             break;
         }
-        let Some(mut lock) = cell.lock(word, word.in_state(State::Restoring)) else { break };
-        // Every return below that sets no other word leaves this one.
-        lock.set(word);
-        handles.push(word.handle());
-        held.push(lock);
+        let word = cell.load();
+        let far = word.state() == State::Far && !word.is_locked() && stores.store_of(word).is_some();
+        let of_one = far && number.is_none_or(|number| number == word.store());
+        match of_one.then(|| cell.lock(word, word.in_state(State::Restoring))).flatten() {
+            Some(mut lock) => {
+                // Every return below that sets no other word leaves this one.
+                lock.set(word);
+                number = Some(word.store());
+                names.push((region.page(page), word.handle()));
+                held.push(Some(lock));
+            }
+            None if ends == Ends::Later => {}
+            None => break,
+        }
     }
-    let Some(store) = held.first().and_then(|lock| stores.store_of(lock.word())) else { return Ok(Vec::new()) };
+    let store = held.first().and_then(Option::as_ref).and_then(|lock| stores.store_of(lock.word()));
+    let Some(store) = store else { return Ok(Vec::new()) };
     let (buffer, mut outcomes) = (&mut buffer[..held.len()], Vec::with_capacity(held.len()));
-    store.get_run(first, &handles, buffer, &mut outcomes);
-    // For the pages from the first one on that is not there, the next fault finds out why.
-    held.truncate(outcomes.iter().take_while(|outcome| **outcome == GetOutcome::Found).count());
-    if held.is_empty() {
-        return Ok(Vec::new());
+    store.get_some(&names, buffer, &mut outcomes);
+    // For a page that is not there, the next fault finds out why.
+    let found = |at: &usize| outcomes.get(*at) == Some(&GetOutcome::Found);
+    let all = 0..held.len();
+    let came: Vec<usize> =
+        if ends == Ends::Later { all.filter(found).collect() } else { all.take_while(found).collect() };
+    let mut moves = Vec::with_capacity(came.len());
+    let next_to = |a: &usize, b: &usize| a + 1 == *b && names[*a].0.page.0 + 1 == names[*b].0.page.0;
+    for run in came.chunk_by(next_to) {
+        // A page whose hole is filled already stays Far: a fault on it examines the file ([`restore`]).
+        let filled = match memory.install_run(names[run[0]].0.page, &buffer[run[0]..run[0] + run.len()]) {
+            Ok(filled) => filled,
+            Err(error) if moves.is_empty() => return Err(error),
+            // The caller has moves to book. The next fault meets the same error.
+            Err(_) => break,
+        };
+        for at in &run[..filled.min(run.len())] {
+            let Some(mut lock) = held[*at].take() else { continue };
+            let (from, (key, handle)) = (lock.word(), names[*at]);
+            lock.set(Word::new(State::Resident, 0));
+            moves.push((key.page, Move { from, to: lock.word() }));
+            drop(lock);
+            store.free(key, handle);
+        }
     }
-    // A page whose hole is filled already stays Far: a fault on it examines the file ([`restore`]).
-    let filled = memory.install_run(first.page, &buffer[..held.len()])?;
-    let come_back = (first.page.0..).zip(held).take(filled).map(|(page, mut lock)| {
-        let from = lock.word();
-        lock.set(Word::new(State::Resident, 0));
-        let moved = Move { from, to: lock.word() };
-        drop(lock);
-        store.free(PageKey { page: PageIdx(page), ..first }, from.handle());
-        moved
-    });
-    Ok(come_back.collect())
+    Ok(moves)
 }
 
 fn poison(page: PageIdx, memory: &impl Mapped, newly: bool) -> io::Result<Served> {

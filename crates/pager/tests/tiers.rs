@@ -69,14 +69,15 @@ fn a_thread_that_reads_a_slow_store_in_order_has_its_pages_by_runs_and_one_in_no
         rig.wait_for_quarantine();
         let (far, before) = (count_in(&rig, THIRD), store.requests.load(Ordering::Acquire));
         assert!((0..rig.pages).all(|at| rig.holds(order(at), 1)), "a byte was lost");
-        assert_eq!(count_in(&rig, THIRD), 0);
+        // The guest goes on before the words say so.
+        until("all are back", || count_in(&rig, THIRD) == 0);
         rig.check_census();
         rig.vm.hold(Hold::Shared, None);
         (store.requests.load(Ordering::Acquire) - before, far)
     };
     let (requests, far) = asked(&|at| at);
-    // A page that was busy is asked for twice, and its run ends there.
-    assert!(requests < far / 2, "{requests} requests for {far} pages");
+    // Pages that were busy are asked for again.
+    assert!(requests < far / 3, "{requests} requests for {far} pages");
     let longest = store.longest.load(Ordering::Acquire);
     assert!((10..=65).contains(&longest), "{longest} pages at once");
     let pages = rig.pages;

@@ -258,14 +258,21 @@ impl Store for RemoteStore {
     }
 
     fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
-        let (len, start) = (handles.len().min(out.len()), outcomes.len());
-        outcomes.resize(start + len, GetOutcome::Busy);
-        let keys: Vec<PageKey> = (first.page.0..).take(len).map(|page| first.region.page(PageIdx(page))).collect();
+        let names = (first.page.0..).map(|page| first.region.page(PageIdx(page)));
+        let names: Vec<_> = names.zip(handles.iter().copied()).take(out.len()).collect();
+        self.get_some(&names, out, outcomes);
+    }
+
+    /// All pages of a chunk by one request.
+    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        let (keys, handles): (Vec<PageKey>, Vec<Handle>) = pages.iter().copied().take(out.len()).unzip();
+        let start = outcomes.len();
+        outcomes.resize(start + keys.len(), GetOutcome::Busy);
         let mut from = 0;
-        while from < len {
-            let end = chunk_end(first.page, from, len);
+        for chunk in keys.chunk_by(|a, b| (a.region, a.page.0 / CHUNK_PAGES) == (b.region, b.page.0 / CHUNK_PAGES)) {
+            let end = from + chunk.len();
             let outcomes = &mut outcomes[start + from..start + end];
-            self.get_chunk(&keys[from..end], &handles[from..end], &mut out[from..end], outcomes);
+            self.get_chunk(chunk, &handles[from..end], &mut out[from..end], outcomes);
             from = end;
         }
     }

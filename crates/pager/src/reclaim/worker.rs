@@ -407,6 +407,7 @@ impl ReclaimWorker {
                 break;
             }
             self.store_was_full = false;
+            vm.mail.spill.check(&vm.stores);
         }
         if over_limit && gone * 8 < tried && self.rest_until.is_none_or(|until| until < now) {
             self.adaptive.nearly_all_touched();

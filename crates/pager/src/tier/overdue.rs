@@ -84,6 +84,14 @@ impl Overdue {
         self.settle(waiting, now);
     }
 
+    /// A worker asked for several pages, of which this is the first. It waits for all of them.
+    fn were_asked(&self, first: PageKey, handle: Handle, outcomes: &[GetOutcome]) {
+        let worst = outcomes.iter().find(|outcome| **outcome == GetOutcome::Busy);
+        if let Some(outcome) = worst.or(outcomes.first()) {
+            self.was_asked(first, handle, *outcome);
+        }
+    }
+
     /// The page is there, or no worker waits for it any more: tells operators, if they were told of the wait.
     fn settle(&self, mut waiting: MutexGuard<'_, Waiting>, now: Instant) {
         if waiting.said.is_none() {
@@ -125,10 +133,16 @@ impl Store for Overdue {
     fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
         let before = outcomes.len();
         self.store.get_run(first, handles, out, outcomes);
-        // A worker that asks for a run waits for all of it.
-        let worst = outcomes[before..].iter().find(|outcome| **outcome == GetOutcome::Busy);
-        if let (Some(handle), Some(outcome)) = (handles.first(), worst.or(outcomes.get(before))) {
-            self.was_asked(first, *handle, *outcome);
+        if let Some(handle) = handles.first() {
+            self.were_asked(first, *handle, &outcomes[before..]);
+        }
+    }
+
+    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        let before = outcomes.len();
+        self.store.get_some(pages, out, outcomes);
+        if let Some((first, handle)) = pages.first() {
+            self.were_asked(*first, *handle, &outcomes[before..]);
         }
     }
 

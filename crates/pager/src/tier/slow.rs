@@ -9,7 +9,8 @@
 //! *Readahead.* A thread that reads memory in order gets up to 64 pages by the request for the one that it waits for.
 //! The 64 after those are requested at the same time by another worker. A thread that is quicker than the store waits
 //! for one of these, and then the next ones are requested: so two requests are under way, through two connections, and
-//! at two nodes where a chunk ends. A thread in no order has nothing requested for it.
+//! at two nodes where a chunk ends. No page is requested more than 128 pages ahead, and nothing for a thread in no
+//! order.
 
 use std::cell::RefCell;
 use std::io;
@@ -31,7 +32,7 @@ use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::view::{RegionView, View};
 use ballast_page::copies::StoreOf;
-use ballast_page::fault::restore_run;
+use ballast_page::fault::restore_some;
 use ballast_page::memory::Mapped;
 use ballast_page::outcome::{Move, Outcome, Served};
 use ballast_page::page_state::State;
@@ -130,25 +131,22 @@ fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
 
 /// If the thread reads memory in order, has the next pages requested. Returns those to request with its page.
 fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx) -> PageRange {
+    let unit_end = |page: PageIdx| PageIdx((page.0 + 1).next_multiple_of(PAGES_PER_UNIT));
     let is_far = |page| is_slow_far(region, PageIdx(page));
-    let pages = vm.mail.slow.requested(region.number, page.0, region.pages().0, is_far);
-    let pages = PageRange::of(pages.start(), pages.count().min(vm.readahead_credits()));
     let none = PageRange::of(page, 0);
-    let mut unit_end = (page.0 + 1).next_multiple_of(PAGES_PER_UNIT);
-    // A page that is on its way comes with the request that was made for it.
-    let with = match pages.start().0 == page.0 + 1 && !region.word(page).is_locked() {
-        true => PageRange::of(pages.start(), pages.count().div_ceil(2)).before(PageIdx(unit_end)),
-        false => none,
+    let credits = vm.readahead_credits();
+    let asked = vm.mail.slow.requested(region.number, page.0, region.pages().0, is_far);
+    let Some((with, mut more)) = asked.filter(|(with, more)| with.count() + more.count() <= credits) else {
+        return none;
     };
-    let mut rest = if with.is_empty() { pages } else { pages.from(with.end()) };
-    while !rest.is_empty() {
+    while !more.is_empty() {
         // All pages of a request are of one unit.
-        unit_end = (rest.start().0 + 1).next_multiple_of(PAGES_PER_UNIT);
-        let pages = rest.before(PageIdx(unit_end));
-        rest = rest.from(pages.end());
+        let pages = more.before(unit_end(more.start()));
+        more = more.from(pages.end());
         vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages });
     }
-    with
+    // A page that is on its way comes with the request that was made for it.
+    if region.word(page).is_locked() { none } else { with.before(unit_end(page)) }
 }
 
 /// Restores the page of a fault, and those of `with`, by one request. Returns whether that page came.
@@ -170,10 +168,14 @@ fn came_with(
             return false;
         }
     };
-    let [first, others @ ..] = &moves[..] else { return false };
+    let [(_, first), others @ ..] = &moves[..] else { return false };
+    if moves[0].0 != page {
+        book(vm, region, &moves);
+        return false;
+    }
     times.restored(vm.stats(), pending.since);
     settle(vm, region, page, pending, Outcome { moved: Some(*first), served: Ok(Served::Restored) });
-    vm.ledger().prefetched(region, PageIdx(page.0 + 1), others);
+    book(vm, region, others);
     true
 }
 
@@ -187,11 +189,11 @@ fn read_ahead(vm: &Vm, ahead: &Ahead) {
     while !vm.is_over() && !ahead.view.is_closed() {
         let Some(first) = rest.iter().find(|page| is_slow_far(&region, *page)) else { return };
         match restore_slow(&region, rest.from(first), &memory, &vm.stores) {
-            // The thread that wants the page will fault, and find out why.
-            Ok(moves) if moves.is_empty() => return,
             Ok(moves) => {
-                vm.ledger().prefetched(&region, first, &moves);
-                rest = rest.from(PageIdx(first.0 + moves.len() as u64));
+                book(vm, &region, &moves);
+                // The thread that wants a page that did not come will fault, and find out why.
+                let Some((last, _)) = moves.last() else { return };
+                rest = rest.from(PageIdx(last.0 + 1));
             }
             Err(error) => {
                 tracing::debug!(vm = vm.state.name(), region = region.number, %first, "Reading ahead: {error}");
@@ -201,25 +203,32 @@ fn read_ahead(vm: &Vm, ahead: &Ahead) {
     }
 }
 
+/// Books pages that came before a thread touched them.
+fn book(vm: &Vm, region: &Region, moves: &[(PageIdx, Move)]) {
+    for run in moves.chunk_by(|(a, _), (b, _)| a.0 + 1 == b.0) {
+        vm.ledger().prefetched(region, run[0].0, &run.iter().map(|(_, moved)| *moved).collect::<Vec<_>>());
+    }
+}
+
 /// Is a page in a slow store, and held by no thread?
 fn is_slow_far(region: &Region, page: PageIdx) -> bool {
     let word = region.word(page);
     word.state() == State::Far && !word.is_locked() && region.is_slow(page)
 }
 
-/// Restores neighbouring far pages of one unit.
+/// Restores the far pages among these of one unit by one request.
 fn restore_slow(
     region: &Region,
     pages: PageRange,
     memory: &impl Mapped,
     stores: &impl StoreOf,
-) -> io::Result<Vec<Move>> {
-    let cells = pages.iter().map(|page| region.granule(page).cell());
+) -> io::Result<Vec<(PageIdx, Move)>> {
+    let cells = pages.iter().map(|page| (page, region.granule(page).cell()));
     BUFFER.with_borrow_mut(|buffer| {
         let count = pages.count().min(READ_AT_ONCE) as usize;
         if buffer.len() < count {
             buffer.resize(count, [0; PAGE_SIZE]);
         }
-        restore_run(region.key(pages.start()), cells, memory, stores, &mut buffer[..count])
+        restore_some(region.region_key(), cells, memory, stores, &mut buffer[..count])
     })
 }

@@ -20,7 +20,7 @@ pub const WORKERS: usize = 4;
 
 /// Workers that read ahead at a time. The others are there for faults.
 const AHEAD_WORKERS: usize = 2;
-/// Requests to read ahead that wait. The oldest is out of date when there are more.
+/// Requests to read ahead that wait; more are dropped, and faults read these pages.
 const AHEAD_KEPT: usize = 4;
 
 /// What a slow worker does next.
@@ -96,9 +96,8 @@ impl SlowQueue {
     /// Has pages brought back that no fault waits for yet.
     pub(crate) fn read_ahead(&self, ahead: Ahead) {
         self.notify_after(|queue| {
-            queue.ahead.push_back(ahead);
-            if queue.ahead.len() > AHEAD_KEPT {
-                queue.ahead.pop_front();
+            if queue.ahead.len() < AHEAD_KEPT {
+                queue.ahead.push_back(ahead);
             }
         });
     }
@@ -109,7 +108,13 @@ impl SlowQueue {
     }
 
     /// The pages to request after a fault on this page, as [`Readahead::request`] has it.
-    pub(crate) fn requested(&self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> PageRange {
+    pub(crate) fn requested(
+        &self,
+        region: u32,
+        page: u64,
+        pages: u64,
+        is_far: impl Fn(u64) -> bool,
+    ) -> Option<(PageRange, PageRange)> {
         let mut readahead = self.readahead.lock().unwrap_or_else(PoisonError::into_inner);
         readahead.request(region, page, pages, is_far)
     }

@@ -9,7 +9,8 @@
 //! A clock tells a page's age: a pass marks every far word it meets (`Word::marked`), and every move of the page makes
 //! a word without the mark. A page whose word is still marked on the next pass, at least `spill_after` later, is old.
 //! So a page is spilled after one to two times that. While the RAM store's budget is nearly used, passes follow one
-//! another without that pause, in pieces; and when the store refused a page of reclaim, all pages count as old.
+//! another without that pause, in pieces, until it has space again: reclaim notifies the worker, so that pages go before
+//! the store refuses one. When it refused a page, all pages count as old.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -72,6 +73,10 @@ pub(crate) struct SpillWorker {
     pass: Option<Place>,
     /// Where to look next when space is wanted.
     hand: Place,
+    /// Turns since RAM is short that found no old page: the first one marks, so the second one finds some.
+    in_vain: u32,
+    /// After two of those, when to look again.
+    next_short: Instant,
     run: SpillRun,
 }
 
@@ -114,6 +119,8 @@ impl SpillWorker {
             next_pass: Instant::now() + after.unwrap_or_default(),
             pass: None,
             hand: (0, 0),
+            in_vain: 0,
+            next_short: Instant::now(),
             run: SpillRun::default(),
             vm,
         })
@@ -140,7 +147,8 @@ impl SpillWorker {
 
     /// How long to wait, unless space is wanted.
     fn pause(&self) -> Duration {
-        if self.pass.is_some() && !self.rests() {
+        let is_short = self.next_short <= Instant::now() && self.vm.stores.first().store.is_short();
+        if (self.pass.is_some() || is_short) && !self.rests() {
             return Duration::ZERO;
         }
         TICK.min(self.next_pass.saturating_duration_since(Instant::now()).max(SHORTEST_TICK))
@@ -155,6 +163,7 @@ impl SpillWorker {
             return Ok(());
         }
         let ram = &vm.stores.first().store;
+        vm.mail.spill.looks();
         if wanted {
             let moved = self.turn(Take::All, WANTED)?;
             vm.mail.spill.set_helps(moved > 0);
@@ -167,8 +176,12 @@ impl SpillWorker {
                 self.next_pass = Instant::now() + after;
             }
             ram.tidy();
-        } else if ram.is_short() {
-            self.turn(Take::Old, SHORT)?;
+        } else if ram.is_short() && now >= self.next_short {
+            let moved = self.turn(Take::Old, SHORT)?;
+            self.in_vain = if moved > 0 { 0 } else { self.in_vain + 1 };
+            if self.in_vain >= 2 {
+                (self.in_vain, self.next_short) = (0, Instant::now() + TICK);
+            }
             ram.tidy();
         }
         Ok(())

@@ -193,6 +193,13 @@ impl Store for LateStore {
         }
     }
 
+    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        match self.store() {
+            Some(store) => store.get_some(pages, out, outcomes),
+            None => outcomes.resize(outcomes.len() + pages.len().min(out.len()), GetOutcome::Busy),
+        }
+    }
+
     fn free(&self, key: PageKey, handle: Handle) {
         let mut freed = self.freed.lock().unwrap_or_else(PoisonError::into_inner);
         match self.store() {
