@@ -1,11 +1,11 @@
-//! Far pages on other machines beside those in RAM and on a disk: reads of one page and of a run, a touch by a guest,
-//! and writes.
+//! Far pages on other machines beside those in RAM and on a disk: one page, a run, and the way out; then a guest's
+//! touches (`far_guests`).
 //!
-//! Before: there are six servers on loopback, three of them replicas; stores of each kind; the daemon with the same
-//! servers. After: rows have percentiles of single reads, times of runs and pages per second to the cluster, each
-//! beside a bare connection that asks the same servers for values of the same size. Units: microseconds; pages per
-//! second. Promise: every page that is read is compared. All processes share this machine's CPUs: there is no network,
-//! and no server has a CPU of its own.
+//! Before: six servers on loopback, three of them replicas; stores of each kind; daemons with the same servers.
+//! After: percentiles of single reads, times of runs, pages per second to the cluster, each beside a bare connection
+//! that asks the same servers for values of the same size. Units: microseconds; pages per second.
+//! Promise: every page that is read is compared. All of it shares this machine's CPUs: there is no network, and no
+//! server has a CPU of its own.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -16,29 +16,27 @@ use anyhow::{Context, Result, ensure};
 use ballast_base::units::{GIB, MIB};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, lease, slot_of};
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Tls, lease, slot_of};
 use ballast_store::{
     Budget, Codec, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore,
     RegionKey, Store, blob,
 };
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
-use crate::order::{Data, GuestKind, Pace};
+use crate::far_guests::Guests;
+use crate::order::{Data, GuestKind};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::stats::{Summary, shuffle};
-use crate::subject::{Subject, Way, out, touch};
 
 /// The headline figures.
-const KEYS: [&str; 4] = ["far_get_us_p50", "far_restore_us_p50", "far_spill_pages_per_s", "far_wrong_bytes"];
+const KEYS: [&str; 5] =
+    ["far_get_us_p50", "far_restore_us_p50", "far_in_order_us_per_page", "far_spill_pages_per_s", "far_wrong_bytes"];
 const REGION: RegionKey = RegionKey { vm: VmId([0x42; 16]), number: 0 };
 /// Pages of a chunk, which are written as one.
 const CHUNK: usize = 512;
 /// Pages of a run that is read as one.
 const RUN: usize = 64;
-/// Longest time until all of a guest's pages are in the cluster.
-const TIMEOUT: Duration = Duration::from_secs(120);
-const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
 
 /// The figures of one store, or of a bare connection.
 #[derive(Default)]
@@ -194,25 +192,13 @@ fn bare(valkey: &Valkey, content: &[PageBytes], seed: u64, series: &mut Series) 
     Ok(())
 }
 
-/// Measure a guest's touches of pages that are in the cluster alone.
-fn restored(bench: &mut Bench, subject: &mut Subject, seed: u64) -> Result<Summary> {
-    out(bench, &mut [&mut *subject])?;
-    let begun = Instant::now();
-    loop {
-        let stat = bench.daemon.api().vm(subject.name())?;
-        if stat.far_bytes > 0 && stat.far_remote_bytes >= stat.far_bytes {
-            break;
-        }
-        let (there, far) = (stat.far_remote_bytes, stat.far_bytes);
-        ensure!(begun.elapsed() < TIMEOUT, "after {TIMEOUT:?} {there} of {far} far bytes are in the cluster");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ok(touch(&mut [subject], seed, PINNED)?[0].summary)
-}
-
-fn cluster(valkey: &Valkey) -> Result<Arc<Cluster>> {
-    let nodes = vec![Addr::parse(&valkey.addr(0)).context("An address")?];
-    Ok(Arc::new(Cluster::new(ClusterOptions { nodes, access: Access::default(), replicas: 1 })))
+fn cluster(valkey: &Valkey, tls: bool) -> Result<Arc<Cluster>> {
+    let addr = if tls { valkey.tls_addr(0) } else { valkey.addr(0) };
+    let file = |name: &str| valkey.dir().join(name);
+    let own = Some((file("client.pem"), file("client.key")));
+    let access = Access { tls: tls.then(|| Tls { ca_file: file("ca.pem"), own, name: None }), ..Access::default() };
+    let nodes = vec![Addr::parse(&addr).context("An address")?];
+    Ok(Arc::new(Cluster::new(ClusterOptions { nodes, access, replicas: 1 })))
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -226,20 +212,18 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         KEYS.iter().for_each(|key| row.figure(key, &[]));
         return each(row);
     }
-    let valkey = Valkey::start(Layout { maxmemory: Bytes(GIB), ..Layout::default() }).context("Starting a cluster")?;
+    let valkey = Valkey::start(Layout { maxmemory: Bytes(GIB), tls: true, ..Layout::default() })
+        .context("Starting a cluster")?;
     let (count, repetitions) = if bench.options.quick { (4096, 2) } else { (16_384, 5) };
-    let settings = format!("[remote]\nnodes = [\"{}\"]\nbudget = \"1G\"\nafter_s = 1\n", valkey.addr(0));
-    bench.with_settings(&settings, |bench| {
-        for data in bench.options.data() {
-            let mut row = bench.row(data.name());
-            row.fact("data", data.name());
-            row.fact("pages", count as u64);
-            row.fact("repetitions", repetitions);
-            measure(bench, &valkey, data, (count, repetitions), &mut row)?;
-            each(row)?;
-        }
-        Ok(())
-    })
+    for data in bench.options.data() {
+        let mut row = bench.row(data.name());
+        row.fact("data", data.name());
+        row.fact("pages", count as u64);
+        row.fact("repetitions", repetitions);
+        measure(bench, &valkey, data, (count, repetitions), &mut row)?;
+        each(row)?;
+    }
+    Ok(())
 }
 
 fn measure(bench: &mut Bench, valkey: &Valkey, data: Data, (count, rounds): (usize, u64), row: &mut Row) -> Result<()> {
@@ -247,42 +231,40 @@ fn measure(bench: &mut Bench, valkey: &Valkey, data: Data, (count, rounds): (usi
     let budget = Budget::new(Bytes(GIB));
     let (ram, _arena) = RamStore::create(RamOptions::new(budget.clone())).context("A store in RAM")?;
     let file = FileStore::create(&bench.options.dir, FileOptions::new(budget)).context("A store on the disk")?;
-    let remote = RemoteBudget::new(Bytes(GIB));
-    let remote = RemoteStore::new(REGION.vm, cluster(valkey)?, remote, Codec::Lz4, lease::LEASE);
-    let stores: [(&str, &dyn Store); 3] = [("ram", &ram), ("file", &file.0), ("far", &remote)];
-    let mut subjects = bench.subjects(&[Way::Ballast], count as u64, data, row)?;
-    let mut series: [Series; 4] = Default::default();
-    let mut touched = Vec::new();
+    let remote = |vm: u8, tls| -> Result<RemoteStore> {
+        let budget = RemoteBudget::new(Bytes(GIB));
+        Ok(RemoteStore::new(VmId([vm; 16]), cluster(valkey, tls)?, budget, Codec::Lz4, lease::LEASE))
+    };
+    let (plain, tls) = (remote(0x42, false)?, remote(0x43, true)?);
+    let stores: [&dyn Store; 4] = [&ram, &file.0, &plain, &tls];
+    let mut series: [Series; 5] = Default::default();
+    let mut guests = Guests::default();
     for round in bench.progress.over("round", 0..=rounds) {
         // Round 0 warms up.
-        let mut warm_up: [Series; 4] = Default::default();
+        let mut warm_up: [Series; 5] = Default::default();
         let of = if round == 0 { &mut warm_up } else { &mut series };
-        for ((_, store), of) in stores.iter().zip(of.iter_mut()) {
+        for (store, of) in stores.iter().zip(of.iter_mut()) {
             stored(*store, &content, round, of)?;
         }
-        bare(valkey, &content, round, &mut of[3])?;
-        let summary = restored(bench, &mut subjects[0], round)?;
-        if round > 0 {
-            touched.push(summary);
-        }
+        bare(valkey, &content, round, &mut of[4])?;
+        // Fails if a byte is wrong.
+        guests.round(bench, valkey, (data, count as u64), round, row)?;
     }
-    // Fails if a byte is wrong.
-    subjects.iter_mut().try_for_each(Subject::verify)?;
     row.figure("far_wrong_bytes", &[0.0]);
-    for (name, series) in ["ram", "file", "far", "bare"].iter().zip(&series) {
+    for (name, series) in ["ram", "file", "far", "far_tls", "bare"].iter().zip(&series) {
         row.figure(&format!("{name}_get_us_p50"), &series.of(|s| s.p50_us));
         row.figure(&format!("{name}_get_us_p99"), &series.of(|s| s.p99_us));
         row.figure(&format!("{name}_run64_us_per_page"), &series.run);
         row.figure(&format!("{name}_spill_pages_per_s"), &series.out);
     }
-    let [_, _, far, bare] = &series;
-    let of = |figure: fn(&Summary) -> f64| -> Vec<f64> { touched.iter().map(figure).collect() };
-    row.figure("far_restore_us_p50", &of(|s| s.p50_us));
-    row.figure("far_restore_us_p99", &of(|s| s.p99_us));
-    row.ratio("ratio_far_get", &far.of(|s| s.p50_us), &bare.of(|s| s.p50_us));
-    row.ratio("ratio_far_restore", &of(|s| s.p50_us), &bare.of(|s| s.p50_us));
+    let [_, _, far, far_tls, bare] = &series;
+    let bare_us = bare.of(|s| s.p50_us);
+    guests.figures(row, &bare_us);
+    row.ratio("ratio_far_get", &far.of(|s| s.p50_us), &bare_us);
+    row.ratio("ratio_far_tls_get", &far_tls.of(|s| s.p50_us), &bare_us);
     row.ratio("ratio_far_run64", &far.run, &bare.run);
     row.ratio("ratio_far_spill", &far.out, &bare.out);
+    row.ratio("ratio_far_tls_spill", &far_tls.out, &bare.out);
     row.fact("data_mib", (count * PAGE_SIZE) as u64 / MIB);
     Ok(())
 }

@@ -19,6 +19,7 @@ mod cgroup;
 mod cpu;
 mod density;
 mod far;
+mod far_guests;
 mod fault_workers;
 mod guard;
 mod guest;

@@ -139,7 +139,9 @@ impl Native {
     /// Touch pages that are out, in an order that the seed decides.
     pub(crate) fn touch(&mut self, config: &GuestConfig, seed: u64, pace: Pace) -> Result<Touched> {
         let mut order = self.out(config.pages)?;
-        shuffle(&mut order, seed);
+        if !pace.in_order {
+            shuffle(&mut order, seed);
+        }
         order.truncate(usize::try_from(pace.most).unwrap_or(usize::MAX));
         if pace.threads < 2 {
             return self.touch_these(&order, pace);

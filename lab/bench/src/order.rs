@@ -191,11 +191,13 @@ pub struct Pace {
     pub pinned: bool,
     /// Threads that share them (native guests alone); more than one neither think nor are pinned.
     pub threads: u32,
+    /// One after the other, as they are in memory (native guests alone); else in an order that the seed decides.
+    pub in_order: bool,
 }
 
 impl Pace {
     /// All of them, as fast as possible.
-    pub const ALL: Self = Self { most: u64::MAX, think_us: 0, pinned: false, threads: 1 };
+    pub const ALL: Self = Self { most: u64::MAX, think_us: 0, pinned: false, threads: 1, in_order: false };
 }
 
 /// An order.

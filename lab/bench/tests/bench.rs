@@ -243,12 +243,17 @@ fn far_compares_the_cluster_with_ram_disk_and_bare_connections() {
     let rows = rows(&["far", "--dir", dir.path().to_str().expect("a plain path")]);
     assert_eq!(rows.len(), 2);
     for row in &rows {
-        for name in ["ram", "file", "far", "bare"] {
+        for name in ["ram", "file", "far", "far_tls", "bare"] {
             for figure in ["get_us_p50", "get_us_p99", "run64_us_per_page", "spill_pages_per_s"] {
                 assert_figure(row, &format!("{name}_{figure}"));
             }
         }
-        ["far_restore_us_p50", "ratio_far_get", "ratio_far_spill"].iter().for_each(|key| assert_figure(row, key));
+        for name in ["ram", "file", "far", "far_tls"] {
+            for figure in ["restore_us_p50", "restore_us_p99", "in_order_us_per_page"] {
+                assert_figure(row, &format!("{name}_{figure}"));
+            }
+        }
+        ["ratio_far_restore", "ratio_far_get", "ratio_far_spill"].iter().for_each(|key| assert_figure(row, key));
         assert_eq!(row["far_wrong_bytes"], 0.0);
     }
 }
