@@ -9,8 +9,8 @@
 //! A clock tells a page's age: a pass marks every far word it meets (`Word::marked`), and every move of the page makes
 //! a word without the mark. A page whose word is still marked on the next pass, at least `spill_after` later, is old.
 //! So a page is spilled after one to two times that. While the RAM store's budget is nearly used, passes follow one
-//! another without that pause, in pieces, until it has space again: reclaim notifies the worker, so that pages go before
-//! the store refuses one. When it refused a page, all pages count as old.
+//! another without that pause, in pieces, until it has space again; reclaim notifies the worker, so that pages go
+//! before the store refuses one. When it refused a page, all pages count as old.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
