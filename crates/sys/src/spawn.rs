@@ -138,7 +138,9 @@ impl Starter {
         }
         let error = io::Error::last_os_error();
         rustix::io::dup3(&null, &mut self.slot, rustix::io::DupFlags::CLOEXEC)?;
-        let Some(pid) = Pid::from_raw(forked as i32).filter(|_| forked > 0) else { return Err(error) };
+        // It fails if there is no descriptor left for the pidfd, for one.
+        let forked = i32::try_from(forked).ok().filter(|forked| *forked > 0);
+        let Some(pid) = forked.and_then(Pid::from_raw) else { return Err(error) };
         // SAFETY: the call has just opened it for us.
         let child = Child { pid, pidfd: unsafe { OwnedFd::from_raw_fd(pidfd) } };
         match failure.errno().load(Ordering::Acquire) {
@@ -211,6 +213,44 @@ mod tests {
             assert!(ended(&child).success());
         }
         drop(open);
+    }
+
+    #[test]
+    fn without_a_descriptor_for_its_pidfd_a_program_is_not_started_and_that_is_an_error() {
+        // Descriptors are counted for a process, so this is one of its own: this test again, as the only one.
+        const ALONE: &str = "BALLAST_TEST_ALONE";
+        let name = "spawn::tests::without_a_descriptor_for_its_pidfd_a_program_is_not_started_and_that_is_an_error";
+        if std::env::var_os(ALONE).is_none() {
+            let this = std::env::current_exe().expect("this program");
+            let output = std::process::Command::new(this).args(["--exact", name]).env(ALONE, "1").output();
+            let output = output.expect("run it");
+            return assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        }
+        let mut starter = Starter::new().expect("a starter");
+        let (_ours, theirs) = scm::pair().expect("a pair");
+        let usual = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        // Whether the copy of the starter's descriptor has a place, and the pidfd has none; or neither has.
+        let mut refused = 0;
+        for more in 0..3 {
+            let open = std::fs::File::open("/dev/null").expect("the lowest free number");
+            let current = Some(open.as_raw_fd() as u64 + more);
+            drop(open);
+            let limit = rustix::process::Rlimit { current, ..usual };
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).expect("a limit");
+            let started = starter.start(Path::new("/bin/true"), &[], theirs.as_fd());
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, usual).expect("the usual limit");
+            match started {
+                Ok(child) => assert!(ended(&child).success()),
+                Err(error) => {
+                    assert_eq!(error.raw_os_error(), Some(libc::EMFILE), "{error}");
+                    refused += 1;
+                }
+            }
+        }
+        // Numbers further up may be taken by what this process inherited.
+        assert!(refused >= 2);
+        let child = starter.start(Path::new("/bin/true"), &[], theirs.as_fd()).expect("as before");
+        assert!(ended(&child).success());
     }
 
     #[test]
