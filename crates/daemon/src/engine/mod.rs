@@ -336,6 +336,8 @@ impl Orders {
             let served = api.map_or(Ok(()), |api| serve_api(api, shown, engine.settings().reader_gid, gate));
             if let Err(error) = served.and_then(|()| engine.report(&Report::Serving)) {
                 engine.failed(None, "Serve", &error);
+                // So that an engine which follows another one is not waited for: VMs go back.
+                let _ = engine.report(&Report::Refused(format!("it cannot answer the API: {error:#}")));
             }
         })?;
         Ok(())

@@ -5,6 +5,8 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use ballast_api::Client;
+
 use super::{Daemon, soak, until};
 
 /// A running test VM.
@@ -34,6 +36,17 @@ impl Guest {
 
     /// The same of the build with this `ballastd`.
     pub fn start_beside(ballastd: &Path, daemon: &Daemon, name: &str, args: &str, variables: &[(&str, &str)]) -> Self {
+        Self::start_at(ballastd, (&daemon.api, &daemon.attach_socket()), name, args, variables)
+    }
+
+    /// The same at a daemon of which these are the API and the socket to attach to.
+    pub fn start_at(
+        ballastd: &Path,
+        (api, attach_socket): (&Client, &Path),
+        name: &str,
+        args: &str,
+        variables: &[(&str, &str)],
+    ) -> Self {
         let program = ballastd.with_file_name("ballast-testvm");
         assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
         let child = Command::new(program)
@@ -41,7 +54,7 @@ impl Guest {
             .envs(variables.iter().copied())
             .args(soak::is_on().then_some("--latency"))
             .args(["--attach", name, "--json", "--until-stdin", "--ops", "0", "--attach-socket"])
-            .arg(daemon.attach_socket())
+            .arg(attach_socket)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -49,7 +62,7 @@ impl Guest {
             .expect("start a test VM");
         let waits_for_itself = args.contains("--park-on");
         let guest = Self { name: name.to_owned(), child: Some(child), waits_for_itself };
-        until("the guest is attached", || daemon.api.vm(name).is_ok());
+        until("the guest is attached", || api.vm(name).is_ok());
         guest
     }
 

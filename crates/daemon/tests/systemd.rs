@@ -1,0 +1,196 @@
+//! The unit that ships, in a systemd of its own: installed, reloaded and restarted under a guest that writes and
+//! verifies all the time. Needs root (userfaultfd, mounts) and systemd's program; the machine need not run it.
+//!
+//! systemd runs as the manager of a user, in a mount namespace in which `/usr/local/bin` and `/run` are directories of
+//! the test: so the unit's own command lines run, and nothing of the machine is seen or changed.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use ballast_api::{Client, HostStat};
+
+use common::guest::Guest;
+use common::{BUSY, missing, until};
+
+const SYSTEMD: &str = "/lib/systemd/systemd";
+
+/// A systemd with the unit, which is not started yet.
+struct Systemd {
+    dir: tempfile::TempDir,
+    manager: Child,
+    api: Client,
+}
+
+fn program(name: &str) -> PathBuf {
+    let program = Path::new(env!("CARGO_BIN_EXE_ballastd")).with_file_name(name);
+    assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
+    program
+}
+
+impl Systemd {
+    /// `None` where it cannot run.
+    fn start() -> Option<Self> {
+        let root = rustix::process::geteuid().is_root();
+        let has = |program: &str| Path::new(program).exists();
+        let why = match (root, has(SYSTEMD) && has("/usr/bin/systemctl") && has("/usr/bin/unshare")) {
+            (false, _) => Some("this is not root"),
+            (_, false) => Some("no systemd, systemctl or unshare"),
+            _ => None,
+        };
+        if missing("systemd", why) {
+            return None;
+        }
+        let dir = tempfile::Builder::new().prefix("ballast-test-").tempdir().expect("temporary directory");
+        let at = |name: &str| dir.path().join(name);
+        // Without the second one it takes the machine for one that was booted otherwise.
+        for made in ["bin", "run/systemd/system", "home/.config/systemd/user"] {
+            std::fs::create_dir_all(at(made)).expect("a directory");
+        }
+        let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs/ballastd.service");
+        std::fs::copy(unit, at("home/.config/systemd/user/ballastd.service")).expect("the unit");
+        let log = std::fs::File::create(at("log")).expect("a log");
+        let begin = format!("mount --bind bin /usr/local/bin && mount --bind run /run && exec {SYSTEMD} --user");
+        let manager = Command::new("unshare")
+            .args(["--mount", "--propagation", "private", "sh", "-c", &begin])
+            .current_dir(dir.path())
+            .env("XDG_RUNTIME_DIR", "/run")
+            .env("XDG_CONFIG_HOME", at("home/.config"))
+            .env("HOME", at("home"))
+            .env("SYSTEMD_LOG_TARGET", "console")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a descriptor"))
+            .stderr(log)
+            .spawn()
+            .expect("start unshare");
+        let api = Client::new(at("run/ballast/api.sock")).expect("client").retry_for(Duration::from_secs(30));
+        let mut systemd = Self { dir, manager, api };
+        let mut ended = None;
+        until("systemd serves, or ends", || {
+            ended = systemd.manager.try_wait().expect("ours");
+            ended.is_some() || systemd.control(&["show", "-p", "Version"]).status.success()
+        });
+        let why = ended.map(|how| format!("it ended with {how}: {}", systemd.read("log")));
+        (!missing("systemd", why)).then_some(systemd)
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn read(&self, name: &str) -> String {
+        std::fs::read_to_string(self.at(name)).unwrap_or_default()
+    }
+
+    fn control(&self, args: &[&str]) -> Output {
+        let run = self.at("run");
+        let mut command = Command::new("systemctl");
+        command.env("XDG_RUNTIME_DIR", run).arg("--user").args(args).stdin(Stdio::null());
+        command.output().expect("run systemctl")
+    }
+
+    /// The same, and it succeeds.
+    fn does(&self, args: &[&str]) -> String {
+        let output = self.control(args);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "systemctl {args:?}: {said}\n{}", self.read("log"));
+        String::from_utf8_lossy(&output.stdout).trim().to_owned()
+    }
+
+    fn property(&self, name: &str) -> String {
+        self.does(&["show", "--value", "-p", name, "ballastd"])
+    }
+
+    /// As `install` does: a new file in the old one's place.
+    fn install(&self, from: &Path, name: &str) {
+        let new = self.at("bin").join(format!("{name}.new"));
+        std::fs::copy(from, &new).expect("a copy");
+        std::fs::rename(new, self.at("bin").join(name)).expect("renamed");
+    }
+
+    fn host(&self) -> HostStat {
+        self.api.host().expect("it answers")
+    }
+
+    fn moves(&self) {
+        let vm = || self.api.vm("victim").expect("it is there");
+        let before = vm();
+        until("pages go out and come back", || {
+            let now = vm();
+            now.reclaim.evicted_pages > before.reclaim.evicted_pages && now.faults.restore > before.faults.restore
+        });
+    }
+}
+
+impl Drop for Systemd {
+    fn drop(&mut self) {
+        // Its VMs are gone by now: so keeper and engine end. Else both end with it.
+        let _ = self.control(&["kill", "--kill-whom=all", "--signal=KILL", "ballastd"]);
+        let _ = self.control(&["exit"]);
+        let mut tries = 0..200;
+        while tries.next().is_some() && !matches!(self.manager.try_wait(), Ok(Some(_))) {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let _ = self.manager.kill();
+        let _ = self.manager.wait();
+    }
+}
+
+/// The file that a process runs: device and inode.
+fn runs(pid: u32) -> (u64, u64) {
+    use std::os::unix::fs::MetadataExt;
+    let file = std::fs::metadata(format!("/proc/{pid}/exe")).expect("it runs");
+    (file.dev(), file.ino())
+}
+
+#[test]
+fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_restarts_without_a_lost_byte() {
+    let Some(systemd) = Systemd::start() else { return };
+    for name in ["ballastd", "ballast"] {
+        systemd.install(&program(name), name);
+    }
+    systemd.does(&["start", "ballastd"]);
+    let ballastd = program("ballastd");
+    let at = (&systemd.api, &*systemd.at("run/ballast/attach.sock"));
+    let guest = Guest::start_at(&ballastd, at, "victim", BUSY, &[]);
+    systemd.moves();
+    let first = systemd.host();
+    assert_eq!(systemd.property("MainPID"), first.keeper_pid.to_string());
+    let old = runs(first.engine_pid);
+
+    // Another file, even if it has the same bytes.
+    systemd.install(&ballastd, "ballastd");
+    systemd.does(&["reload", "ballastd"]);
+    let reloaded = systemd.host();
+    let main = systemd.property("MainPID");
+    assert_eq!((reloaded.keeper_pid, main), (first.keeper_pid, first.keeper_pid.to_string()), "the keeper stays");
+    assert_ne!(reloaded.engine_pid, first.engine_pid);
+    let installed = runs(reloaded.engine_pid);
+    assert_ne!(installed, old);
+    assert_eq!(runs(reloaded.keeper_pid), installed, "{}", systemd.read("log"));
+    systemd.moves();
+
+    // What cannot be an engine: reload fails, and all stays as it is.
+    systemd.install(Path::new("/bin/false"), "ballastd");
+    let output = systemd.control(&["reload", "ballastd"]);
+    assert!(!output.status.success(), "{}", systemd.read("log"));
+    let stays = systemd.host();
+    assert_eq!((stays.keeper_pid, stays.engine_pid), (reloaded.keeper_pid, reloaded.engine_pid));
+    assert_eq!((systemd.property("ActiveState"), runs(stays.engine_pid)), ("active".into(), installed));
+    systemd.moves();
+
+    // A restart ends the keeper alone, and its engine serves until the next one does.
+    systemd.install(&ballastd, "ballastd");
+    systemd.does(&["restart", "ballastd"]);
+    until("the next engine has the VM", || {
+        let host = systemd.host();
+        host.keeper_pid != first.keeper_pid
+            && host.engine_pid != reloaded.engine_pid
+            && systemd.api.vm("victim").is_ok()
+    });
+    assert_eq!(systemd.property("MainPID"), systemd.host().keeper_pid.to_string());
+    systemd.moves();
+    guest.finish();
+}

@@ -1,0 +1,236 @@
+//! Upgrades that somebody wants to fail: to files that are no program of this machine, with an engine that stands still
+//! at any stage, without descriptors, and several at once while limits and VMs change. Whatever comes of the upgrade,
+//! no guest reads a wrong byte, and one engine serves all VMs in the end. Needs root (userfaultfd).
+
+mod common;
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
+use ballast_base::wire::KeeperToClient;
+use rustix::process::Signal;
+
+use common::guest::Guest;
+use common::raw::{Ram, RawClient, no_uffd};
+use common::{BUSY, Daemon, QUICK, signal_process, until};
+
+fn this_build() -> PathBuf {
+    PathBuf::from(env!("CARGO_BIN_EXE_ballastd"))
+}
+
+fn request(program: &Path) -> UpgradeRequest {
+    UpgradeRequest { program: Some(program.display().to_string()) }
+}
+
+fn is_over(now: &UpgradeStat) -> bool {
+    matches!(now.stage, UpgradeStage::Done | UpgradeStage::Failed)
+}
+
+fn ended(daemon: &Daemon) -> UpgradeStat {
+    let mut last = UpgradeStat::default();
+    until("the upgrade ends", || {
+        last = daemon.api.upgrade().unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
+        is_over(&last)
+    });
+    last
+}
+
+/// Upgrades are as before: to this build, which becomes the keeper as well.
+fn upgrades(daemon: &Daemon) {
+    daemon.api.begin_upgrade(&request(&this_build())).unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
+    let now = ended(daemon);
+    assert_eq!((now.stage, now.keeper_replaced), (UpgradeStage::Done, Some(true)), "{now:?}\n{}", daemon.log());
+}
+
+fn moves(daemon: &Daemon, name: &str) {
+    let before = daemon.vm(name);
+    until("pages go out and come back", || {
+        let vm = daemon.vm(name);
+        vm.reclaim.evicted_pages > before.reclaim.evicted_pages && vm.faults.restore > before.faults.restore
+    });
+}
+
+/// Children of the keeper that are not dead.
+fn engines(daemon: &Daemon) -> Vec<u32> {
+    let keeper = daemon.keeper_pid();
+    let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap_or_default();
+    let is_alive = |pid: &u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+    };
+    children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_alive).collect()
+}
+
+#[test]
+fn a_file_that_is_no_program_of_this_machine_changes_nothing() {
+    let daemon = Daemon::start(QUICK);
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    let engine = daemon.host().engine_pid;
+    let dir = daemon.dir().to_owned();
+    let made = |name: &str, mode: u32, bytes: &[u8]| {
+        let path = dir.join(name);
+        std::fs::write(&path, bytes).expect("written");
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).expect("a mode");
+        path
+    };
+    let real = std::fs::read(this_build()).expect("this build");
+    let mut other = real[..1 << 20].to_vec();
+    // The machine in an ELF header: one that Linux does not run on.
+    other[18..20].copy_from_slice(&0x7FFF_u16.to_le_bytes());
+    let huge = made("huge", 0o755, b"\x7fELF");
+    std::fs::File::options().write(true).open(&huge).expect("open").set_len(1 << 40).expect("sparse");
+    let fifo = dir.join("fifo");
+    assert!(Command::new("mkfifo").args(["-m", "755"]).arg(&fifo).status().expect("mkfifo").success());
+    let circle = dir.join("circle");
+    std::os::unix::fs::symlink(&circle, &circle).expect("a link");
+    let programs = [
+        made("empty", 0o755, b""),
+        made("truncated", 0o755, &real[..4096]),
+        made("of-another-machine", 0o755, &other),
+        made("not-executable", 0o644, &real),
+        made("no-interpreter", 0o755, b"#!/nowhere/sh\n"),
+        huge,
+        fifo,
+        circle,
+        PathBuf::from("/dev/null"),
+        PathBuf::from("/proc/self/mem"),
+    ];
+    for program in programs {
+        // Refused at once, or when the program ended.
+        if daemon.api.begin_upgrade(&request(&program)).is_ok() {
+            let now = ended(&daemon);
+            assert_eq!((now.stage, now.moved), (UpgradeStage::Failed, 0), "{now:?}\n{}", daemon.log());
+        }
+        let host = daemon.host();
+        assert_eq!((host.engine_pid, host.engine_restarts), (engine, 0), "{}\n{}", program.display(), daemon.log());
+    }
+    moves(&daemon, "victim");
+    upgrades(&daemon);
+    moves(&daemon, "victim");
+    guest.finish();
+}
+
+/// What the log says when an upgrade has come so far.
+const STAGES: [&str; 6] = [
+    "an engine that is to follow is started",
+    "the upgrade goes on stage=Resting",
+    "the upgrade goes on stage=Moving",
+    "two engines serve it",
+    "the one that left has closed it",
+    "the upgrade goes on stage=Serving",
+];
+
+#[test]
+fn an_engine_that_stands_still_at_any_stage_is_replaced_and_changes_nothing_when_it_goes_on() {
+    let daemon = Daemon::start(QUICK);
+    let guests = ["one", "two", "three"].map(|name| Guest::start(&daemon, name, BUSY));
+    for stage in STAGES {
+        let (old, said) = (daemon.host().engine_pid, daemon.log().len());
+        daemon.api.begin_upgrade(&request(&this_build())).unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
+        // One that stands still does not answer, so the log is asked.
+        until("it comes so far", || daemon.log()[said..].contains(stage));
+        signal_process(old, Signal::STOP);
+        until("another engine serves", || {
+            engines(&daemon).iter().any(|pid| *pid != old) && daemon.api.host().is_ok_and(|host| host.engine_pid != old)
+        });
+        // It was ended, or is fenced.
+        signal_process(old, Signal::CONT);
+        until("one engine is left", || engines(&daemon).len() == 1);
+        until("all guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
+        ["one", "two", "three"].iter().for_each(|name| moves(&daemon, name));
+    }
+    upgrades(&daemon);
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn an_upgrade_without_descriptors_fails_or_succeeds_and_every_vm_is_served() {
+    let daemon = Daemon::start(QUICK);
+    let guests = ["one", "two", "three"].map(|name| Guest::start(&daemon, name, BUSY));
+    let keeper = daemon.keeper_pid();
+    let open = || std::fs::read_dir(format!("/proc/{keeper}/fd")).expect("it runs").count();
+    let limit = |pid: u32, most: &str| {
+        let set = Command::new("prlimit").args([format!("--pid={pid}"), format!("--nofile={most}:")]).output();
+        set.expect("prlimit").status.success()
+    };
+    let usual = std::fs::read_to_string(format!("/proc/{keeper}/limits")).expect("limits");
+    let usual = usual.lines().find_map(|line| line.strip_prefix("Max open files")).expect("a limit");
+    let usual = usual.split_whitespace().next().expect("a number").to_owned();
+    for more in [0, 1, 2, 3, 5, 8, 13, 21, 34] {
+        let said = daemon.log().len();
+        assert!(limit(keeper, &(open() + more).to_string()));
+        if daemon.api.begin_upgrade(&request(&this_build())).is_ok() {
+            // The new engine has as few, so it may not answer.
+            until("the upgrade ends", || {
+                let log = daemon.log();
+                [" follows, after", "is ended: ", "no upgrade: "].iter().any(|end| log[said..].contains(end))
+            });
+        }
+        assert!(limit(keeper, &usual));
+        for engine in engines(&daemon) {
+            // One that is ended has none.
+            let _ = limit(engine, &usual);
+        }
+        until("one engine is left", || engines(&daemon).len() == 1);
+        until("all guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
+        ["one", "two", "three"].iter().for_each(|name| moves(&daemon, name));
+    }
+    upgrades(&daemon);
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn several_ask_for_different_upgrades_while_limits_change_and_vms_come_and_go() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start(QUICK);
+    let guests = ["one", "two"].map(|name| Guest::start(&daemon, name, BUSY));
+    let other = daemon.dir().join("ballastd-other");
+    std::fs::copy(this_build(), &other).expect("a copy");
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (daemon, stop) = (&daemon, &stop);
+        scope.spawn(move || {
+            for round in 0_u64.. {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let limit = Some((8 + round % 16) << 20);
+                daemon.api.set_limit("one", limit).unwrap_or_else(|error| panic!("limit: {error}\n{}", daemon.log()));
+            }
+        });
+        scope.spawn(move || {
+            for came in 0_u64.. {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let ram = Ram::new(64);
+                let answer = RawClient::new(&daemon.attach_socket(), &format!("comes-{came}")).attach(&[&ram]);
+                assert!(matches!(answer, Some(KeeperToClient::Attached { .. })), "{answer:?}\n{}", daemon.log());
+            }
+        });
+        let asks = [this_build(), other].map(|program| {
+            scope.spawn(move || {
+                let mut begun = 0;
+                while begun < 4 {
+                    // The other one's is under way: refused.
+                    if daemon.api.begin_upgrade(&request(&program)).is_ok() {
+                        let now = ended(daemon);
+                        assert_eq!(now.stage, UpgradeStage::Done, "{now:?}\n{}", daemon.log());
+                        begun += 1;
+                    }
+                }
+            })
+        });
+        let results = asks.map(|asking| asking.join());
+        stop.store(true, Ordering::Relaxed);
+        results.into_iter().for_each(|result| result.expect("every upgrade that began ended well"));
+    });
+    assert_eq!(daemon.host().engine_restarts, 0, "{}", daemon.log());
+    moves(&daemon, "one");
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
