@@ -1,7 +1,7 @@
 //! Ten VMs at once: all are over their limits, then all touch their far pages. `ballast bench scale` runs it.
 //!
-//! Before: ten guests of each way hold their data; the kernel's are in ten cgroups. After: a row has the throughput of
-//! all, and the waits of each.
+//! Before: ten guests of each way hold their data; the kernel's are in ten cgroups, and ten have a plain handler each.
+//! After: a row has the throughput of all, and the waits of each.
 //! Units: pages per second of all ten; microseconds per touch. Promise: the ways take turns, forwards and backwards.
 
 use std::time::Instant;
@@ -53,7 +53,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     row.fact("kernel_cgroups", VMS);
     row.fact("repetitions", repetitions);
     let mut sides: Vec<(Vec<Subject>, Series)> = Vec::new();
-    for way in [Way::Ballast, Way::Kernel] {
+    for way in [Way::Ballast, Way::Kernel, Way::Plain] {
         sides.push((bench.subjects(&[way; VMS], pages, data, &mut row)?, Series::default()));
     }
     for round in bench.progress.over("round", 0..=repetitions) {
@@ -64,7 +64,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         }
     }
     sides.iter_mut().flat_map(|(vms, _)| vms).try_for_each(Subject::verify)?;
-    let [(_, ballast), (_, kernel)] = &sides[..] else { return Ok(()) };
+    let [(_, ballast), (_, kernel), (_, plain)] = &sides[..] else { return Ok(()) };
     for (key, kernel_key, figure) in [
         ("reclaim_10_pages_per_s", "kernel_pageout_10_pages_per_s", (&ballast.reclaim, &kernel.reclaim)),
         ("restore_10_pages_per_s", "kernel_swapin_10_pages_per_s", (&ballast.restore, &kernel.restore)),
@@ -76,5 +76,10 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         row.figure(kernel_key, figure.1);
         row.ratio(&format!("ratio_{key}"), figure.0, figure.1);
     }
+    row.figure("plain_10_pages_per_s", &plain.restore);
+    row.figure("plain_10_us_p50", &plain.p50);
+    row.figure("plain_10_us_p99", &plain.p99);
+    row.figure("plain_10_worst_vm_us_p99", &plain.worst_p99);
+    row.ratio("ratio_restore_10_us_p99_plain", &ballast.p99, &plain.p99);
     each(row)
 }
