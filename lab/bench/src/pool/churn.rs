@@ -27,7 +27,7 @@ struct Figures {
     whole: Vec<f64>,
     /// Share of free memory in whole pages of 1 GiB that were never demoted: the pool's alone.
     undemoted: Vec<f64>,
-    /// Share of the GiB that VMs could get as whole frames, and did get as such.
+    /// Number of whole frames of the VMs, in percent of those that fit their sizes.
     given: Vec<f64>,
     extents: Vec<f64>,
 }
