@@ -1,11 +1,10 @@
-//! Far pages on other machines beside those in RAM and on a disk: one page, a run, and the way out; then a guest's
-//! touches (`far_guests`).
+//! Compares far pages on other machines with those in RAM and on a disk: reads of one page and of a run, and puts. Then
+//! guests touch far pages (`far_guests`).
 //!
-//! Before: six servers on loopback, three of them replicas; stores of each kind; daemons with the same servers.
-//! After: percentiles of single reads, times of runs, pages per second to the cluster, each beside a bare connection
-//! that asks the same servers for values of the same size. Units: microseconds; pages per second.
-//! Promise: every page that is read is compared. All of it shares this machine's CPUs: there is no network, and no
-//! server has a CPU of its own.
+//! Before: six servers run on loopback, three of them replicas, with stores of each kind and daemons that use them.
+//! After: the row has percentiles of single reads, times of runs, and pages per second to the cluster, and the same for
+//! a bare connection that requests values of the same size from the same servers. Units: µs; pages per second.
+//! Promise: every page that is read is compared. All processes share this machine's CPUs, and there is no network.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

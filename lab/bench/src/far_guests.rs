@@ -1,11 +1,11 @@
-//! A guest's touches of pages of each kind of far memory, by turns: ours in RAM, on a disk, in a cluster, and there
-//! under TLS; the kernel's in zram and in a swap file.
+//! A guest touches pages of each kind of far memory, in turns. Ballast's are in RAM, on a disk, in a cluster, and in a
+//! cluster under TLS. The kernel's are in zram and in a swap file.
 //!
-//! Before: `far` has a cluster. After: percentiles of single touches in random order, and the time of a page of those
-//! that are touched in order. Units: microseconds.
-//! Promise: before the first touch all pages of a guest are where the row says. Each side has a daemon, or a swap
-//! device, of its own while it is measured. The kernel reads single pages one at a time, and pages in order with its
-//! usual clusters of eight.
+//! Before: `far` has a cluster. After: the row has percentiles of single touches in random order, and the time per page
+//! of touches in order. Units: microseconds.
+//! Promise: before the first touch, all pages of a guest are at the place of its row. Each side has a daemon or a swap
+//! device of its own while it is measured. The kernel swaps in single pages for random order, and clusters of eight,
+//! its default, for touches in order.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -24,11 +24,11 @@ use crate::stats::Summary;
 use crate::subject::{Subject, Way, in_turn, out, touch};
 use crate::swaps::PAGE_CLUSTER;
 
-/// How long all of a guest's pages may take to where they belong.
+/// Limit for the time until all pages of a guest are at their place.
 const TIMEOUT: Duration = Duration::from_secs(120);
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
 
-/// Where a guest's pages are.
+/// The place of a guest's far pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Ram,
@@ -53,7 +53,7 @@ impl Place {
         }
     }
 
-    /// The settings of its daemon; `None` if it is the kernel's.
+    /// Returns the settings of its daemon, or `None` if the place is the kernel's.
     fn settings(self, valkey: &Valkey, dir: &Path) -> Option<String> {
         let remote = |node: &str| format!("[remote]\nnodes = [{node:?}]\nbudget = \"1G\"\nafter_s = 1\n");
         let file = |name: &str| valkey.dir().join(name);
@@ -79,14 +79,14 @@ struct Series {
     in_order: Vec<f64>,
 }
 
-/// What guests saw.
+/// The results of the guests' touches.
 #[derive(Default)]
 pub(crate) struct Guests {
     series: [Series; 6],
 }
 
 impl Guests {
-    /// One round of all sides. Round 0 warms up.
+    /// Run one round of all sides. Round 0 is a warm-up and does not count.
     pub(crate) fn round(
         &mut self,
         bench: &mut Bench,
@@ -116,7 +116,7 @@ impl Guests {
         Ok(())
     }
 
-    /// The figures; `bare_us` is what a bare connection took for a page in each round.
+    /// Add the figures to the row. `bare_us` is the time of a bare connection per page, by round.
     pub(crate) fn figures(&self, row: &mut Row, bare_us: &[f64]) {
         for (place, series) in Place::ALL.iter().zip(&self.series) {
             let of = |figure: fn(&Summary) -> f64| series.touched.iter().map(figure).collect::<Vec<_>>();
@@ -131,7 +131,7 @@ impl Guests {
     }
 }
 
-/// The same with a swap device of this side alone.
+/// Measure a place of the kernel, with a swap device that only this side uses.
 fn kernel(bench: &mut Bench, place: Place, of: (Data, u64), round: u64, series: &mut Series) -> Result<()> {
     let mut guard = Guard::start()?;
     match place {
@@ -159,7 +159,7 @@ fn measure(
     subject.verify()
 }
 
-/// All pages go to where they belong.
+/// Reclaim all pages, and wait until they are at their place.
 fn go(bench: &mut Bench, subject: &mut Subject, place: Place) -> Result<()> {
     let writing = vmstat("nr_writeback")?;
     out(bench, &mut [&mut *subject])?;
@@ -180,7 +180,7 @@ fn go(bench: &mut Bench, subject: &mut Subject, place: Place) -> Result<()> {
         ensure!(begun.elapsed() < TIMEOUT, "after {TIMEOUT:?} not all pages are in {}", place.name());
         std::thread::sleep(Duration::from_millis(20));
     }
-    // What was written to a swap file stays cached until somebody wants the memory.
+    // Pages that were written to a swap file stay in the swap cache until the cgroup is emptied.
     if let Some(cgroup) = subject.cgroup() {
         cgroup::empty(cgroup);
     }

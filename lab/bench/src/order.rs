@@ -191,7 +191,7 @@ pub struct Pace {
     pub pinned: bool,
     /// Threads that share them (native guests alone); more than one neither think nor are pinned.
     pub threads: u32,
-    /// One after the other, as they are in memory (native guests alone); else in an order that the seed decides.
+    /// Touch pages in the order of their addresses (native guests only). Otherwise the seed decides the order.
     pub in_order: bool,
 }
 

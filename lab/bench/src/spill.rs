@@ -125,9 +125,9 @@ fn kernel(subject: &mut Subject, seed: u64, series: &mut Series) -> Result<()> {
     Ok(())
 }
 
-/// One of the kernel's counters of pages, exact.
+/// Returns the exact value of a page counter of the kernel.
 pub(crate) fn vmstat(name: &str) -> Result<u64> {
-    // Otherwise what single CPUs have counted is missing.
+    // Without the refresh, the counts of single CPUs are missing.
     std::fs::write("/proc/sys/vm/stat_refresh", "1").context("Writing /proc/sys/vm/stat_refresh")?;
     let text = std::fs::read_to_string("/proc/vmstat").context("Reading /proc/vmstat")?;
     let pages = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
