@@ -3,7 +3,7 @@
 # target/guest/agent/.
 #
 # Before: scripts/guest-image.sh. After: tests boot vmlinuz and initrd.img. The initrd is the test guest's, with a
-# second archive behind it: this kernel's drivers, the agent, linked statically, and what its test runs.
+# second archive behind it: this kernel's drivers, the agent and `tier-guest`, linked statically, and what tests run.
 # Packages are downloaded and unpacked, never installed. The kernel is kept once it is there; `--refresh` fetches it
 # again.
 set -euo pipefail
@@ -23,19 +23,19 @@ scripts/guest-kernel.sh trixie "$out" "${1:-}" || skip "the kernel cannot be fet
 [ -d "$out/drivers" ] || skip "no drivers of this kernel; run scripts/agent-image.sh --refresh"
 
 RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=target/static \
-    cargo build --quiet --release --target x86_64-unknown-linux-gnu -p ballast-agent
-program=target/static/x86_64-unknown-linux-gnu/release/ballast-agent
+    cargo build --quiet --release --target x86_64-unknown-linux-gnu -p ballast-agent -p ballast-tierguest
+programs=target/static/x86_64-unknown-linux-gnu/release
 root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 mkdir -p "$root/bin" "$root/lib/modules"
-cp "$program" "$root/bin/ballast-agent"
-cp scripts/guest/agent-test "$root/bin/"
+for program in ballast-agent tier-guest; do strip -o "$root/bin/$program" "$programs/$program"; done
+cp scripts/guest/agent-test scripts/guest/agent-load scripts/guest/tier-test "$root/bin/"
 cp "$out"/drivers/* "$root/lib/modules/"
 {
     cat "$guest/initrd.img"
     # An archive begins at a multiple of four bytes.
-    head -c $((-$(stat -c %s "$guest/initrd.img") & 3)) /dev/zero
+    head -c $((-$(stat -L -c %s "$guest/initrd.img") & 3)) /dev/zero
     (cd "$root" && find . | cpio --quiet -o -H newc)
 } >"$out/initrd.new"
 mv "$out/initrd.new" "$out/initrd.img"
-echo "guest with agent: Linux $(cat "$out/kernel-release"), agent $(stat -c %s "$program") bytes"
+echo "guest with agent: Linux $(cat "$out/kernel-release"), agent $(stat -c %s "$root/bin/ballast-agent") bytes"

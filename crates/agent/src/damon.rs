@@ -12,6 +12,9 @@
 use std::fs;
 use std::io;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ballast_tier::source::damon::lock;
 
 use crate::files;
 
@@ -50,17 +53,47 @@ pub struct Damon {
     pid: Option<u32>,
 }
 
+/// The kdamonds were taken for reports and for tiering together: the first is for reports.
+static SHARED: AtomicBool = AtomicBool::new(false);
+
+/// Takes a kdamond for reports, and more for tiering, until [`undo`].
+///
+/// # Errors
+/// The kernel has no DAMON, or another program uses it.
+pub fn share(more: usize) -> io::Result<()> {
+    let _held = lock();
+    take(1 + more as u64)?;
+    SHARED.store(true, Ordering::Release);
+    Ok(())
+}
+
+/// Takes this number of kdamonds.
+fn take(threads: u64) -> io::Result<()> {
+    let count: u32 = files::read(path("nr_kdamonds"))?.parse().unwrap_or(u32::MAX);
+    if count != 0 {
+        return Err(io::Error::new(io::ErrorKind::ResourceBusy, "DAMON is in use by another program"));
+    }
+    let stat = files::read(STAT).is_ok_and(|enabled| enabled == "Y");
+    fs::write(NOTE, if stat { "stat=Y\n" } else { "stat=N\n" })?;
+    if stat {
+        files::write(STAT, "N")?;
+    }
+    files::write(path("nr_kdamonds"), threads)
+}
+
 fn path(file: &str) -> PathBuf {
     PathBuf::from(ADMIN).join(file)
 }
 
-/// Restores the kernel's settings that a killed agent did not restore.
+/// Restores the kernel's settings, also those that a killed agent did not restore.
 pub fn undo() {
+    SHARED.store(false, Ordering::Release);
+    let _held = lock();
     let Ok(note) = fs::read_to_string(NOTE) else { return };
     stop(&note);
 }
 
-/// Stops our kdamond, and restores the setting of `damon_stat`.
+/// Stops our kdamonds, and restores the setting of `damon_stat`.
 fn stop(note: &str) {
     let put = |file: PathBuf, value: &str| {
         if file.exists()
@@ -69,8 +102,11 @@ fn stop(note: &str) {
             eprintln!("ballast-agent: {error}");
         }
     };
-    if files::read(path("0/state")).is_ok_and(|state| state == "on") {
-        put(path("0/state"), "off");
+    let threads: u32 = files::read(path("nr_kdamonds")).ok().and_then(|count| count.parse().ok()).unwrap_or(0);
+    for state in (0..threads).map(|index| path(&format!("{index}/state"))) {
+        if files::read(&state).is_ok_and(|state| state == "on") {
+            put(state, "off");
+        }
     }
     put(path("nr_kdamonds"), "0");
     if note.contains("stat=Y") {
@@ -85,26 +121,25 @@ impl Damon {
     /// # Errors
     /// The kernel has no DAMON, or another program uses it.
     pub fn start(ram: &[(u64, u64)]) -> io::Result<Self> {
-        undo();
-        let count: u32 = files::read(path("nr_kdamonds"))?.parse().unwrap_or(u32::MAX);
-        if count != 0 {
-            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "DAMON is in use by another program"));
+        if !SHARED.load(Ordering::Acquire) {
+            undo();
         }
-        let stat = files::read(STAT).is_ok_and(|enabled| enabled == "Y");
-        fs::write(NOTE, if stat { "stat=Y\n" } else { "stat=N\n" })?;
+        let held = lock();
+        if !SHARED.load(Ordering::Acquire) {
+            take(1)?;
+        }
+        // If the rest fails, it is put back when this is dropped.
         let mut damon = Self { pid: None };
-        if stat {
-            files::write(STAT, "N")?;
-        }
-        damon.configure(ram)?;
-        files::write(path("0/state"), "on")?;
-        damon.pid = files::read(path("0/pid"))?.parse().ok();
+        let started = damon.configure(ram).and_then(|()| files::write(path("0/state"), "on"));
+        let pid = files::read(path("0/pid"));
+        drop(held);
+        started?;
+        damon.pid = pid?.parse().ok();
         Ok(damon)
     }
 
     fn configure(&self, ram: &[(u64, u64)]) -> io::Result<()> {
         let put = |file: &str, value: u64| files::write(path(file), value);
-        put("nr_kdamonds", 1)?;
         put("0/contexts/nr_contexts", 1)?;
         files::write(path("0/contexts/0/operations"), "paddr")?;
         let attrs = "0/contexts/0/monitoring_attrs";
@@ -137,6 +172,7 @@ impl Damon {
     /// # Errors
     /// Another program has stopped DAMON.
     pub fn ranges(&self) -> io::Result<Vec<Range>> {
+        let _held = lock();
         files::write(path("0/state"), "update_schemes_tried_regions")?;
         let dir = path("0/contexts/0/schemes/0/tried_regions");
         let mut ranges = Vec::new();
@@ -167,6 +203,14 @@ impl Damon {
 
 impl Drop for Damon {
     fn drop(&mut self) {
-        undo();
+        if !SHARED.load(Ordering::Acquire) {
+            return undo();
+        }
+        let _held = lock();
+        if files::read(path("0/state")).is_ok_and(|state| state == "on")
+            && let Err(error) = files::write(path("0/state"), "off")
+        {
+            eprintln!("ballast-agent: {error}");
+        }
     }
 }

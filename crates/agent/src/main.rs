@@ -40,6 +40,9 @@ mod tiering;
 mod vital;
 
 use std::process::ExitCode;
+use std::time::Duration;
+
+use ballast_tier::Settings;
 
 const HELP: &str = "\
 ballast-agent: tells the host which memory of this guest is cold or free
@@ -50,23 +53,43 @@ Options:
       --port PATH   The virtio-serial port [default: the one named org.ballast.agent.0]
       --undo        Put back what an agent that was killed has set in the kernel, and end
       --tiering     Move memory of programs between the guest's nodes by how hot it is
+      --cgroup PATH, --not-cgroup PATH
+                    Tiering: programs below this control group alone; none of it (each may be there several times)
+      --least-mib N, --programs N, --mib-per-s N
+                    Tiering: smallest program (64), most programs (8), most that is promoted a second (256)
+      --take-over   Tiering: switch the kernel's NUMA balancing off; else nothing moves while it promotes
   -h, --help        Print this
   -V, --version     Print the version
 ";
+
+/// While tiering works, the port is tried again after this time.
+const PORT_AGAIN: Duration = Duration::from_secs(30);
+/// Each needs a kdamond.
+const MOST_PROGRAMS: u64 = 32;
 
 /// The command line.
 #[derive(Debug, Default)]
 struct Options {
     port: Option<String>,
     tiering: bool,
+    settings: Settings,
     undo: bool,
 }
 
 fn options(words: impl Iterator<Item = String>) -> Result<Options, String> {
     let (mut options, mut words) = (Options::default(), words);
     while let Some(word) = words.next() {
+        let (choice, needs) = (&mut options.settings.choice, format!("{word} needs a value"));
+        let mut value = || words.next().ok_or(needs.clone());
+        let number = |text: String| text.parse::<u64>().map_err(|_| format!("{word}: {text:?} is no number"));
         match word.as_str() {
-            "--port" => options.port = Some(words.next().ok_or("--port needs a path")?),
+            "--port" => options.port = Some(value()?),
+            "--cgroup" => choice.cgroups.push(value()?),
+            "--not-cgroup" => choice.not_cgroups.push(value()?),
+            "--least-mib" => choice.least = number(value()?)?.saturating_mul(1 << 20),
+            "--programs" => choice.most = number(value()?)?.clamp(1, MOST_PROGRAMS) as usize,
+            "--mib-per-s" => options.settings.most_bytes_per_s = number(value()?)?.saturating_mul(1 << 20),
+            "--take-over" => options.settings.take_over = true,
             "--tiering" => options.tiering = true,
             "--undo" => options.undo = true,
             "-h" | "--help" => {
@@ -91,12 +114,21 @@ fn main() -> ExitCode {
             return Ok(());
         }
         files::handle_signals();
+        damon::undo();
         let tiering = match options.tiering {
-            true => Some(tiering::start().map_err(|error| format!("starting tiering: {error}"))?),
+            true => Some(tiering::start(options.settings).map_err(|error| format!("starting tiering: {error}"))?),
             false => None,
         };
-        let ended = session::run(options.port.as_deref());
+        let mut ended = session::run(options.port.as_deref(), tiering.as_ref());
         if let Some(tiering) = tiering {
+            // It needs no host.
+            while let Err(error) = &ended
+                && !files::ends()
+            {
+                eprintln!("ballast-agent: {error}; tiering goes on");
+                std::thread::sleep(PORT_AGAIN);
+                ended = session::run(options.port.as_deref(), Some(&tiering));
+            }
             tiering.end();
         }
         ended.map_err(|error| error.to_string())
@@ -118,6 +150,11 @@ mod tests {
     fn an_option_that_is_not_known_is_named() {
         let words = |words: &[&str]| options(words.iter().map(|word| (*word).to_owned()));
         assert_eq!(words(&["--port", "/dev/vport0p1"]).expect("known").port.as_deref(), Some("/dev/vport0p1"));
+        let tiering = words(&["--tiering", "--cgroup", "/db", "--least-mib", "16", "--programs", "99"]).expect("known");
+        let choice = &tiering.settings.choice;
+        assert!(tiering.tiering && choice.cgroups == ["/db"], "{tiering:?}");
+        assert_eq!((choice.least, choice.most), (16 << 20, 32));
+        assert!(words(&["--least-mib", "many"]).expect_err("no number").contains("\"many\""));
         assert!(words(&["--port"]).is_err() && words(&["--prot"]).expect_err("unknown").contains("--prot"));
     }
 }

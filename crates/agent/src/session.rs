@@ -10,15 +10,17 @@ use std::time::{Duration, Instant};
 
 use ballast_guest::frame::Next;
 use ballast_guest::message::{MAX_RUNS, Tracking, Wanted};
+use ballast_guest::run::COLD;
 use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost};
 
 use crate::balloon::Balloon;
-use crate::damon::{self, Damon};
+use crate::damon::Damon;
 use crate::memory::{self, Flags};
 use crate::port::Port;
 use crate::prove::Proof;
 use crate::report::{self, Back, Sorting};
 use crate::services::Services;
+use crate::tiering::Tiering;
 use crate::{files, vital};
 
 /// Time without a listening host after which held memory is returned. A replaced engine is back sooner.
@@ -34,12 +36,11 @@ const REPORT_PART: u32 = 20;
 ///
 /// # Errors
 /// There is no port, or it is gone.
-pub fn run(path: Option<&str>) -> io::Result<()> {
+pub fn run(path: Option<&str>, tiering: Option<&Tiering>) -> io::Result<()> {
     let mut port = Port::open(path)?;
     // If memory is short, the kernel is to kill this process first: it holds memory that others need.
     let _ = files::write("/proc/self/oom_score_adj", 1000);
-    damon::undo();
-    let mut guest = Guest::new();
+    let mut guest = Guest::new(tiering);
     let mut buffer = vec![0; 32 << 10];
     while !files::ends() {
         let now = Instant::now();
@@ -81,7 +82,8 @@ enum Source {
 }
 
 /// State of the agent.
-struct Guest {
+struct Guest<'a> {
+    tiering: Option<&'a Tiering>,
     frames: Frames,
     session: Option<u64>,
     wanted: Wanted,
@@ -100,10 +102,11 @@ struct Guest {
     services: Services,
 }
 
-impl Guest {
-    fn new() -> Self {
+impl<'a> Guest<'a> {
+    fn new(tiering: Option<&'a Tiering>) -> Self {
         let now = Instant::now();
         Self {
+            tiering,
             frames: Frames::default(),
             session: None,
             wanted: Wanted::default(),
@@ -258,6 +261,7 @@ impl Guest {
             _ => (Tracking::Off, 0),
         };
         tick.tracking = tracking;
+        tick.tiering = self.tiering.map(Tiering::told).unwrap_or_default();
         tick.cpu_us = vital::cpu_us() + of_damon;
         tick.note = if self.note.is_empty() { self.balloon.note.clone() } else { self.note.clone() };
         for node in &mut tick.nodes {
@@ -314,7 +318,12 @@ impl Guest {
             }
         }
         let vital = vital::tick();
-        let runs = report.finish(vital.total, vital.free, report::MOST_RUNS);
+        // What the agent holds is zeros that nobody needs.
+        let mut runs: Vec<Run> = self.balloon.all().into_iter().flat_map(|(_, runs)| runs).collect();
+        runs.sort_unstable_by_key(|run| std::cmp::Reverse(run.count));
+        runs.truncate(report::MOST_RUNS / 2);
+        runs.iter_mut().for_each(|run| (run.kind, run.level) = (Kind::Free, COLD));
+        runs.extend(report.finish(vital.total, vital.free, report::MOST_RUNS - runs.len()));
         self.reports = self.reports.wrapping_add(1);
         let mut parts = runs.chunks(MAX_RUNS).peekable();
         if parts.peek().is_none() {

@@ -78,6 +78,10 @@ pub struct AgentStat {
     pub guest_stall_us: u64,
     /// CPU time of the agent and of the guest's access monitor.
     pub cpu_us: u64,
+    /// Nodes of the guest's memory.
+    pub nodes: Vec<NodeStat>,
+    /// Tiering inside the guest; null if its owner does not want it.
+    pub tiering: Option<TieringStat>,
     /// Evicted pages that the agent reported as cold.
     pub by_agent: PickedStat,
     /// Evicted pages that the host picked.
@@ -91,4 +95,103 @@ pub struct PickedStat {
     pub judged_pages: u64,
     /// Pages in the sample that were touched again within 10 s: wrong choices.
     pub wrong_pages: u64,
+}
+
+/// Memory of a NUMA node of a guest, as its agent says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct NodeStat {
+    /// Its number.
+    pub node: u32,
+    /// Its memory.
+    pub size_bytes: u64,
+    /// Part of it that is free in the guest's kernel.
+    pub free_bytes: u64,
+    /// Part of it that the agent holds for the host.
+    pub balloon_bytes: u64,
+    /// How much it is to hold.
+    pub balloon_wanted_bytes: u64,
+}
+
+/// How much of a node of the guest the agent is to hold for the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NodeBalloon {
+    /// The number of the node.
+    pub node: u32,
+    /// How much; 0: give all of it back.
+    pub bytes: u64,
+}
+
+/// What an agent with `--tiering` does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum TieringState {
+    /// It cannot, for the reason in `note`.
+    #[default]
+    Unable,
+    /// Another program in the guest moves memory by heat: `note` names it.
+    Aside,
+    /// It moves what is hot to the fast tier.
+    Working,
+}
+
+impl fmt::Display for TieringState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Unable => "unable",
+            Self::Aside => "aside",
+            Self::Working => "working",
+        })
+    }
+}
+
+/// Tiering inside a guest: all of it is the guest's own claim. Counters start at zero with each start of the agent.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct TieringStat {
+    /// Whether it works.
+    pub state: TieringState,
+    /// Why it does no more.
+    pub note: String,
+    /// Where samples of accesses come from.
+    pub source: String,
+    /// The tiers, the fastest first.
+    pub tiers: Vec<TierStat>,
+    /// Programs whose memory is managed.
+    pub programs: u64,
+    /// Memory of theirs that can be moved.
+    pub managed_bytes: u64,
+    /// Part of it that is in the fast tier.
+    pub managed_fast_bytes: u64,
+    /// In the last half second, the share of sampled accesses that the fast tier served, in 1/10,000; null if there
+    /// were none.
+    pub fast_hits_bp: Option<u32>,
+    /// Accesses sampled.
+    pub samples: u64,
+    /// Ranges of one heat.
+    pub ranges: u64,
+    /// How often ranges were divided.
+    pub splits: u64,
+    /// Memory moved to the fast tier.
+    pub promoted_bytes: u64,
+    /// Memory moved to a slow tier.
+    pub demoted_bytes: u64,
+    /// Pages that were to be moved and stayed.
+    pub stayed_pages: u64,
+    /// CPU time of tiering, with the kernel's monitor for it.
+    pub cpu_us: u64,
+    /// CPU time of classifying alone.
+    pub classifier_cpu_us: u64,
+}
+
+/// A tier of a guest's memory: nodes of one speed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct TierStat {
+    /// The first of its nodes.
+    pub node: u32,
+    /// Its memory.
+    pub size_bytes: u64,
+    /// Part of it that is free in the guest's kernel.
+    pub free_bytes: u64,
+    /// Read latency by the guest's firmware.
+    pub latency_ns: Option<u32>,
 }

@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 
 pub use ballast_policy::Class as VmClass;
 
-use crate::agent::AgentStat;
+use crate::agent::{AgentStat, NodeBalloon};
 use crate::problem::Problem;
 
 /// State of a VM, as Ballast sees it.
@@ -306,6 +306,10 @@ pub struct VmPatch {
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<VmClass>)]
     pub class: Option<Option<VmClass>>,
+    /// Memory of a node of the guest that its agent is to hold for the host, as far as the guest can spare it. Other
+    /// nodes stay as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub balloon: Option<NodeBalloon>,
 }
 
 impl VmStat {

@@ -4,7 +4,7 @@
 
 use std::fmt::Write;
 
-use ballast_api::{AgentState, VmStat};
+use ballast_api::{AgentState, TieringStat, TieringState, VmStat};
 
 use crate::show;
 
@@ -39,6 +39,14 @@ pub fn screen(vm: &VmStat) -> String {
         let [messages, pages, bytes, times] = rejected.map(count);
         let _ = writeln!(text, "  rejected: messages {messages}  pages {pages}  bytes {bytes}; ignored {times} times");
     }
+    for node in agent.nodes.iter().filter(|node| agent.nodes.len() > 1 || node.balloon_wanted_bytes > 0) {
+        let [size, free, held, wanted] =
+            [node.size_bytes, node.free_bytes, node.balloon_bytes, node.balloon_wanted_bytes].map(show::size);
+        let _ = writeln!(text, "  node {}: {free} free of {size}; holds {held} of {wanted} for the host", node.node);
+    }
+    if let Some(tiering) = &agent.tiering {
+        text += &of_tiering(tiering);
+    }
     for (who, picked) in [("the agent's report", agent.by_agent), ("the host's own", agent.by_host)] {
         if picked.judged_pages > 0 {
             let percent = picked.wrong_pages as f64 * 100.0 / picked.judged_pages as f64;
@@ -52,10 +60,51 @@ pub fn screen(vm: &VmStat) -> String {
     text
 }
 
+/// Tiering inside the guest.
+fn of_tiering(tiering: &TieringStat) -> String {
+    let mut text = format!("  tiering: {}", tiering.state);
+    if !tiering.note.is_empty() {
+        let _ = write!(text, " ({})", tiering.note);
+    }
+    text.push('\n');
+    for (at, tier) in tiering.tiers.iter().enumerate() {
+        let which = if at == 0 { "fast" } else { "slow" };
+        let [used, size] = [tier.size_bytes.saturating_sub(tier.free_bytes), tier.size_bytes].map(show::size);
+        let _ = write!(text, "    {which} tier, node {}: {used} of {size} used", tier.node);
+        let _ = writeln!(text, "{}", tier.latency_ns.map(|ns| format!(", {ns} ns")).unwrap_or_default());
+    }
+    if tiering.state == TieringState::Unable {
+        return text;
+    }
+    let [managed, fast, up, down] =
+        [tiering.managed_bytes, tiering.managed_fast_bytes, tiering.promoted_bytes, tiering.demoted_bytes]
+            .map(show::size);
+    let count = show::grouped;
+    let _ = writeln!(text, "    programs: {}, with {managed}, of which {fast} are fast", tiering.programs);
+    let hits = tiering.fast_hits_bp.map(|share| format!("{:.1} % of them fast just now; ", f64::from(share) / 100.0));
+    let _ = writeln!(
+        text,
+        "    accesses sampled by {}: {}; {}ranges: {}",
+        tiering.source,
+        count(tiering.samples),
+        hits.unwrap_or_default(),
+        count(tiering.ranges)
+    );
+    let stayed = count(tiering.stayed_pages);
+    let _ = writeln!(text, "    moved: {up} to the fast tier, {down} from it; {stayed} pages could not be moved");
+    text
+}
+
 /// The sentence that `ballast explain` prints.
 pub fn in_brief(vm: &VmStat) -> Option<String> {
     let agent = vm.agent.as_ref()?;
-    Some(match agent.state {
+    let held: u64 = agent.nodes.iter().map(|node| node.balloon_bytes).sum();
+    let wanted: u64 = agent.nodes.iter().map(|node| node.balloon_wanted_bytes).sum();
+    let balloon = (held | wanted > 0).then(|| {
+        let [held, wanted] = [held, wanted].map(show::size);
+        format!(" It holds {held} of {wanted} of free memory for the host: zeros, which cost less than paging.")
+    });
+    let state: String = match agent.state {
         AgentState::Reporting => {
             let (cold, free) = (show::size(agent.cold_bytes), show::size(agent.free_bytes));
             format!("Its guest's agent calls {cold} cold ({free} of it free): that memory goes first.")
@@ -63,5 +112,6 @@ pub fn in_brief(vm: &VmStat) -> Option<String> {
         AgentState::Ignored => "Its guest's agent is ignored: the guest touched at once what it called cold.".into(),
         AgentState::Idle => "Its guest's agent reports nothing, so the host tracks the VM itself.".into(),
         AgentState::Silent => "Its guest's agent is silent, so the host tracks the VM itself.".into(),
-    })
+    };
+    Some(state + &balloon.unwrap_or_default())
 }

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use ballast_api::VmClass;
 use ballast_api::policy::Kind;
 use ballast_api::policy::settings::{HIGH_SHARES, LOW_SHARES, NORMAL_SHARES};
+use ballast_api::{NodeBalloon, VmClass};
 use ballast_base::Bytes;
 use clap::{Args, Parser, Subcommand};
 
@@ -118,8 +118,23 @@ pub enum VmCommand {
         #[arg(long)]
         end: bool,
     },
+    /// Have the agent in the guest hold memory of its nodes, as far as the guest can spare it (needs ballast-agent)
+    Balloon {
+        /// The VM's name
+        name: String,
+        /// How much of which node: 0=512M,1=1G; a node that is not named stays as it is
+        #[arg(value_name = "NODE=SIZE", value_delimiter = ',', required = true, value_parser = node_balloon)]
+        nodes: Vec<NodeBalloon>,
+    },
     /// Change the settings of a VM that policies obey; options that are not named stay
     Set(SetArgs),
+}
+
+fn node_balloon(text: &str) -> Result<NodeBalloon, String> {
+    let (node, size) = text.split_once('=').ok_or_else(|| format!("{text:?} is no NODE=SIZE"))?;
+    let node = node.parse().map_err(|_| format!("{node:?} is no number of a node"))?;
+    let size: Bytes = size.parse().map_err(|error| format!("{error}"))?;
+    Ok(NodeBalloon { node, bytes: size.0 })
 }
 
 /// Settings of a VM beside its limit.

@@ -1,12 +1,14 @@
 //! `ballast run`: start a VMM so that Ballast manages its guest RAM.
 //!
 //! Before: the operator's own command line. After: the same program in this process's place, with the preload library.
-//! Promise: a VMM that could not be managed is not started, and the error says why. Without `--add-memory-backend` the
-//! command line is unchanged; QEMU gets one more monitor, for the preload library alone, and with `--agent` a
-//! virtio-serial port for the agent in the guest.
+//! Promise: a VMM that could not be managed is not started, and the error says why. Without `--add-memory-backend`
+//! and `--tiers` the command line is unchanged; QEMU gets one more monitor, for the preload library alone, and with
+//! `--agent` a virtio-serial port for the agent in the guest.
 
 mod command_line;
 mod monitor;
+mod options;
+mod tiers;
 
 use std::convert::Infallible;
 use std::ffi::{OsStr, OsString};
@@ -24,6 +26,7 @@ use ballast_sys::memfd;
 
 use command_line::{Backing, Edit, inspect};
 use monitor::Monitor;
+use tiers::Tiers;
 
 /// Start a VMM under Ballast, in place of this process.
 #[derive(Debug, clap::Args)]
@@ -45,6 +48,10 @@ pub struct RunArgs {
     /// all, else as much of each]
     #[arg(long, value_name = "NODES", requires = "pool")]
     pool_nodes: Option<Nodes>,
+    /// Give the guest its RAM as two NUMA nodes of different speed, fast=1G,slow=3G; SIZE@N is of node N of the host.
+    /// QEMU only
+    #[arg(long, value_name = "fast=SIZE,slow=SIZE", conflicts_with_all = ["optional", "pool"])]
+    tiers: Option<Tiers>,
     /// Give the guest a virtio-serial port for ballast-agent, which tells the host what is cold there. QEMU only
     #[arg(long, conflicts_with = "optional")]
     agent: bool,
@@ -65,7 +72,12 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     let mut rest = rest.to_vec();
     let (mut name, mut monitor) = (args.name, None);
     if is_qemu(program) {
-        let words: Vec<String> = rest.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+        let words = |rest: &[OsString]| rest.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
+        if let Some(tiers) = args.tiers {
+            let edits = tiers.edits(&words(&rest)).map_err(|reason| anyhow!(reason))?;
+            apply(&mut rest, edits);
+        }
+        let words = words(&rest);
         let backing = match (args.pool, args.add_memory_backend) {
             (Some(_), _) => Backing::Pool,
             (None, true) => Backing::Memfd,
@@ -75,12 +87,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         for note in &plan.notes {
             eprintln!("ballast: {note}");
         }
-        for edit in plan.edits {
-            match edit {
-                Edit::Replace(index, word) => rest[index] = word.into(),
-                Edit::Append(word) => rest.push(word.into()),
-            }
-        }
+        apply(&mut rest, plan.edits);
         name = name.or(plan.name);
         monitor = Some(Monitor::new().context("Making a monitor for QEMU")?);
         if args.agent {
@@ -88,6 +95,8 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         }
     } else if args.agent {
         bail!("--agent is for QEMU; give another VMM the port as docs/agent.md says");
+    } else if args.tiers.is_some() {
+        bail!("--tiers is for QEMU; give the guest of another VMM its nodes by that VMM's own words");
     } else if args.pool.is_some() {
         bail!("--pool is for QEMU; another VMM takes memory of the pool by the client library");
     }
@@ -125,6 +134,16 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         None => command.env_remove("BALLAST_POOL_NODES"),
     };
     Err(command.exec()).with_context(|| format!("Starting {}", program.display()))
+}
+
+/// Makes these changes.
+fn apply(words: &mut Vec<OsString>, edits: Vec<Edit>) {
+    for edit in edits {
+        match edit {
+            Edit::Replace(index, word) => words[index] = word.into(),
+            Edit::Append(word) => words.push(word.into()),
+        }
+    }
 }
 
 /// QEMU's arguments for the port of the agent: the guest has a virtio-serial port, and the engine the other end, a

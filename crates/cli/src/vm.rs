@@ -48,6 +48,23 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
             );
             if json { show::json(&vm) } else { Ok(show::print(&text)?) }
         }
+        VmCommand::Balloon { name, nodes } => {
+            let mut changed = Vec::new();
+            for node in nodes {
+                let patch = VmPatch { balloon: Some(*node), ..VmPatch::default() };
+                let vm = client
+                    .patch_vm(name, &patch)
+                    .map_err(|error| explain(client, name, error))
+                    .with_context(|| format!("Asking the agent of VM {name} for memory of node {}", node.node))?;
+                changed.push(vm);
+            }
+            if json {
+                return show::json(&changed.last());
+            }
+            let sizes: Vec<String> =
+                nodes.iter().map(|of| format!("{} of node {}", show::size(of.bytes), of.node)).collect();
+            Ok(show::print(&format!("VM {name}: its agent is to hold {}\n", sizes.join(", ")))?)
+        }
         VmCommand::Set(args) => {
             let name = &args.name;
             let patch = VmPatch {
@@ -57,6 +74,7 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
                 shares: args.shares.map(|shares| shares.0),
                 headroom_percent: args.headroom.map(|headroom| headroom.0),
                 class: args.class.map(|class| class.0),
+                balloon: None,
             };
             let vm = client
                 .patch_vm(name, &patch)

@@ -10,10 +10,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use ballast_api::{
-    DEFAULT_CELLS, DecisionRecord, Event, HostStat, LendRequest, PlanRequest, PolicyPatch, PolicyStat, PoolRequest,
-    PoolStat, RemoteFinding, RemoteNode, RemoteStat, Track, UpgradeStat, VmHeat, VmPatch, VmStat,
+    DEFAULT_CELLS, DecisionRecord, Event, HostStat, LendRequest, NodeBalloon, PlanRequest, PolicyPatch, PolicyStat,
+    PoolRequest, PoolStat, RemoteFinding, RemoteNode, RemoteStat, Track, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
-use ballast_base::{Bytes, wire};
+use ballast_base::{Bytes, PAGE_SIZE, wire};
+use ballast_pager::agent::told;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats;
 use ballast_policy::{Kind, Plan, Snapshot};
@@ -159,6 +160,10 @@ impl Backend for Shown {
         if let Some(limit) = patch.limit_bytes {
             self.check_limit(&served, limit.map(Bytes)).map_err(ChangeError::Invalid)?;
         }
+        if patch.balloon.is_some() && vm.agent().shown().state == told::State::NoPort {
+            let why = format!("{name} has no port for an agent, which holds the memory (ballast run --agent)");
+            return Err(ChangeError::Invalid(why));
+        }
         let limit = patch.limit_bytes.map_or(vm.state.limit(), |limit| limit.map(Bytes));
         let before = operator::read(vm.state.settings());
         let after = patch.settings_after(before);
@@ -178,6 +183,11 @@ impl Backend for Shown {
         if patch.limit_bytes.is_some() {
             let text = limit.map_or("removed".into(), |limit| limit.to_string());
             self.host.events.add(Some(name.to_owned()), "limit", format!("the limit of {name} is {text}"));
+        }
+        if let Some(NodeBalloon { node, bytes }) = patch.balloon {
+            vm.agent().set_balloon(node, bytes / PAGE_SIZE as u64);
+            let text = format!("the agent of {name} is to hold {} of node {node}", Bytes(bytes));
+            self.host.events.add(Some(name.to_owned()), "settings", text);
         }
         if after != before {
             let (reservation, protect) = (Bytes(after.reservation_bytes), Bytes(after.protect_bytes));

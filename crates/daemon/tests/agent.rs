@@ -13,11 +13,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_api::{AgentStat, AgentState};
+use ballast_api::{AgentStat, AgentState, NodeBalloon, VmPatch};
 use ballast_base::{Bytes, GIB, Hva, MIB, PAGE_SIZE};
 use ballast_client::{Client, GuestRange};
 use ballast_guest::frame::{MAGIC, Next};
-use ballast_guest::message::{MAX_RUNS, NONCE, Tick, Tracking};
+use ballast_guest::message::{MAX_RUNS, NONCE, Node, Tick, Tracking};
 use ballast_guest::run::{COLD, HOTTEST, PAGES_END};
 use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost, frame, socket_name};
 use ballast_sys::memfd;
@@ -384,4 +384,41 @@ fn nobody_is_talked_to_but_the_vmm_itself() {
     stream.read_to_end(&mut said).expect("it hangs up");
     assert_eq!((said.len(), daemon.vm("calm").agent), (0, None));
     guest.finish();
+}
+
+#[test]
+fn an_agent_is_told_what_to_hold_and_the_next_engine_goes_on_with_it() {
+    if no_uffd() {
+        return;
+    }
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(QUICK);
+    let port = port_of(std::process::id());
+    let ram = Ram::new(PAGES);
+    let client = attach(&daemon, &ram, "guest");
+    let held = |ballooned| Tick { nodes: vec![Node { node: 1, pages: PAGES, free: 9, ballooned }], ..Tick::default() };
+    let mut agent = Fake::accept(&port);
+    agent.say(&ToHost::Tick(held(0)));
+    let patch = |bytes| VmPatch { balloon: Some(NodeBalloon { node: 1, bytes }), ..VmPatch::default() };
+    until("the port is found", || daemon.vm("guest").agent.is_some());
+    daemon.api.patch_vm("guest", &patch(40 * MIB)).expect("it has a port");
+    let told = |agent: &mut Fake| loop {
+        if let Some(ToGuest::Balloon { node, pages }) = agent.hear() {
+            break (node, pages);
+        }
+    };
+    assert_eq!(told(&mut agent), (1, 10 << 10));
+    // It can spare less.
+    agent.say(&ToHost::Tick(held(5 << 10)));
+    let of_node = || daemon.vm("guest").agent.and_then(|agent| agent.nodes.first().copied()).unwrap_or_default();
+    until("it is shown", || of_node().balloon_bytes == 20 * MIB);
+    assert_eq!(of_node().balloon_wanted_bytes, 40 * MIB);
+
+    daemon.kill_engine();
+    let mut agent = Fake::accept(&port);
+    agent.say(&ToHost::Tick(held(5 << 10)));
+    assert_eq!(told(&mut agent), (1, 5 << 10), "what it holds");
+    daemon.api.patch_vm("guest", &patch(0)).expect("it has a port");
+    assert_eq!(told(&mut agent), (1, 0));
+    drop(client);
 }

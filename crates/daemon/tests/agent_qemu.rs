@@ -1,14 +1,14 @@
 //! The agent in a real guest: Debian's 6.12 kernel under unmodified QEMU and `ballast run --agent`.
 //!
 //! Needs QEMU and the image of `scripts/agent-image.sh`. Under TCG a boot takes ten seconds or more, so one boot
-//! carries all claims. What the guest does is in `scripts/guest/agent-test`.
+//! carries all claims. What the guests do is in `scripts/guest/agent-test` and `tier-test`.
 
 mod common;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ballast_api::{AgentStat, AgentState};
+use ballast_api::{AgentStat, AgentState, NodeBalloon, TieringState, VmPatch};
 use ballast_base::{Bytes, MIB};
 use ballast_testvm::qemu::{Image, QemuGuest, qemu_missing};
 use common::{Daemon, missing, until};
@@ -68,5 +68,67 @@ fn a_debian_guest_tells_what_is_cold_and_that_goes_and_the_agent_may_die_and_com
     let after = daemon.vm("guest");
     assert!(after.far_bytes > 32 * MIB && after.poisoned_bytes == 0, "{after:?}");
     guest.tell("compare").expect("its console");
+    assert_eq!(guest.wait_run(TIMEOUT).expect("it ends"), 0, "{}", guest.serial_log());
+}
+
+fn balloon(bytes: u64) -> VmPatch {
+    VmPatch { balloon: Some(NodeBalloon { node: 1, bytes }), ..VmPatch::default() }
+}
+
+#[test]
+fn a_guest_with_tiers_moves_what_is_hot_to_the_fast_one_and_the_host_is_told() {
+    if missing("qemu", qemu_missing()) || missing("agent-image", image().err()) {
+        return;
+    }
+    let daemon = Daemon::start("quarantine_ms = 500\n");
+    let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
+    let attach = daemon.attach_socket().to_string_lossy().into_owned();
+    let words = ["run", "--agent", "--tiers", "fast=256M,slow=384M", "--name", "guest", "--attach-socket", &attach];
+    let mut guest = QemuGuest::builder()
+        .name("guest")
+        .image(image().expect("looked at above"))
+        .memory(Bytes(640 * MIB))
+        .shared_memory(false)
+        .run("tier-test")
+        .prefix(
+            [ballast.to_string_lossy().into_owned()].into_iter().chain(words.map(str::to_owned)).chain(["--".into()]),
+        )
+        .spawn()
+        .expect("QEMU starts");
+    guest.wait_ready(TIMEOUT).expect("the guest boots");
+    let settled = guest.answer(TIMEOUT).unwrap_or_else(|error| panic!("{error}: {}", guest.serial_log()));
+    assert_eq!(settled, "settled");
+    let vm = daemon.vm("guest");
+    let sizes: Vec<u64> = vm.regions.iter().map(|region| region.size_bytes / MIB).collect();
+    assert_eq!(sizes, [256, 384], "a backend for each tier");
+    // The agent tells it once a second.
+    let tiering = || daemon.vm("guest").agent.and_then(|agent| agent.tiering).unwrap_or_default();
+    until("what it moved is told", || {
+        let tiering = tiering();
+        tiering.promoted_bytes > 0 && tiering.fast_hits_bp.is_some_and(|share| share > 5_000)
+    });
+    let tiering = tiering();
+    assert_eq!((tiering.state, tiering.source.as_str(), tiering.programs), (TieringState::Working, "damon", 1));
+    let nodes: Vec<(u32, Option<u32>)> = tiering.tiers.iter().map(|tier| (tier.node, tier.latency_ns)).collect();
+    assert_eq!(nodes, [(0, Some(69)), (1, Some(177))]);
+    assert!(tiering.managed_bytes >= 256 * MIB && tiering.demoted_bytes > 0, "{tiering:?}");
+
+    // The composition changes while the guest runs: a part of the slow node is the host's.
+    let held = || daemon.vm("guest").agent.map_or(0, |agent| agent.nodes[1].balloon_bytes);
+    daemon.api.patch_vm("guest", &balloon(96 * MIB)).expect("it has an agent");
+    until("the agent holds it, to the page", || held() == 96 * MIB);
+    let on_fast = daemon.vm("guest").agent.map_or(1, |agent| agent.nodes[0].balloon_bytes);
+    assert_eq!(on_fast, 0, "the other node keeps all");
+
+    // What it holds is zeros, and goes first.
+    let limit = daemon.vm("guest").resident_bytes - 64 * MIB;
+    daemon.api.set_limit("guest", Some(limit)).expect("limit");
+    until("it is within its limit", || daemon.vm("guest").resident_bytes <= limit);
+    let after = daemon.vm("guest");
+    assert!(after.zero_bytes > 48 * MIB && after.poisoned_bytes == 0, "{after:?}");
+    daemon.api.set_limit("guest", None).expect("limit");
+    daemon.api.patch_vm("guest", &balloon(0)).expect("it has an agent");
+    until("the guest has it back", || held() == 0);
+    guest.tell("end").expect("its console");
     assert_eq!(guest.wait_run(TIMEOUT).expect("it ends"), 0, "{}", guest.serial_log());
 }

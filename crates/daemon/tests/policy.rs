@@ -121,6 +121,7 @@ fn what_an_operator_said_outlives_the_engine_and_so_does_a_policy_set_while_it_r
         headroom_percent: Some(Some(25)),
         limit_bytes: Some(Some(40 * MIB)),
         class: Some(Some(VmClass::Guaranteed)),
+        ..VmPatch::default()
     };
     let vm = daemon.api.patch_vm("one", &words).expect("set");
     assert_eq!(vm.settings, words.settings_after(Default::default()));

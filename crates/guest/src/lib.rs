@@ -16,6 +16,7 @@
 //! | `bytes` | numbers, texts and lists to bytes and back |
 //! | `run` | pages in a row, and what they hold |
 //! | `message` | all that either side can say |
+//! | `tiering` | the part of a tick about tiers |
 //! | `version` | what this program writes and reads |
 //! | `frame` | where a message begins and ends in a stream that may be torn |
 #![forbid(unsafe_code)]
@@ -24,6 +25,7 @@ mod bytes;
 pub mod frame;
 pub mod message;
 pub mod run;
+mod tiering;
 mod version;
 
 pub use bytes::Refused;

@@ -10,6 +10,8 @@
 use crate::bytes::{Reader, Refused, Writer};
 use crate::frame::{Frame, MAX_BODY, frame};
 use crate::run::{RUN_BYTES, Run};
+use crate::tiering;
+pub use crate::tiering::{TierUse, Tiering, TieringState};
 use crate::version::VERSION;
 
 /// Most runs of one message.
@@ -117,9 +119,12 @@ pub struct Tick {
     pub restores: u64,
     /// Services are tuned.
     pub tuned: bool,
+    /// Tiering in the guest. Version 2.
+    pub tiering: Tiering,
 }
 
 /// From the agent to the host.
+#[expect(clippy::large_enum_variant, reason = "one exists at a time")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToHost {
     /// Reply to a hello.
@@ -297,6 +302,7 @@ fn put_tick(body: &mut Writer, tick: &Tick) {
         body.u64(number);
     }
     body.u8(tick.tuned.into());
+    tiering::put(body, &tick.tiering);
 }
 
 fn get_tick(body: &mut Reader<'_>) -> Result<Tick, Refused> {
@@ -317,6 +323,7 @@ fn get_tick(body: &mut Reader<'_>) -> Result<Tick, Refused> {
         service_restores: body.u64()?,
         restores: body.u64()?,
         tuned: body.u8()? != 0,
+        tiering: tiering::get(body)?,
     })
 }
 
@@ -348,7 +355,9 @@ mod tests {
         let nodes = vec![Node { node: 1, pages: 4, free: 3, ballooned: 2 }];
         let tracking = Tracking::Damon;
         let note = "DAMON is in use".into();
-        Tick { total: 1, free: 2, stall_full_us: 3, tracking, note, nodes, restores: 9, tuned: true, ..Tick::default() }
+        let tiering = tiering::sample();
+        let of_guest = Tick { total: 1, free: 2, stall_full_us: 3, restores: 9, tuned: true, ..Tick::default() };
+        Tick { tracking, note, nodes, tiering, ..of_guest }
     }
 
     fn to_host() -> Vec<ToHost> {
@@ -385,11 +394,11 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_of_version_1_are_these() {
+    fn the_bytes_of_version_2_are_these() {
         let all: Vec<u8> = to_host().iter().flat_map(|message| message.frame(1)).collect();
         let more: Vec<u8> = to_guest().iter().flat_map(|message| message.frame(1)).collect();
         // A change here needs a new version.
-        assert_eq!((VERSION, all.len(), more.len()), (1, 487, 319));
+        assert_eq!((VERSION, all.len(), more.len()), (2, 610, 319));
     }
 
     #[test]
@@ -399,10 +408,11 @@ mod tests {
         assert_eq!(ToHost::decode(&frame), Err(Refused));
         frame.version = VERSION + 1;
         assert_eq!(ToHost::decode(&frame), Ok(Some(ToHost::Tick(tick()))));
-        // Without the last field and what was appended.
-        frame.body.truncate(frame.body.len() - 4);
+        // As version 1 wrote it.
+        let of_tiering = tiering::bytes(&tick().tiering).len();
+        frame.body.truncate(frame.body.len() - 3 - of_tiering);
         frame.version = VERSION - 1;
-        assert_eq!(ToHost::decode(&frame), Ok(Some(ToHost::Tick(Tick { tuned: false, ..tick() }))));
+        assert_eq!(ToHost::decode(&frame), Ok(Some(ToHost::Tick(Tick { tiering: Tiering::default(), ..tick() }))));
         frame.version = VERSION;
         assert_eq!(ToHost::decode(&frame), Err(Refused));
         frame.kind = 99;

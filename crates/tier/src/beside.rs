@@ -39,7 +39,7 @@ pub fn look(files: &Files, own_damon: bool) -> io::Result<Beside> {
             "NUMA balancing is on (kernel.numa_balancing is {mode}): it moves pages to the CPU that uses them"
         ));
     }
-    if let Some(user) = damon::in_use(files)?.filter(|user| !own_damon && user.contains("migrate")) {
+    if !own_damon && let Some(user) = damon::in_use(files)?.filter(|user| user.contains("migrate")) {
         beside.promoter = Some(format!("DAMON migrates: {user}"));
     }
     if files.optional(DEMOTION)?.as_deref() == Some("true") {

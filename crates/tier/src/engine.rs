@@ -65,11 +65,13 @@ pub struct Settings {
     pub most_bytes_per_s: u64,
     /// Switch NUMA balancing off while this runs. Otherwise this moves nothing where balancing promotes.
     pub take_over: bool,
+    /// The caller has DAMON: the threads from this index on are for tiering, one for each program. `None`: take DAMON.
+    pub damon_threads_from: Option<usize>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { choice: Choice::default(), most_bytes_per_s: 256 << 20, take_over: false }
+        Self { choice: Choice::default(), most_bytes_per_s: 256 << 20, take_over: false, damon_threads_from: None }
     }
 }
 
@@ -140,10 +142,12 @@ impl Tierer {
         match Perf::loads(&files)? {
             Found::Perf(perf) => Self::with_source(settings, Box::new(perf)),
             Found::Not(pmu) => {
-                let damon = Damon::open(&files).map_err(|damon| Unavailable::NoSource { pmu, damon })?;
-                let mut tierer = Self::with_source(settings, Box::new(damon))?;
-                tierer.own_damon = true;
-                Ok(tierer)
+                let damon = match settings.damon_threads_from {
+                    Some(first) => Ok(Damon::beside(&files, first)),
+                    None => Damon::open(&files),
+                };
+                let damon = damon.map_err(|damon| Unavailable::NoSource { pmu, damon })?;
+                Self::with_source(settings, Box::new(damon))
             }
         }
     }
@@ -193,8 +197,9 @@ impl Tierer {
             moves: Moves::default(),
             cpu_us: 0,
             classifier_cpu_us: 0,
+            monitor_cpu_us: 0,
         };
-        let own_damon = source.name() == "damon";
+        let own_damon = source.name() == "damon" || settings.damon_threads_from.is_some();
         Ok(Self {
             files,
             settings,
@@ -392,6 +397,7 @@ impl Tierer {
         let counts = self.watched.iter().map(|watched| watched.pages.count());
         let (present, fast) = counts.fold((0, 0), |sum, (present, fast)| (sum.0 + present, sum.1 + fast));
         self.status.tiers = shown;
+        self.status.monitor_cpu_us = self.source.cpu_us();
         self.status.programs = self.watched.len() as u64;
         (self.status.managed_bytes, self.status.managed_fast_bytes) = (present * PAGE, fast * PAGE);
         self.status.ranges = self.watched.iter().map(|watched| watched.classifier.ranges().len() as u64).sum();

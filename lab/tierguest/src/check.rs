@@ -34,6 +34,29 @@ pub fn run(mib: usize) -> Result<()> {
     Ok(())
 }
 
+/// A program runs; another process, the agent, is to give it what an oracle would, up to two points. Then this waits
+/// for a line of input.
+pub fn settle(kind: Kind, mib: usize) -> Result<()> {
+    let files = Files::default();
+    let tiers = Tiers::detect(&files)?;
+    ensure!(tiers.list.len() == 2, "{tiers:?}");
+    let program = Program::start(kind, mib, &[])?;
+    let (began, first) = (Instant::now(), program.hit(&tiers)?);
+    loop {
+        let (hit, oracle) = (program.hit(&tiers)?, program.oracle(&files, &tiers)?);
+        if hit >= oracle - 0.02 {
+            let [first, hit, oracle] = [first, hit, oracle].map(|share| share * 100.0);
+            let seconds = began.elapsed().as_secs_f64();
+            println!("tier-guest: {first:.1} % at first, {hit:.1} % after {seconds:.1} s; oracle {oracle:.1} %");
+            println!("BALLAST-SAYS settled");
+            std::io::stdin().read_line(&mut String::new())?;
+            return Ok(());
+        }
+        ensure!(began.elapsed() < LIMIT, "nobody moved it: {hit} of {oracle}, at first {first}");
+        std::thread::sleep(EPOCH);
+    }
+}
+
 fn step(name: &str) {
     println!("tier-guest: {name}");
 }

@@ -7,6 +7,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ballast_base::{HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT};
@@ -17,6 +18,10 @@ use ballast_tier::nodes::usage;
 use ballast_tier::pages::Pages;
 
 use crate::heat::Kind;
+
+/// How often the page table is read while pages of the program are on their way, and the time between two.
+const MOST_LOOKS: u32 = 100;
+const LOOK_AGAIN: Duration = Duration::from_millis(30);
 
 /// A running program. Dropping it ends the program.
 pub struct Program {
@@ -70,14 +75,24 @@ impl Program {
     /// Returns the share of its accesses that the fast tier serves. Fails if a page is not present.
     pub fn hit(&self, tiers: &Tiers) -> Result<f64> {
         let process = Remote::open(self.pid())?;
-        let mut pages = Pages::default();
-        pages.set_areas(vec![(self.address, self.address + (self.units * HUGE_SIZE) as u64)]);
-        while pages.rounds() == 0 {
-            pages.look(&process, tiers, 1 << 16)?;
-        }
-        if pages.count().0 != self.units as u64 * PAGES_PER_UNIT {
-            bail!("{} of the program's {} pages are present", pages.count().0, self.units as u64 * PAGES_PER_UNIT);
-        }
+        let whole = self.units as u64 * PAGES_PER_UNIT;
+        let mut looks = 0;
+        let pages = loop {
+            let mut pages = Pages::default();
+            pages.set_areas(vec![(self.address, self.address + (self.units * HUGE_SIZE) as u64)]);
+            while pages.rounds() == 0 {
+                pages.look(&process, tiers, 1 << 16)?;
+            }
+            if pages.count().0 == whole {
+                break pages;
+            }
+            // A page that is being moved is in no table.
+            looks += 1;
+            if looks == MOST_LOOKS {
+                bail!("{} of the program's {whole} pages are present", pages.count().0);
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        };
         let fast = |unit: usize| {
             let first = self.address + (unit * HUGE_SIZE) as u64;
             let each = (0..PAGES_PER_UNIT).filter_map(|page| pages.fast_share(first + page * PAGE_SIZE as u64));

@@ -3,6 +3,7 @@
 //! ```text
 //! tier-guest gups KIND MIB                     the program with known heat
 //! tier-guest compare KIND MIB SECONDS WAY...   each way on a fresh program; a line of JSON for each
+//! tier-guest settle KIND MIB                   waits until the agent has moved what is hot to the fast tier
 //! tier-guest check MIB                         the promises of `ballast-tier`; exit code 1 if one fails
 //! ```
 //!
@@ -38,8 +39,11 @@ fn main() -> ExitCode {
         ["compare", kind, mib, seconds, ways @ ..] => {
             parse(kind, mib).and_then(|(kind, mib)| compare(kind, mib, seconds.parse().context("seconds")?, ways))
         }
+        ["settle", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| check::settle(kind, mib)),
         ["check", mib] => mib.parse().context("MiB").and_then(check::run),
-        _ => Err(anyhow::anyhow!("usage: tier-guest gups KIND MIB | compare KIND MIB SECONDS WAY... | check MIB")),
+        _ => Err(anyhow::anyhow!(
+            "usage: tier-guest gups KIND MIB | compare KIND MIB SECONDS WAY... | settle KIND MIB | check MIB"
+        )),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -7,9 +7,7 @@
 use ballast_base::wire::{MAX_NAME, check_name};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, KIB, MIB};
 
-mod options;
-
-use options::{Opt, options};
+use super::options::{Opt, options};
 
 /// The memory that guest RAM is to have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,7 +41,7 @@ pub struct Plan {
 }
 
 /// A size as `-m` takes it: a bare number is MiB.
-fn megabytes(text: &str) -> Option<Bytes> {
+pub(super) fn megabytes(text: &str) -> Option<Bytes> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let factor = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "b" => 1,

@@ -4,12 +4,13 @@
 //! Threads: any; nothing here waits for a worker. Units: bytes and microseconds, in the field names.
 //! Promise: `size = resident + far + zero + untouched + poisoned`, because untouched is the remainder.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_api::{
-    AgentStat, AgentState, EngineTime, FaultCounts, GuestRange, Latency, PickedStat, Psi, ReclaimCounts, RegionStat,
-    RestoreStages, Stall, VmClass, VmStat, VmStatus,
+    AgentStat, AgentState, EngineTime, FaultCounts, GuestRange, Latency, NodeStat, PickedStat, Psi, ReclaimCounts,
+    RegionStat, RestoreStages, Stall, TierStat, TieringStat, TieringState, VmClass, VmStat, VmStatus,
 };
 use ballast_base::PageCount;
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
@@ -114,12 +115,12 @@ pub(super) fn stat(served: &Served) -> VmStat {
             tasks_us: stats.get(Counter::TaskCpuNs) / 1000,
         },
         regions: regions(vm, memory),
-        agent: agent(vm.agent().shown()),
+        agent: agent(vm.agent().shown(), &vm.agent().balloon()),
     }
 }
 
 /// What its guest's agent says, if its VMM shows the port of one.
-fn agent(shown: told::Shown) -> Option<AgentStat> {
+fn agent(shown: told::Shown, balloon: &BTreeMap<u32, u64>) -> Option<AgentStat> {
     let state = match shown.state {
         told::State::NoPort => return None,
         told::State::Silent => AgentState::Silent,
@@ -129,6 +130,13 @@ fn agent(shown: told::Shown) -> Option<AgentStat> {
     };
     let picked = |picked: told::Picked| PickedStat { judged_pages: picked.judged, wrong_pages: picked.wrong };
     let bytes = |pages: u64| pages.saturating_mul(ballast_base::PAGE_SIZE as u64);
+    let node = |node: &told::Node| NodeStat {
+        node: node.node,
+        size_bytes: bytes(node.pages),
+        free_bytes: bytes(node.free),
+        balloon_bytes: bytes(node.ballooned),
+        balloon_wanted_bytes: bytes(balloon.get(&node.node).copied().unwrap_or(0)),
+    };
     let ignored = shown.ignored_until.map(|until| until.saturating_duration_since(Instant::now()).as_secs());
     Some(AgentStat {
         state,
@@ -150,9 +158,46 @@ fn agent(shown: told::Shown) -> Option<AgentStat> {
         guest_available_bytes: bytes(shown.tick.available),
         guest_stall_us: shown.tick.stall_some_us,
         cpu_us: shown.tick.cpu_us,
+        nodes: shown.tick.nodes.iter().map(node).collect(),
         note: shown.tick.note,
+        tiering: tiering(shown.tick.tiering),
         by_agent: picked(shown.by_agent),
         by_host: picked(shown.by_host),
+    })
+}
+
+/// What it says of tiering.
+fn tiering(said: told::Tiering) -> Option<TieringStat> {
+    let state = match said.state {
+        told::TieringState::Off => return None,
+        told::TieringState::Unable => TieringState::Unable,
+        told::TieringState::Aside => TieringState::Aside,
+        told::TieringState::Working => TieringState::Working,
+    };
+    let bytes = |pages: u64| pages.saturating_mul(ballast_base::PAGE_SIZE as u64);
+    let tier = |tier: &told::TierUse| TierStat {
+        node: tier.node,
+        size_bytes: bytes(tier.pages),
+        free_bytes: bytes(tier.free),
+        latency_ns: (tier.latency_ns > 0).then_some(tier.latency_ns),
+    };
+    Some(TieringStat {
+        state,
+        tiers: said.tiers.iter().map(tier).collect(),
+        programs: said.programs,
+        managed_bytes: bytes(said.managed),
+        managed_fast_bytes: bytes(said.managed_fast),
+        fast_hits_bp: said.hits.map(|share| share.min(10_000)),
+        samples: said.samples,
+        ranges: said.ranges,
+        splits: said.splits,
+        promoted_bytes: bytes(said.promoted),
+        demoted_bytes: bytes(said.demoted),
+        stayed_pages: said.stayed,
+        cpu_us: said.cpu_us,
+        classifier_cpu_us: said.classifier_cpu_us,
+        note: said.note,
+        source: said.source,
     })
 }
 

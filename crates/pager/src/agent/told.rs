@@ -4,13 +4,14 @@
 //! restored.
 //! Threads: any; locks are held for a moment, that of the hints for one pick. Promise: no fault waits for any of it.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
 use ballast_base::PageIdx;
 use ballast_guest::message::Tick;
+pub use ballast_guest::message::{Node, TierUse, Tiering, TieringState};
 
 use super::hints::Hints;
 pub use super::trust::Picked;
@@ -76,6 +77,17 @@ pub struct Shown {
     pub by_host: Picked,
 }
 
+/// Pages of each node of the guest that the agent is to hold.
+#[derive(Debug, Default)]
+struct Balloon {
+    /// What an engine before this one asked for.
+    adopted: BTreeMap<u32, u64>,
+    /// Comes before that.
+    by_policy: BTreeMap<u32, u64>,
+    /// Comes before both.
+    by_operator: BTreeMap<u32, u64>,
+}
+
 /// The shared state of an agent's worker, reclaim and the API.
 #[derive(Debug, Default)]
 pub struct Told {
@@ -85,6 +97,7 @@ pub struct Told {
     has_port: AtomicBool,
     is_reporting: AtomicBool,
     shown: Mutex<Shown>,
+    balloon: Mutex<Balloon>,
     restored: Mutex<VecDeque<(u32, PageIdx)>>,
 }
 
@@ -139,6 +152,34 @@ impl Told {
             drop(shown);
             self.notifier.notify();
         }
+    }
+
+    /// Pages of each node of the guest that the agent is to hold. A node that was never named is in none.
+    pub fn balloon(&self) -> BTreeMap<u32, u64> {
+        let balloon = self.balloon.lock().expect("no panic while held");
+        let all = [&balloon.adopted, &balloon.by_policy, &balloon.by_operator];
+        all.into_iter().flatten().map(|(node, pages)| (*node, *pages)).collect()
+    }
+
+    /// The agent is to hold this many pages of a node from now on, as far as the guest can spare them.
+    pub fn set_balloon(&self, node: u32, pages: u64) {
+        self.balloon.lock().expect("no panic while held").by_operator.insert(node, pages);
+        self.notifier.notify();
+    }
+
+    /// The same for a policy, which leaves nodes alone that an operator named.
+    pub fn set_policy_balloon(&self, node: u32, pages: u64) {
+        self.balloon.lock().expect("no panic while held").by_policy.insert(node, pages);
+    }
+
+    /// No policy decides any more: what one asked for is given back.
+    pub fn end_policy_balloon(&self) {
+        self.balloon.lock().expect("no panic while held").by_policy.values_mut().for_each(|pages| *pages = 0);
+    }
+
+    /// An agent holds pages that an engine before this one asked for: it goes on, unless something else was said.
+    pub(crate) fn adopt_balloon(&self, node: u32, pages: u64) {
+        self.balloon.lock().expect("no panic while held").adopted.entry(node).or_insert(pages);
     }
 
     /// A page was restored that a reporting agent should know of.

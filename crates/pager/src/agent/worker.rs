@@ -7,6 +7,7 @@
 //! [`SILENT`] are not used any more. When this engine or the agent ends, the other side starts a new session: no
 //! message counts beyond its session.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -66,6 +67,8 @@ struct Link {
     reported: Option<Instant>,
     parts: Parts,
     prove_at: Instant,
+    /// Pages of each node that it was told to hold.
+    balloon: BTreeMap<u32, u64>,
 }
 
 /// The worker of an agent.
@@ -180,6 +183,7 @@ impl AgentWorker {
             reported: None,
             parts: Parts::default(),
             prove_at: now,
+            balloon: BTreeMap::new(),
         });
         // Another process may map the guest's memory at other addresses.
         self.places = self.told_places();
@@ -287,13 +291,18 @@ impl AgentWorker {
                 (shown.version, shown.kernel) = (agent, kernel);
             }
             ToHost::Tick(tick) => {
-                link.ticked = Some(now);
+                if link.ticked.replace(now).is_none() {
+                    for node in tick.nodes.iter().filter(|node| node.ballooned > 0) {
+                        self.told.adopt_balloon(node.node, node.ballooned);
+                    }
+                }
                 let mut shown = self.told.show();
                 (shown.tick, shown.heard) = (tick, Some(now));
             }
             ToHost::Report { number, last, runs } => return self.report(number, last, runs, now),
             ToHost::Proof(runs) => return self.proof(&runs),
-            // A page that the agent holds is zeros that are not touched: it is reported as cold, and evicted as such.
+            // A page that the agent holds is zeros that are not touched. It is reported as cold and evicted as such. An
+            // agent may be killed before a message of it is read, and then the guest uses the page.
             ToHost::Taken { .. } => {}
             // There was no request.
             ToHost::Free { .. } => return None,
@@ -385,6 +394,13 @@ impl AgentWorker {
         if !open.is_empty() && now >= link.prove_at {
             link.prove_at = now + PROVE;
             link.channel.send(&ToGuest::Prove { nonce: link.nonce, pieces: open }.frame(link.session));
+        }
+        for (node, pages) in self.told.balloon() {
+            if link.balloon.get(&node).copied().unwrap_or(0) != pages
+                && link.channel.send(&ToGuest::Balloon { node, pages }.frame(link.session))
+            {
+                link.balloon.insert(node, pages);
+            }
         }
         let back = self.told.take_restored();
         let mut pages: Vec<u64> =

@@ -3,7 +3,8 @@
 //!
 //! Before: root, and a kernel whose DAMON no program uses. After: for each range that DAMON found, one sample of each
 //! unit of 2 MiB for each time that it saw the range accessed, at an address somewhere in it.
-//! Threads: the caller's, and one of the kernel's for each process. Units: virtual addresses.
+//! Threads: the caller's, and one of the kernel's for each process; users in one program take turns ([`lock`]).
+//! Units: virtual addresses.
 //! Promise: when this is dropped, DAMON is as before; another program's DAMON is never touched.
 //!
 //! DAMON looks at one page of a range at a time, so a count is an estimate for the range. It clears the accessed bit
@@ -12,6 +13,7 @@
 //! the end.
 
 use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_base::{HUGE_SIZE, PAGE_SIZE};
 
@@ -26,18 +28,31 @@ const SAMPLE_US: u32 = 5_000;
 const COUNT_US: u32 = 200_000;
 /// It looks for new mappings at this interval (its default).
 const UPDATE_US: u32 = 1_000_000;
+/// The kernel counts CPU time in ticks of this length.
+const TICK_US: u64 = 10_000;
 /// Ranges of a process: DAMON's CPU time grows with them, and so does what it can tell apart.
 const LEAST_RANGES: u32 = 10;
 const MOST_RANGES: u32 = 500;
+
+/// The kernel refuses a second thread while one waits for an answer of DAMON's, so a program with two users of it has
+/// each hold this while it uses DAMON's files.
+pub fn lock() -> MutexGuard<'static, ()> {
+    static FILES: Mutex<()> = Mutex::new(());
+    FILES.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// DAMON as a source.
 #[derive(Debug)]
 pub struct Damon {
     files: Files,
-    /// Sampled processes, each by the DAMON thread with its index.
+    /// Sampled processes, each by the DAMON thread with its index, counted from `first`.
     watched: Vec<u32>,
-    /// Number of DAMON threads before.
-    threads_before: String,
+    /// Index of the first thread.
+    first: usize,
+    /// Number of DAMON threads before; `None` if the caller has made them.
+    threads_before: Option<String>,
+    /// CPU time of threads that ended.
+    spent_us: u64,
     stopped_stat: bool,
     /// Where in a range the next sample is.
     state: u64,
@@ -50,11 +65,18 @@ impl Damon {
     /// The kernel has none, or another program uses it.
     pub fn open(files: &Files) -> io::Result<Self> {
         let threads_before = files.text(&format!("{ADMIN}/nr_kdamonds"))?;
-        let damon = Self { files: files.clone(), watched: Vec::new(), threads_before, stopped_stat: false, state: 1 };
+        let mut damon = Self::beside(files, 0);
+        damon.threads_before = Some(threads_before);
         if let Some(user) = in_use(files)? {
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("DAMON is in use: {user}")));
         }
         Ok(damon)
+    }
+
+    /// Use threads that the caller has made, from this one on, beside others of its own. It has stopped `damon_stat`.
+    pub fn beside(files: &Files, first: usize) -> Self {
+        let files = files.clone();
+        Self { files, watched: Vec::new(), first, threads_before: None, spent_us: 0, stopped_stat: false, state: 1 }
     }
 
     fn put(&self, path: &str, value: impl ToString) -> io::Result<()> {
@@ -62,12 +84,14 @@ impl Damon {
     }
 
     fn start(&mut self, processes: &[u32]) -> io::Result<()> {
-        if !self.stopped_stat && self.files.optional(STAT)?.as_deref() == Some("Y") {
-            self.files.write(STAT, "N")?;
-            self.stopped_stat = true;
+        if self.threads_before.is_some() {
+            if !self.stopped_stat && self.files.optional(STAT)?.as_deref() == Some("Y") {
+                self.files.write(STAT, "N")?;
+                self.stopped_stat = true;
+            }
+            self.put("nr_kdamonds", processes.len())?;
         }
-        self.put("nr_kdamonds", processes.len())?;
-        for (index, process) in processes.iter().enumerate() {
+        for (index, process) in (self.first..).zip(processes) {
             let context = format!("{index}/contexts/0");
             self.put(&format!("{index}/contexts/nr_contexts"), 1)?;
             self.put(&format!("{context}/operations"), "vaddr")?;
@@ -86,17 +110,35 @@ impl Damon {
                 self.put(&format!("{context}/schemes/0/access_pattern/{what}/max"), u32::MAX)?;
             }
         }
-        for index in 0..processes.len() {
+        for index in self.indexes(processes.len()) {
             self.put(&format!("{index}/state"), "on")?;
         }
         self.watched = processes.to_vec();
         Ok(())
     }
 
+    /// The indexes of this number of threads.
+    fn indexes(&self, count: usize) -> std::ops::Range<usize> {
+        self.first..self.first + count
+    }
+
+    /// CPU time of the threads that run.
+    fn running_us(&self) -> u64 {
+        let of = |index: usize| {
+            let pid = self.files.text(&format!("{ADMIN}/{index}/pid")).ok()?;
+            let stat = self.files.text(&format!("/proc/{pid}/stat")).ok()?;
+            let (_, rest) = stat.rsplit_once(") ")?;
+            let ticks = rest.split_ascii_whitespace().skip(11).take(2).flat_map(str::parse::<u64>).sum::<u64>();
+            Some(ticks * TICK_US)
+        };
+        self.indexes(self.watched.len()).filter_map(of).sum()
+    }
+
     fn stop(&mut self) -> io::Result<()> {
+        self.spent_us += self.running_us();
         let count = self.watched.len();
         self.watched.clear();
-        for index in 0..count {
+        for index in self.indexes(count) {
             // The kernel switches a thread off when its process ends.
             if self.files.text(&format!("{ADMIN}/{index}/state"))? == "on" {
                 self.put(&format!("{index}/state"), "off")?;
@@ -169,6 +211,7 @@ impl SampleSource for Damon {
         if processes == self.watched {
             return Ok(());
         }
+        let _held = lock();
         self.stop()?;
         if processes.is_empty() {
             return Ok(());
@@ -182,18 +225,28 @@ impl SampleSource for Damon {
 
     fn take(&mut self, each: &mut Each<'_>) -> io::Result<Missed> {
         for index in 0..self.watched.len() {
-            let (process, ranges) = (self.watched[index], self.ranges(index)?);
+            let held = lock();
+            let (process, ranges) = (self.watched[index], self.ranges(self.first + index)?);
+            drop(held);
             spread(&ranges, &mut self.state, &mut |address, samples| each(process, address, samples));
         }
         Ok(Missed::default())
+    }
+
+    fn cpu_us(&self) -> u64 {
+        let _held = lock();
+        self.spent_us + self.running_us()
     }
 }
 
 impl Drop for Damon {
     fn drop(&mut self) {
+        let _held = lock();
         // An error cannot be reported here; the next user of DAMON finds it on and says so.
         let _ = self.stop();
-        let _ = self.put("nr_kdamonds", &self.threads_before);
+        if let Some(before) = &self.threads_before {
+            let _ = self.put("nr_kdamonds", before);
+        }
         if self.stopped_stat {
             let _ = self.files.write(STAT, "Y");
         }
@@ -280,6 +333,25 @@ mod tests {
         drop(damon);
         assert_eq!((text("nr_kdamonds"), text("0/state")), ("0".into(), "off".into()));
         assert_eq!(files.text(STAT).expect("read"), "Y");
+    }
+
+    #[test]
+    fn threads_that_the_caller_has_made_are_used_and_stay() {
+        let root = tempfile::tempdir().expect("directory");
+        canned(root.path());
+        put(root.path(), &format!("{ADMIN}/nr_kdamonds"), "2\n");
+        put(root.path(), &format!("{ADMIN}/0/state"), "on\n");
+        put(root.path(), &format!("{ADMIN}/1/pid"), "55\n");
+        put(root.path(), "/proc/55/stat", "55 (kdamond.1) S 2 0 0 0 -1 0 0 0 0 0 3 4 0 0 20 0\n");
+        let files = Files::below(root.path());
+        let text = |path: &str| files.text(&format!("{ADMIN}/{path}")).expect("written");
+        let mut damon = Damon::beside(&files, 1);
+        damon.watch(&[77]).expect("watched");
+        assert_eq!((text("1/state"), text("1/contexts/0/targets/0/pid_target")), ("on".into(), "77".into()));
+        assert_eq!(damon.cpu_us(), 70_000);
+        drop(damon);
+        assert_eq!((text("nr_kdamonds"), text("0/state"), text("1/state")), ("2".into(), "on".into(), "off".into()));
+        assert_eq!(files.text(STAT).expect("read"), "Y", "that is the caller's");
     }
 
     #[test]

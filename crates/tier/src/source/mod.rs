@@ -38,4 +38,9 @@ pub trait SampleSource: Send {
     /// # Errors
     /// The kernel refuses.
     fn take(&mut self, each: &mut Each<'_>) -> io::Result<Missed>;
+
+    /// CPU time that the kernel's threads have spent for it, in microseconds.
+    fn cpu_us(&self) -> u64 {
+        0
+    }
 }

@@ -11,6 +11,7 @@
 //! target. A VM that is held, pinned, or left with an orphaned engine keeps what it has. A policy that panics changes
 //! nothing and raises an event; when a program stops sending plans, the policy decides again.
 
+mod balloon;
 mod kernel_stall;
 mod log;
 pub mod operator;
@@ -201,6 +202,7 @@ impl Governor {
                 host.all().into_iter().map(|served| (served.vm.state.id().to_string(), served)).collect();
             let apply = |decision: &&Decision| vms.get(&decision.id).is_some_and(|vm| self.apply(vm, decision));
             let changed = plan.decisions.iter().filter(apply).count();
+            vms.values().for_each(|served| balloon::ask(&served.vm, inner.is_active()));
             inner.ticks += 1;
             inner.changed += changed as u64;
             if inner.is_active() {

@@ -4,7 +4,7 @@
 //! Threads: any. Units: base units only (bytes, seconds). Promise: labels are bounded (names of VMs and nodes, and
 //! fixed words), and a test compares the names with the documentation.
 
-use ballast_api::{AgentStat, AgentState, HostStat, RemoteNode, VmStat, VmStatus};
+use ballast_api::{AgentStat, AgentState, HostStat, NodeStat, RemoteNode, TieringStat, VmStat, VmStatus};
 use ballast_base::PAGE_SIZE;
 use ballast_policy::HostState;
 
@@ -30,6 +30,11 @@ fn pages(count: u64) -> u64 {
 /// Samples of a VM's agent; none without one.
 fn of_agent(vm: &VmStat, samples: impl Fn(&AgentStat) -> Vec<Sample>) -> Vec<Sample> {
     vm.agent.iter().flat_map(samples).collect()
+}
+
+/// Samples of tiering in a VM's guest; none without it.
+fn of_tiering(vm: &VmStat, samples: impl Fn(&TieringStat) -> Vec<Sample>) -> Vec<Sample> {
+    vm.agent.iter().flat_map(|agent| &agent.tiering).flat_map(samples).collect()
 }
 
 fn moved(from: &str, to: &str, cause: &str, count: u64) -> Sample {
@@ -269,6 +274,26 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
             let what = [("message", agent.rejected_messages), ("page", agent.rejected_pages)];
             by("what", &[what[0], what[1], ("garbage_byte", agent.garbage_bytes)])
         })
+    }),
+    metric("ballast_vm_node_bytes", Kind::Gauge, "Memory of the guest's nodes, as its agent says.", |vm| {
+        of_agent(vm, |agent| {
+            let of = |node: &NodeStat| {
+                let used = node.size_bytes.saturating_sub(node.free_bytes).saturating_sub(node.balloon_bytes);
+                let sample = |(state, bytes): (&str, u64)| {
+                    (vec![("node", node.node.to_string()), ("state", state.to_owned())], bytes as f64)
+                };
+                [("used", used), ("free", node.free_bytes), ("held", node.balloon_bytes)].map(sample)
+            };
+            agent.nodes.iter().flat_map(of).collect()
+        })
+    }),
+    metric("ballast_vm_tier_hit_ratio", Kind::Gauge, "Share of sampled accesses that fast memory served.", |vm| {
+        of_tiering(vm, |tiering| {
+            tiering.fast_hits_bp.map(|share| (Vec::new(), f64::from(share) / 10_000.0)).into_iter().collect()
+        })
+    }),
+    metric("ballast_vm_tier_moved_bytes_total", Kind::Counter, "Memory that the guest moved between tiers.", |vm| {
+        of_tiering(vm, |tiering| by("to", &[("fast", tiering.promoted_bytes), ("slow", tiering.demoted_bytes)]))
     }),
     metric("ballast_vm_picked_pages_total", Kind::Counter, "Picked pages, sampled, by outcome.", |vm| {
         of_agent(vm, |agent| {

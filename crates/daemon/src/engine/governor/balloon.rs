@@ -1,0 +1,35 @@
+//! The balloon first: what the policy in force has a guest's agent hold.
+//!
+//! Before: a plan was applied. After: each agent was told how much of which node it should hold ([`balloon`]).
+//! Threads: the governor's. Promise: a node that an operator named is the operator's; without a policy nothing is held
+//! for one; an agent that is silent, or lies about its pages, is asked for nothing.
+
+use ballast_base::PAGE_SIZE;
+use ballast_pager::agent::told;
+use ballast_pager::vm::Vm;
+use ballast_policy::balloon::{GuestNode, balloon};
+
+/// Ask, or ask for nothing any more if no policy decides.
+pub fn ask(vm: &Vm, is_active: bool) {
+    let agent = vm.agent();
+    if !is_active {
+        return agent.end_policy_balloon();
+    }
+    let shown = agent.shown();
+    if !matches!(shown.state, told::State::Reporting | told::State::Idle) || vm.held().is_some() {
+        return;
+    }
+    let bytes = |pages: u64| pages.saturating_mul(PAGE_SIZE as u64);
+    let node = |node: &told::Node| GuestNode {
+        node: node.node,
+        size_bytes: bytes(node.pages),
+        free_bytes: bytes(node.free),
+        held_bytes: bytes(node.ballooned),
+    };
+    let nodes: Vec<GuestNode> = shown.tick.nodes.iter().map(node).collect();
+    let memory = vm.memory_breakdown();
+    let may_have = vm.effective_limit().map(|limit| limit.0);
+    for (node, wanted) in balloon(memory.resident.0 + memory.far.0, may_have, &nodes) {
+        agent.set_policy_balloon(node, wanted / PAGE_SIZE as u64);
+    }
+}

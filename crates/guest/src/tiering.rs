@@ -1,0 +1,139 @@
+//! What an agent says of tiering in its guest: a part of each tick.
+//!
+//! Before: the agent moves memory between nodes of its guest, or cannot. After: its statistics, on the host.
+//! Units: pages, microseconds. Promise: as in `message`: decoded values are bounded, and are claims of the guest.
+
+use crate::bytes::{Reader, Refused, Writer};
+
+/// Most tiers of a guest that are told apart.
+const MAX_TIERS: usize = 16;
+
+/// Whether the agent moves memory between tiers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum TieringState {
+    /// The guest's owner does not want it.
+    #[default]
+    Off = 0,
+    /// It cannot; the note says why.
+    Unable = 1,
+    /// Another program moves memory by heat, so this one does not; the note says which.
+    Aside = 2,
+    /// It moves what is hot to the fast tier.
+    Working = 3,
+}
+
+impl TieringState {
+    fn of(number: u8) -> Self {
+        [Self::Off, Self::Unable, Self::Aside].get(usize::from(number)).copied().unwrap_or(Self::Working)
+    }
+}
+
+/// A tier of the guest's memory: nodes of one speed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierUse {
+    /// The first of its nodes.
+    pub node: u32,
+    /// Its memory.
+    pub pages: u64,
+    /// Pages of it that are free in the kernel's allocator.
+    pub free: u64,
+    /// Read latency that the guest's firmware states; zero: none.
+    pub latency_ns: u32,
+}
+
+/// Statistics of tiering inside the guest (Demeter, section 3.3). Counters are of this agent.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tiering {
+    /// What it does.
+    pub state: TieringState,
+    /// Why it does no more.
+    pub note: String,
+    /// Where samples of accesses come from.
+    pub source: String,
+    /// The tiers, the fastest first.
+    pub tiers: Vec<TierUse>,
+    /// Programs whose memory is managed.
+    pub programs: u64,
+    /// Pages of theirs that can be moved, and of these, those in the fast tier.
+    pub managed: u64,
+    /// Pages in the fast tier.
+    pub managed_fast: u64,
+    /// In the last epoch, the share of sampled accesses that the fast tier served, in 1/10,000; `None` without samples.
+    pub hits: Option<u32>,
+    /// Accesses sampled.
+    pub samples: u64,
+    /// Ranges of one heat, and how often ranges were divided.
+    pub ranges: u64,
+    /// How often ranges were divided.
+    pub splits: u64,
+    /// Pages moved to the fast tier.
+    pub promoted: u64,
+    /// Pages moved to a slow tier.
+    pub demoted: u64,
+    /// Pages that were to be moved and stayed.
+    pub stayed: u64,
+    /// CPU time of tiering, of the kernel's monitor for it included, and of classifying alone; in microseconds.
+    pub cpu_us: u64,
+    /// Classifying alone.
+    pub classifier_cpu_us: u64,
+}
+
+pub(crate) fn put(body: &mut Writer, tiering: &Tiering) {
+    body.u8(tiering.state as u8);
+    body.text(&tiering.note);
+    body.text(&tiering.source);
+    body.list(&tiering.tiers[..tiering.tiers.len().min(MAX_TIERS)], |body, tier| {
+        body.u32(tier.node);
+        body.u64(tier.pages);
+        body.u64(tier.free);
+        body.u32(tier.latency_ns);
+    });
+    // One more than the share: zero is none.
+    body.u32(tiering.hits.map_or(0, |share| share.saturating_add(1)));
+    for number in [tiering.programs, tiering.managed, tiering.managed_fast, tiering.samples, tiering.ranges] {
+        body.u64(number);
+    }
+    for number in [tiering.splits, tiering.promoted, tiering.demoted, tiering.stayed] {
+        body.u64(number);
+    }
+    body.u64(tiering.cpu_us);
+    body.u64(tiering.classifier_cpu_us);
+}
+
+pub(crate) fn get(body: &mut Reader<'_>) -> Result<Tiering, Refused> {
+    Ok(Tiering {
+        state: TieringState::of(body.u8()?),
+        note: body.text()?,
+        source: body.text()?,
+        tiers: body.list(MAX_TIERS, 24, |body| {
+            Ok(TierUse { node: body.u32()?, pages: body.u64()?, free: body.u64()?, latency_ns: body.u32()? })
+        })?,
+        hits: body.u32()?.checked_sub(1),
+        programs: body.u64()?,
+        managed: body.u64()?,
+        managed_fast: body.u64()?,
+        samples: body.u64()?,
+        ranges: body.u64()?,
+        splits: body.u64()?,
+        promoted: body.u64()?,
+        demoted: body.u64()?,
+        stayed: body.u64()?,
+        cpu_us: body.u64()?,
+        classifier_cpu_us: body.u64()?,
+    })
+}
+
+#[cfg(test)]
+pub(crate) fn sample() -> Tiering {
+    let tiers = vec![TierUse { node: 0, pages: 9, free: 8, latency_ns: 70 }];
+    let state = TieringState::Working;
+    Tiering { state, tiers, hits: Some(0), classifier_cpu_us: 5, ..Tiering::default() }
+}
+
+#[cfg(test)]
+pub(crate) fn bytes(tiering: &Tiering) -> Vec<u8> {
+    let mut body = Writer::default();
+    put(&mut body, tiering);
+    body.0
+}
