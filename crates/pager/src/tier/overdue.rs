@@ -84,14 +84,6 @@ impl Overdue {
         self.settle(waiting, now);
     }
 
-    /// A worker asked for several pages, of which this is the first. It waits for all of them.
-    fn were_asked(&self, first: PageKey, handle: Handle, outcomes: &[GetOutcome]) {
-        let worst = outcomes.iter().find(|outcome| **outcome == GetOutcome::Busy);
-        if let Some(outcome) = worst.or(outcomes.first()) {
-            self.was_asked(first, handle, *outcome);
-        }
-    }
-
     /// The page is there, or no worker waits for it any more: tells operators, if they were told of the wait.
     fn settle(&self, mut waiting: MutexGuard<'_, Waiting>, now: Instant) {
         if waiting.said.is_none() {
@@ -133,16 +125,21 @@ impl Store for Overdue {
     fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
         let before = outcomes.len();
         self.store.get_run(first, handles, out, outcomes);
-        if let Some(handle) = handles.first() {
-            self.were_asked(first, *handle, &outcomes[before..]);
+        // A worker that asks for a run waits for all of it.
+        let worst = outcomes[before..].iter().find(|outcome| **outcome == GetOutcome::Busy);
+        if let (Some(handle), Some(outcome)) = (handles.first(), worst.or(outcomes.get(before))) {
+            self.was_asked(first, *handle, *outcome);
         }
     }
 
     fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
         let before = outcomes.len();
         self.store.get_some(pages, out, outcomes);
-        if let Some((first, handle)) = pages.first() {
-            self.were_asked(*first, *handle, &outcomes[before..]);
+        // Some of the pages are read ahead, and nobody waits for these: a fault on one that is busy asks for it alone.
+        for ((key, handle), outcome) in pages.iter().zip(&outcomes[before..]) {
+            if *outcome != GetOutcome::Busy || self.waiting().pages.contains_key(&(*key, *handle)) {
+                self.was_asked(*key, *handle, *outcome);
+            }
         }
     }
 
@@ -192,5 +189,32 @@ impl Store for Overdue {
 
     fn usage(&self) -> StoreUsage {
         self.store.usage()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::store::RegionKey;
+    use ballast_base::wire::VmId;
+    use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+    use ballast_store::{FaultyStore, NullStore};
+
+    #[test]
+    fn a_page_that_is_read_ahead_is_not_waited_for_until_a_fault_asks_for_it() {
+        let (store, faults) = FaultyStore::new(NullStore::new(Bytes(1 << 20)));
+        let overdue = Overdue::new(Arc::new(store), "test", Duration::from_secs(5));
+        let key = RegionKey { vm: VmId([1; 16]), number: 0 }.page(PageIdx(3));
+        let PutOutcome::Stored(handle) = overdue.put(key, &[7; PAGE_SIZE]) else { panic!("full") };
+        let waited_for = || overdue.waiting().pages.len();
+        let (mut out, mut outcomes) = ([[0; PAGE_SIZE]], Vec::new());
+        faults.busy_gets(3);
+        overdue.get_some(&[(key, handle)], &mut out, &mut outcomes);
+        assert_eq!((outcomes[0], waited_for()), (GetOutcome::Busy, 0));
+        assert_eq!((overdue.get(key, handle, &mut out[0]), waited_for()), (GetOutcome::Busy, 1));
+        overdue.get_some(&[(key, handle)], &mut out, &mut outcomes);
+        assert_eq!((outcomes[1], waited_for()), (GetOutcome::Busy, 1));
+        overdue.get_some(&[(key, handle)], &mut out, &mut outcomes);
+        assert_eq!((outcomes[2], waited_for()), (GetOutcome::Found, 0));
     }
 }
