@@ -9,10 +9,10 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub use ballast_base::fill::{FaultKind, FillOutcome};
-use ballast_base::{Hva, PAGE_SIZE};
+use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE};
 
 mod abi;
 
@@ -189,6 +189,16 @@ impl Uffd {
         // The bytes that were put, or the outcome of the first page.
         let put = usize::try_from(arg.copied).unwrap_or(0) / PAGE_SIZE;
         if put > 0 { Ok((put, FillOutcome::Retry)) } else { Ok((0, outcome(answer, arg.copied)?)) }
+    }
+
+    /// The same with a huge page of zeros.
+    pub fn zero_huge_page(&self, dst: Hva) -> io::Result<FillOutcome> {
+        /// The kernel has no zero page for hugetlbfs. Never written, so it occupies no memory; atomics, because a
+        /// constant would be 2 MiB of the program's file.
+        static ZEROS: [AtomicU64; HUGE_SIZE / 8] = [const { AtomicU64::new(0) }; HUGE_SIZE / 8];
+        let mut arg = CopyArg { dst: dst.0, src: ZEROS.as_ptr() as u64, len: HUGE_SIZE as u64, mode: 0, copied: 0 };
+        let answer = self.ioctl(UFFDIO_COPY, &mut arg);
+        outcome(answer, arg.copied)
     }
 
     /// Put a page of zeros into the file at this hole and map it; wake the waiters.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard};
 
 use ballast_base::wire::{self, Span};
-use ballast_base::{Extents, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx, PageRange};
+use ballast_base::{Extents, Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
 use ballast_sys::{Remote, Uffd};
@@ -302,12 +302,10 @@ impl Mapped for RegionView<'_> {
     }
 
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {
-        /// The kernel has no zero page for hugetlbfs. Never written, so it occupies no memory.
-        static ZEROS: [u8; HUGE_SIZE] = [0; HUGE_SIZE];
         if self.granule == PAGE_SIZE as u64 {
             return self.uffd(page).zero_page(self.addr(page));
         }
-        self.uffd(page).copy(self.addr(page), &ZEROS[..self.granule as usize])
+        self.uffd(page).zero_huge_page(self.addr(page))
     }
 
     fn map(&self, page: PageIdx) -> io::Result<FillOutcome> {
