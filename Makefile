@@ -4,11 +4,15 @@
 export ZSTD_SYS_USE_PKG_CONFIG = 1
 export RUST_BACKTRACE ?= 0
 
-.PHONY: demo test setup build release
+.PHONY: demo demo-cluster test setup build release
 
 # Two real VMs are squeezed to half of their memory while the engine is killed; ends in a small table.
 demo: setup build
 	target/debug/ballast demo $(DEMO_ARGS)
+
+# A VM's cold memory on a cluster of six servers on this machine, one of which is killed; ends in a small table.
+demo-cluster: setup build
+	target/debug/ballast demo --cluster $(DEMO_ARGS)
 
 # Everything: lints, unit, property, loom, native, kvm, qemu and crash suites.
 test: setup

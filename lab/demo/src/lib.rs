@@ -5,64 +5,36 @@
 //! Threads: one per guest where both are worked on at once. Units: bytes and seconds in JSON, MiB in the table.
 //! Promise: every figure is measured in this run; `bytes_lost` comes from comparing every byte of every key.
 
+mod cluster;
 mod guest;
+mod host;
 mod measure;
 mod report;
 
-use std::fmt;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
-use ballast_api::{Client, VmStat};
+use anyhow::{Result, ensure};
 use ballast_base::Bytes;
-use ballast_base::units::{KIB, MIB};
-use ballast_sys::program;
-use ballast_testhost::Daemon;
+use ballast_base::units::MIB;
 use ballast_testvm::qemu::load::{Dataset, Mix};
-use ballast_testvm::qemu::{QemuGuest, load, qemu_missing};
+use ballast_testvm::qemu::{load, qemu_missing};
 
-use guest::{Guest, each, throughput};
+use guest::{each, throughput};
+use host::{BOOT_TIMEOUT, Host, VALUE};
 use measure::HostMemory;
 use report::{Report, VmReport};
 
-/// Run the main job on two real VMs: load, squeeze, kill the engine, verify every byte
-#[derive(Clone, Debug, clap::Args)]
-pub struct DemoArgs {
-    /// RAM of each guest
-    #[arg(long, default_value = "640M", value_name = "SIZE")]
-    memory: Bytes,
-    /// Data loaded into each guest's Redis
-    #[arg(long, default_value = "256M", value_name = "SIZE")]
-    data: Bytes,
-    /// Seconds per throughput measurement
-    #[arg(long, default_value_t = 8, value_name = "SECONDS")]
-    seconds: u64,
-}
-
-const VALUE: usize = 16 * KIB as usize;
-/// Limit for the boot of a guest. Without KVM, on a busy machine, a boot is slow.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
-/// Limit for the time until both VMs are within their limits.
-const LIMIT_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// The machine lacks something that the demo needs. The text names it.
-#[derive(Debug)]
-pub struct Missing(String);
-
-impl fmt::Display for Missing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Missing {}
+pub use host::{DemoArgs, Missing};
 
 /// Run the demo and print its figures. Fails if a byte was lost, or if the kernel counts less than 90 % of the memory
 /// that the figures call freed.
 pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     if let Some(why) = qemu_missing() {
         return Err(Missing(why).into());
+    }
+    ensure!(args.data.0 + 160 * MIB <= args.memory.0, "--data {} does not fit --memory {}", args.data, args.memory);
+    if args.cluster {
+        return cluster::run(&args, json);
     }
     let start = Instant::now();
     let say = |text: &str| {
@@ -72,7 +44,6 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     };
     let host = Host::start()?;
     let keys = (args.data.0 as usize / VALUE).max(1);
-    ensure!(args.data.0 + 160 * MIB <= args.memory.0, "--data {} does not fit --memory {}", args.data, args.memory);
 
     say("booting two unmodified Debian guests with Redis under `ballast run`");
     let mut guests =
@@ -175,62 +146,4 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
         Bytes(freed)
     );
     Ok(())
-}
-
-/// The demo's ballastd, and the program that starts guests.
-struct Host {
-    daemon: Daemon,
-    ballast: PathBuf,
-}
-
-impl Host {
-    fn start() -> Result<Self> {
-        let ballast = program::find("ballast").context("Finding `ballast`, which starts the guests")?;
-        Ok(Self { daemon: Daemon::start()?, ballast })
-    }
-
-    fn api(&self) -> &Client {
-        self.daemon.api()
-    }
-
-    fn boot(&self, name: &str, memory: Bytes) -> Result<Guest> {
-        let attach = self.daemon.attach_socket();
-        let words = [
-            &*self.ballast.to_string_lossy(),
-            "run",
-            "--name",
-            name,
-            "--attach-socket",
-            &*attach.to_string_lossy(),
-            "--",
-        ]
-        .map(str::to_owned);
-        let qemu = QemuGuest::builder().name(name).memory(memory).prefix(words).spawn()?;
-        Ok(Guest { name: name.to_owned(), qemu, data: Dataset::new(0, VALUE, 0) })
-    }
-
-    fn stats(&self, guests: &[Guest]) -> Result<Vec<VmStat>> {
-        guests.iter().map(|guest| Ok(self.api().vm(&guest.name)?)).collect()
-    }
-
-    fn wait_for_limits(&self, guests: &[Guest], limits: &[u64]) -> Result<()> {
-        let start = Instant::now();
-        loop {
-            let stats = self.stats(guests)?;
-            if stats.iter().zip(limits).all(|(vm, limit)| vm.resident_bytes <= *limit) {
-                return Ok(());
-            }
-            if start.elapsed() > LIMIT_TIMEOUT {
-                bail!("after {} s the VMs are still over their limits", LIMIT_TIMEOUT.as_secs());
-            }
-            std::thread::sleep(Duration::from_millis(200));
-        }
-    }
-
-    /// Kill the engine, a child of the keeper. Returns its pid.
-    fn kill_engine(&self) -> Result<u32> {
-        let pid = self.api().host()?.engine_pid;
-        measure::kill(pid)?;
-        Ok(pid)
-    }
 }

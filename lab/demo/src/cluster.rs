@@ -1,0 +1,170 @@
+//! `ballast demo --cluster`: a VM's cold memory on a cluster of six servers, one of which is killed in the middle.
+//!
+//! Before: `scripts/valkey.sh` unpacked a server, and the guest image is there. After: a small table; every process it
+//! started has ended. Threads: one that kills. Units: bytes in JSON, MiB in the table.
+//! Promise: every figure is measured in this run; `bytes_lost` comes from comparing every byte of every key.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use ballast_api::VmStat;
+use ballast_base::Bytes;
+use ballast_base::units::{GIB, MIB};
+use ballast_testvm::qemu::load::{self, Dataset, Mix};
+use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
+use comfy_table::{CellAlignment, Table, presets};
+use serde::Serialize;
+
+use crate::guest::{each, throughput};
+use crate::host::{BOOT_TIMEOUT, DemoArgs, Host, LIMIT_TIMEOUT, Missing, VALUE};
+
+/// The demo's figures.
+#[derive(Debug, Serialize)]
+struct Report {
+    vm: String,
+    nodes: usize,
+    resident_before_bytes: u64,
+    resident_bytes: u64,
+    far_bytes: u64,
+    far_remote_bytes: u64,
+    ops_per_s_before: f64,
+    ops_per_s_node_killed: f64,
+    ops_per_s_after: f64,
+    /// Longest time that a thread of the guest waited for a page.
+    longest_wait_ms: f64,
+    keys: u64,
+    keys_verified: u64,
+    bytes_lost: u64,
+    seconds: f64,
+}
+
+/// Run it.
+pub(super) fn run(args: &DemoArgs, json: bool) -> Result<()> {
+    if let Some(why) = valkey_missing() {
+        return Err(Missing(why).into());
+    }
+    let start = Instant::now();
+    let say = |text: &str| {
+        if !json {
+            println!("[{:5.1} s] {text}", start.elapsed().as_secs_f64());
+        }
+    };
+    say("starting a cluster: three primaries, each with a replica");
+    let layout = Layout { maxmemory: Bytes(GIB), ..Layout::default() };
+    let mut valkey = Valkey::start(layout).context("Starting a cluster")?;
+    let settings = format!("[remote]\nnodes = [{:?}]\nbudget = \"1G\"\nafter_s = 1\n", valkey.addr(1));
+    let host = Host::with_settings(&settings)?;
+    say("booting an unmodified Debian guest with Redis under `ballast run`");
+    let mut guests = vec![host.boot("demo-c", args.memory)?];
+    guests[0].qemu.wait_ready(BOOT_TIMEOUT)?;
+    let keys = (args.data.0 as usize / VALUE).max(1);
+    say(&format!("loading {} into it from the host: {keys} keys of {VALUE} bytes", args.data));
+    guests[0].data = Dataset::new(keys, VALUE, 1);
+    each(&mut guests, |guest| Ok(load::load(guest.qemu.redis_addr(), &guest.data).map(|_| ())?))?;
+    let mix = Mix { duration: Duration::from_secs(args.seconds), ..Mix::default() };
+    let before_ops = throughput(&mut guests, &mix)?[0];
+    let before = host.stats(&guests)?.remove(0);
+    let limit = before.resident_bytes / 2 / MIB * MIB;
+    say(&format!("limiting it to half of what it holds, {}; what is cold goes on to the cluster", Bytes(limit)));
+    host.api().set_limit(&guests[0].name, Some(limit))?;
+    host.wait_for_limits(&guests, &[limit])?;
+    let there = wait_until_there(&host, &guests[0].name)?;
+    say(&format!("{} of {} far are in the cluster alone", Bytes(there.far_remote_bytes), Bytes(there.far_bytes)));
+
+    say("measuring throughput, and killing a primary in the middle");
+    let (ops, killed) = std::thread::scope(|scope| {
+        let killer = scope.spawn(|| {
+            std::thread::sleep(mix.duration / 2);
+            valkey.kill(0);
+        });
+        (throughput(&mut guests, &mix), killer.join())
+    });
+    killed.map_err(|_| anyhow!("the killer panicked"))?;
+    let killed_ops = ops?[0];
+    say("its replica has taken over; reading back every key and comparing every byte");
+    let verified = each(&mut guests, |guest| Ok(load::verify(guest.qemu.redis_addr(), &guest.data)?))?.remove(0);
+    let after_ops = throughput(&mut guests, &mix)?[0];
+    let end = host.stats(&guests)?.remove(0);
+    let report = Report {
+        vm: guests[0].name.clone(),
+        nodes: valkey.len(),
+        resident_before_bytes: before.resident_bytes,
+        resident_bytes: there.resident_bytes,
+        far_bytes: there.far_bytes,
+        far_remote_bytes: there.far_remote_bytes,
+        ops_per_s_before: before_ops,
+        ops_per_s_node_killed: killed_ops,
+        ops_per_s_after: after_ops,
+        longest_wait_ms: end.fault_latency.max_us / 1e3,
+        keys: keys as u64,
+        keys_verified: verified.verified as u64,
+        bytes_lost: verified.bytes_lost,
+        seconds: start.elapsed().as_secs_f64(),
+    };
+    report.print(json)?;
+    ensure!(report.bytes_lost == 0, "{} bytes were lost", report.bytes_lost);
+    Ok(())
+}
+
+/// Wait until most far pages are in the cluster alone.
+fn wait_until_there(host: &Host, name: &str) -> Result<VmStat> {
+    let begun = Instant::now();
+    loop {
+        let stat = host.api().vm(name)?;
+        if stat.far_remote_bytes > 0 && stat.far_remote_bytes * 10 >= stat.far_bytes * 8 {
+            return Ok(stat);
+        }
+        let (there, far) = (Bytes(stat.far_remote_bytes), Bytes(stat.far_bytes));
+        ensure!(begun.elapsed() < LIMIT_TIMEOUT, "only {there} of {far} far are in the cluster");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+impl Report {
+    fn print(&self, json: bool) -> Result<()> {
+        if json {
+            println!("{}", serde_json::to_string_pretty(self)?);
+            return Ok(());
+        }
+        let mib = |bytes: u64| format!("{}", bytes / MIB);
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+        table.set_header([
+            "VM",
+            "resident\nbefore MiB",
+            "resident\nafter MiB",
+            "far\nMiB",
+            "in the\ncluster MiB",
+            "ops/s\nbefore",
+            "ops/s, node\nkilled",
+            "ops/s\nafter",
+            "longest\nwait ms",
+            "keys\nverified",
+            "bytes\nlost",
+        ]);
+        table.add_row([
+            self.vm.clone(),
+            mib(self.resident_before_bytes),
+            mib(self.resident_bytes),
+            mib(self.far_bytes),
+            mib(self.far_remote_bytes),
+            format!("{:.0}", self.ops_per_s_before),
+            format!("{:.0}", self.ops_per_s_node_killed),
+            format!("{:.0}", self.ops_per_s_after),
+            format!("{:.0}", self.longest_wait_ms),
+            format!("{} of {}", self.keys_verified, self.keys),
+            self.bytes_lost.to_string(),
+        ]);
+        for column in table.column_iter_mut().skip(1) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+        println!("\n{table}\n");
+        println!(
+            "One of {} servers was killed; the guest waited for its pages until the replica had its slots. \
+             {:.0} s in all.",
+            self.nodes, self.seconds
+        );
+        println!("Where to go next: docs/remote.md for a cluster of your own.");
+        Ok(())
+    }
+}

@@ -1,0 +1,117 @@
+//! The demo's host: its arguments, the service and the program that starts guests.
+//!
+//! Before: `lib` or `cluster` was asked for a demo. After: guests boot, and their figures are read from the API.
+//! Threads: the demo's one. Units: bytes and seconds. Promise: the service and its guests end with this process.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use ballast_api::{Client, VmStat};
+use ballast_base::Bytes;
+use ballast_base::units::KIB;
+use ballast_sys::program;
+use ballast_testhost::Daemon;
+use ballast_testvm::qemu::QemuGuest;
+use ballast_testvm::qemu::load::Dataset;
+
+use crate::guest::Guest;
+use crate::measure;
+
+/// Run the main job on two real VMs: load, squeeze, kill the engine, verify every byte
+#[derive(Clone, Debug, clap::Args)]
+pub struct DemoArgs {
+    /// RAM of each guest
+    #[arg(long, default_value = "640M", value_name = "SIZE")]
+    pub(crate) memory: Bytes,
+    /// Data loaded into each guest's Redis
+    #[arg(long, default_value = "256M", value_name = "SIZE")]
+    pub(crate) data: Bytes,
+    /// Seconds per throughput measurement
+    #[arg(long, default_value_t = 8, value_name = "SECONDS")]
+    pub(crate) seconds: u64,
+    /// One guest whose cold memory is on a cluster of six servers, one of which is killed
+    #[arg(long)]
+    pub(crate) cluster: bool,
+}
+
+pub(crate) const VALUE: usize = 16 * KIB as usize;
+/// Limit for the boot of a guest. Without KVM, on a busy machine, a boot is slow.
+pub(crate) const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
+/// Limit for the time until both VMs are within their limits.
+pub(crate) const LIMIT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The machine lacks something that the demo needs. The text names it.
+#[derive(Debug)]
+pub struct Missing(pub(crate) String);
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Missing {}
+
+/// The demo's ballastd, and the program that starts guests.
+pub(crate) struct Host {
+    daemon: Daemon,
+    ballast: PathBuf,
+}
+
+impl Host {
+    pub(crate) fn start() -> Result<Self> {
+        Self::with_settings("")
+    }
+
+    pub(crate) fn with_settings(settings: &str) -> Result<Self> {
+        let ballast = program::find("ballast").context("Finding `ballast`, which starts the guests")?;
+        Ok(Self { daemon: Daemon::with_settings(settings)?, ballast })
+    }
+
+    pub(crate) fn api(&self) -> &Client {
+        self.daemon.api()
+    }
+
+    pub(crate) fn boot(&self, name: &str, memory: Bytes) -> Result<Guest> {
+        let attach = self.daemon.attach_socket();
+        let words = [
+            &*self.ballast.to_string_lossy(),
+            "run",
+            "--name",
+            name,
+            "--attach-socket",
+            &*attach.to_string_lossy(),
+            "--",
+        ]
+        .map(str::to_owned);
+        let qemu = QemuGuest::builder().name(name).memory(memory).prefix(words).spawn()?;
+        Ok(Guest { name: name.to_owned(), qemu, data: Dataset::new(0, VALUE, 0) })
+    }
+
+    pub(crate) fn stats(&self, guests: &[Guest]) -> Result<Vec<VmStat>> {
+        guests.iter().map(|guest| Ok(self.api().vm(&guest.name)?)).collect()
+    }
+
+    pub(crate) fn wait_for_limits(&self, guests: &[Guest], limits: &[u64]) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            let stats = self.stats(guests)?;
+            if stats.iter().zip(limits).all(|(vm, limit)| vm.resident_bytes <= *limit) {
+                return Ok(());
+            }
+            if start.elapsed() > LIMIT_TIMEOUT {
+                bail!("after {} s the VMs are still over their limits", LIMIT_TIMEOUT.as_secs());
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    }
+
+    /// Kill the engine, a child of the keeper. Returns its pid.
+    pub(crate) fn kill_engine(&self) -> Result<u32> {
+        let pid = self.api().host()?.engine_pid;
+        measure::kill(pid)?;
+        Ok(pid)
+    }
+}
