@@ -1,4 +1,4 @@
-//! The real thing: unmodified QEMU under `ballast run`, a Debian kernel and Redis, and a ballastd of one's own.
+//! The real thing: unmodified QEMU under `ballast run`, a Debian kernel and Redis, and a ballastd for it.
 //!
 //! Needs root (userfaultfd), QEMU and the guest image of `scripts/guest-image.sh`. Under TCG a boot takes ten seconds
 //! or more, so a boot carries several claims and guests run one at a time; tests about RAM only start QEMU stopped

@@ -99,7 +99,7 @@ fn ask(cluster: &Cluster, addr: &Addr, replica: bool, key: &[u8], until: Instant
         match said.bytes() {
             Some(bytes) => Ok(Some(bytes.to_vec())),
             None if said.is_nil() => Ok(None),
-            None => Err(io::Error::other(format!("{addr} says something that makes no sense"))),
+            None => Err(io::Error::other(format!("{addr} sent a malformed reply"))),
         }
     })
 }

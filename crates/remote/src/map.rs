@@ -92,7 +92,7 @@ fn field<'a, 'r>(list: Said<'a, 'r>, name: &str) -> Option<Said<'a, 'r>> {
 fn read_shard(shard: Said<'_, '_>, asked: &Addr, tls: bool) -> Result<Shard, Malformed> {
     let numbers = field(shard, "slots").and_then(Said::array).ok_or(Malformed("a shard has no list of slots"))?;
     let numbers = numbers.map(|number| number.int().and_then(|slot| u16::try_from(slot).ok()).filter(|s| *s < SLOTS));
-    let numbers = numbers.collect::<Option<Vec<_>>>().ok_or(Malformed("a slot is none"))?;
+    let numbers = numbers.collect::<Option<Vec<_>>>().ok_or(Malformed("not a slot number"))?;
     let (ranges, rest) = numbers.as_chunks::<2>();
     if !rest.is_empty() || ranges.iter().any(|[first, last]| first > last) {
         return Err(Malformed("slots are no ranges"));

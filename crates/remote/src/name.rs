@@ -77,7 +77,7 @@ mod tests {
         }
 
         #[test]
-        fn nothing_else_is_a_key(bytes: Vec<u8>, text in "b?\\{[0-9a-f:+]{0,40}\\}[0-9a-f:]{0,6}") {
+        fn bytes_that_are_no_key_are_refused(bytes: Vec<u8>, text in "b?\\{[0-9a-f:+]{0,40}\\}[0-9a-f:]{0,6}") {
             prop_assert_eq!(parse(&bytes), None);
             if let Some((page, generation)) = parse(text.as_bytes()) {
                 prop_assert_eq!(key(page, generation), text.into_bytes());

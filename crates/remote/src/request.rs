@@ -275,7 +275,7 @@ fn check_wait(verb: Verb<'_>, at: &Addr, replies: &Replies<'_>) -> Result<(), Re
 }
 
 fn senseless(at: &Addr) -> Refusal {
-    Refusal::Busy(format!("{at} says something that makes no sense"))
+    Refusal::Busy(format!("{at} sent a malformed reply"))
 }
 
 /// Returns the outcome of one key in a reply.

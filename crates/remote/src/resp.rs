@@ -90,7 +90,7 @@ pub struct Malformed(pub &'static str);
 
 impl fmt::Display for Malformed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the server's reply makes no sense: {}", self.0)
+        write!(f, "the server's reply is malformed: {}", self.0)
     }
 }
 
@@ -117,7 +117,7 @@ fn parse_at(bytes: &[u8], at: usize, depth: u32) -> Result<Option<(Reply, usize)
     let (line, next) = (at + 1..at + len, at + len + 2);
     let number = || {
         let text = std::str::from_utf8(&bytes[line.clone()]).map_err(|_| Malformed("a number is no text"))?;
-        text.parse::<i64>().map_err(|_| Malformed("a number is none"))
+        text.parse::<i64>().map_err(|_| Malformed("not a number"))
     };
     // A length of -1 is the null reply.
     let length = |most: usize| match number()? {

@@ -93,7 +93,7 @@ impl Stream {
             if waits && stream.take(until)? == 0 {
                 return Err(io::Error::new(
                     io::ErrorKind::UnexpectedEof,
-                    "the server hung up, perhaps for want of TLS",
+                    "the server closed the connection; it may expect TLS",
                 ));
             }
         }

@@ -61,7 +61,7 @@ impl Scan {
             let next = said.next().and_then(|next| next.text()?.parse::<u64>().ok());
             let keys = said.next().and_then(|keys| keys.array()?.map(|key| Some(key.bytes()?.to_vec())).collect());
             let read: Option<(u64, Vec<Vec<u8>>)> = next.zip(keys);
-            read.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a scan's reply makes no sense"))
+            read.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a scan's reply is malformed"))
         })?;
         if next != 0 {
             self.at = Some((addr, next));

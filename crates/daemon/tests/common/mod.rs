@@ -1,4 +1,4 @@
-//! A ballastd of one's own: real keeper, real engine, in a temporary directory; killed at the end of the test.
+//! A ballastd for one test: real keeper, real engine, in a temporary directory; killed at the end of the test.
 
 #![allow(dead_code)]
 

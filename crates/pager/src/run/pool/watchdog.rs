@@ -5,9 +5,9 @@
 //! Threads: one for each pool; it sleeps while no task runs. Promise: a task that waits delays others by `TICK` and
 //! `LONG` at most.
 //!
-//! Threads that wait are counted, and not those that run, because on a host whose CPUs are all busy a run takes long
-//! for want of a CPU, and more threads would only divide the CPUs. So the watchdog asks the kernel whether a thread
-//! that has taken long sleeps.
+//! Threads that wait are counted, and not those that run, since a run takes long where all CPUs of the host are
+//! busy, and more threads would only divide the CPUs. So the watchdog asks the kernel whether a thread that has taken
+//! long sleeps.
 
 use std::time::{Duration, Instant};
 
