@@ -110,8 +110,14 @@ impl Systemd {
         std::fs::rename(new, self.at("bin").join(name)).expect("renamed");
     }
 
+    /// As soon as it answers: a service that was started need not have its socket yet.
     fn host(&self) -> HostStat {
-        self.api.host().expect("it answers")
+        let mut host = None;
+        until("it answers", || {
+            host = self.api.host().ok();
+            host.is_some()
+        });
+        host.expect("it answered")
     }
 
     fn moves(&self) {
@@ -152,6 +158,8 @@ fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_r
         systemd.install(&program(name), name);
     }
     systemd.does(&["start", "ballastd"]);
+    // Only now can a guest attach.
+    systemd.host();
     let ballastd = program("ballastd");
     let at = (&systemd.api, &*systemd.at("run/ballast/attach.sock"));
     let guest = Guest::start_at(&ballastd, at, "victim", BUSY, &[]);
