@@ -10,16 +10,17 @@ use std::time::Duration;
 
 use ballast_base::store::FILE_STORE;
 use ballast_base::units::MIB;
-use ballast_base::{Bytes, Hva, PageCount};
+use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
 use ballast_handover::state_file::StateFile;
 use ballast_needs::skip;
+use ballast_page::copies::store_number;
 use ballast_pager::tier::stores::{Stores, Tier};
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
-use ballast_store::{Budget, FileOptions, FileStore};
+use ballast_store::{Budget, FaultyStore, FileOptions, FileStore, NullStore};
 use ballast_sys::scm;
 use common::{Rig, churn, mapped_at, serve_zaps, until};
 
@@ -118,4 +119,46 @@ fn so_they_do_from_a_disk_where_each_has_the_file_store_open() {
         let tiers = last.tiers().iter().filter(|tier| !tier.is_slow()).cloned();
         Stores::new(tiers.chain([Tier::slow(FILE_STORE, "file store", Arc::new(file))]).collect())
     });
+}
+
+#[test]
+fn faults_that_wait_for_a_slow_store_when_their_engine_closes_the_vm_are_served_by_the_other_one() {
+    // Chance decides which of the two reads a fault, so there are a few tries to have some in the leaving one's queue.
+    (0..4).for_each(|_| closes_while_faults_wait());
+}
+
+fn closes_while_faults_wait() {
+    /// More than two engines read from a slow store at a time.
+    const THREADS: u64 = 64;
+    let (store, faults) = FaultyStore::new(NullStore::new(Bytes(64 * MIB)));
+    let soon = Duration::from_millis(10);
+    let rig = Rig::spilling(RAM, Bytes(64 * MIB), Duration::from_millis(2), Arc::new(store), soon);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    let region = rig.vm.region(0).expect("region");
+    let is_filed = |page: &u64| store_number(region.word(PageIdx(*page))) == Some(FILE_STORE);
+    // Far from each other, so that none comes with another one.
+    let filed = || (0..rig.pages).step_by(4).filter(is_filed).take(THREADS as usize).collect::<Vec<_>>();
+    until("pages go to the slow store", || filed().len() as u64 == THREADS);
+    rig.vm.serve_faults_only();
+    let next = beside(&rig, &rig.vm, rig.vm.stores.clone(), 2);
+    faults.stall_gets();
+    let touched = Arc::new(AtomicU64::new(0));
+    for page in filed() {
+        let (guest, touched) = (rig.guest.clone(), touched.clone());
+        std::thread::spawn(move || {
+            guest.words(page as usize * PAGE_SIZE, 1)[0].load(Ordering::Relaxed);
+            touched.fetch_add(1, Ordering::Relaxed);
+        });
+    }
+    let shard = rig.view.shards().get(0);
+    until("all faults are read", || shard.unanswered().expect("fdinfo") == THREADS);
+    std::thread::scope(|scope| {
+        let closes = scope.spawn(|| rig.vm.stop());
+        until("it is told to", || rig.vm.is_stopping());
+        faults.release();
+        closes.join().expect("it closes the VM");
+    });
+    until("every thread goes on", || touched.load(Ordering::Relaxed) == THREADS);
+    next.stop();
 }

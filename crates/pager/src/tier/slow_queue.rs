@@ -93,6 +93,19 @@ impl SlowQueue {
         self.lock().faults.push_back((view, pending));
     }
 
+    /// The slow workers have ended. Drops what is left, and returns the views of its faults, which the caller wakes.
+    pub(crate) fn leave(&self, stats: Stats<'_>) -> Vec<Arc<View>> {
+        let Queue { faults, .. } = std::mem::take(&mut *self.lock());
+        let mut views = Vec::<Arc<View>>::new();
+        for (view, _) in faults {
+            view.stall.update(stats, |waiters| waiters.slow = waiters.slow.saturating_sub(1));
+            if !views.iter().any(|known| Arc::ptr_eq(known, &view)) {
+                views.push(view);
+            }
+        }
+        views
+    }
+
     /// Has pages brought back that no fault waits for yet.
     pub(crate) fn read_ahead(&self, ahead: Ahead) {
         self.notify_after(|queue| {

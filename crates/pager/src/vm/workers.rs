@@ -76,7 +76,7 @@ impl Vm {
         self.start_discards()?;
         self.start_slow()?;
         for view in self.views() {
-            // They were added while another engine served the VM as well. Faults that it has read and left are raised
+            // They were added while another engine served the VM as well. If it died, faults that it has read are raised
             // again.
             view.peer().on_answer().connect_to(&mail.reclaim);
             view.wake_all()?;
@@ -205,19 +205,25 @@ impl Vm {
         self.life.is_over()
     }
 
-    /// Ends the workers. Blocks until they are gone; pages stay where they are.
+    /// Ends the workers. Blocks until they are gone; pages stay where they are. Faults that were read here and not
+    /// served are raised again, for the engine that serves the VM now or next.
     pub fn stop(&self) {
         self.life.end();
         self.end_tasks();
+        // The fault servers end first: they hand faults to the slow workers. Each raises those that it has kept.
+        self.life.wait_for_faults();
         let (pool, serving) = self.life.serving_pool();
         pool.join(serving);
-        self.life.wait_for_faults();
+        for view in self.mail.slow.leave(self.stats()) {
+            // An address space that is gone has no threads that wait.
+            if let Err(error) = view.wake_all() {
+                tracing::debug!(vm = self.state.name(), pid = view.pid, "Waking what was not served: {error}");
+            }
+        }
     }
 
     /// Ends all work for the VM but the serving of faults, permanently: another engine is to do the same beside this
-    /// one. Blocks until no page is on its way out of memory any more, nor on to a slow store. A fault that was read
-    /// here and is not served when this engine closes the VM is left to the other engine, which wakes all threads when
-    /// it is alone.
+    /// one. Blocks until no page is on its way out of memory any more, nor on to a slow store.
     pub fn serve_faults_only(&self) {
         self.life.stop_tasks();
         self.end_tasks();
