@@ -1,6 +1,8 @@
-//! Loss: the owner of a slot does not have a page. The page is lost only after every node that might have it was asked.
+//! Loss: the owner of a slot does not have a page, or has a damaged value. The page is lost only after every node that
+//! might have it was asked.
 //!
-//! Before: `Found::Nothing` for a page that a word names. After: the page was found, is lost, or its state is unknown.
+//! Before: `Found::Nothing` for a page that a word names, or a value that is not its. After: the page was found, is
+//! lost, or its state is unknown.
 //! Threads: any; the caller waits. Units: nodes.
 //! Promise: silence is not loss. If a node cannot be asked, a vote has no majority, or a slot is moving, the state is
 //! unknown, and threads that want the page wait.
@@ -27,28 +29,33 @@ const ALL: Duration = Duration::from_secs(10);
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// A node has it.
-    Found(Vec<u8>),
+    Found,
+    /// Some nodes have a value, and none of these is the page's.
+    Damaged,
     /// No node has it.
     Lost,
     /// Its state cannot be determined now; the reason.
     Unknown(String),
 }
 
-/// Searches for a key on all nodes that may have it.
-pub fn verdict(cluster: &Cluster, key: &[u8]) -> Verdict {
-    ask_all(cluster, key).unwrap_or_else(|error| Verdict::Unknown(error.to_string()))
+/// Searches for a key on all nodes that may have it, until `opens` says that a value is the page's.
+pub fn verdict(cluster: &Cluster, key: &[u8], opens: &mut dyn FnMut(&[u8]) -> bool) -> Verdict {
+    ask_all(cluster, key, opens).unwrap_or_else(|error| Verdict::Unknown(error.to_string()))
 }
 
-fn ask_all(cluster: &Cluster, key: &[u8]) -> io::Result<Verdict> {
+fn ask_all(cluster: &Cluster, key: &[u8], opens: &mut dyn FnMut(&[u8]) -> bool) -> io::Result<Verdict> {
     let until = Instant::now() + ALL;
     let shard = elected(cluster, slot_of(key), until)?;
     let owner = shard.primary.iter().map(|addr| (addr, false));
+    let mut without = Verdict::Lost;
     for (addr, replica) in owner.chain(shard.replicas.iter().map(|addr| (addr, true))) {
-        if let Some(value) = ask(cluster, addr, replica, key, until)? {
-            return Ok(Verdict::Found(value));
+        match ask(cluster, addr, replica, key, until)? {
+            Some(value) if opens(&value) => return Ok(Verdict::Found),
+            Some(_) => without = Verdict::Damaged,
+            None => {}
         }
     }
-    Ok(Verdict::Lost)
+    Ok(without)
 }
 
 /// Returns the shard that has this slot according to a majority of all primaries.

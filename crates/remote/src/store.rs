@@ -191,18 +191,18 @@ impl RemoteStore {
     /// Gets pages of one chunk.
     fn get_chunk(&self, keys: &[PageKey], handles: &[Handle], out: &mut [PageBytes], outcomes: &mut [GetOutcome]) {
         let names: Vec<Vec<u8>> = keys.iter().zip(handles).map(|(key, handle)| name::key(*key, *handle)).collect();
-        let mut gone = Vec::new();
+        let mut missing = Vec::new();
         let seal = self.seal();
-        let opened = |at: usize, value: &[u8], out: &mut PageBytes| {
+        let opens = |at: usize, value: &[u8], out: &mut PageBytes| {
             let (key, handle) = (keys[at], handles[at]);
             let mut buffer = [0; SEALED_MAX];
             let blob = seal.open(key, handle, value, &mut buffer);
-            let is_it = blob.is_some_and(|blob| blob::open(key, handle, blob, out));
-            if is_it { GetOutcome::Found } else { GetOutcome::Corrupt }
+            blob.is_some_and(|blob| blob::open(key, handle, blob, out))
         };
         let asked = request::run(&self.cluster, Verb::Get, &names, |timeout| timeout, &mut |at, found| match found {
-            Found::Value(bytes) => outcomes[at] = opened(at, bytes, &mut out[at]),
-            Found::Nothing => gone.push(at),
+            Found::Value(bytes) if opens(at, bytes, &mut out[at]) => outcomes[at] = GetOutcome::Found,
+            // A replica may have it undamaged.
+            Found::Value(_) | Found::Nothing => missing.push(at),
             Found::Elsewhere | Found::Done(_) => {}
         });
         if let Err(failed) = asked {
@@ -211,13 +211,14 @@ impl RemoteStore {
             std::thread::sleep(PAUSE);
         }
         let begun = Instant::now();
-        for (number, at) in gone.into_iter().enumerate() {
+        for (number, at) in missing.into_iter().enumerate() {
             if number > 0 && begun.elapsed() > LOOKS {
                 // The remaining outcomes are still `Busy`. The next read of each page searches for it.
                 break;
             }
-            outcomes[at] = match loss::verdict(&self.cluster, &names[at]) {
-                Verdict::Found(bytes) => opened(at, &bytes, &mut out[at]),
+            outcomes[at] = match loss::verdict(&self.cluster, &names[at], &mut |value| opens(at, value, &mut out[at])) {
+                Verdict::Found => GetOutcome::Found,
+                Verdict::Damaged => GetOutcome::Corrupt,
                 Verdict::Lost => GetOutcome::Absent,
                 Verdict::Unknown(why) => {
                     *lock(&self.refusal) = Some(why);

@@ -15,7 +15,7 @@ use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_needs::missing;
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, lease, slot_of};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
-use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
+use ballast_testvm::valkey::{Layout, Valkey, read, valkey_missing};
 use common::{LEASE, cluster};
 
 const VM: VmId = VmId([7; 16]);
@@ -167,6 +167,29 @@ fn a_page_is_lost_only_when_all_that_may_have_it_say_so() {
     }
     valkey.restart(replica).expect("restart");
     assert_eq!(get_at_last(&store, 0, handles[0]), GetOutcome::Absent);
+}
+
+#[test]
+fn a_page_that_is_damaged_at_its_owner_comes_from_a_replica_and_is_corrupt_if_no_node_has_it_undamaged() {
+    let Some(valkey) = start(Layout::default()) else { return };
+    let ours = cluster(&valkey, 1);
+    let store = store(&ours);
+    let handles = stored(put(&store, 0, 3));
+    let primary = valkey.owner(slot_of(format!("b{{{VM}:0:0}}").as_bytes())).expect("an owner");
+    let tell = |words: &[&str]| drop(valkey.say(primary, words).expect("it does so"));
+    // Its replicas keep what they have.
+    tell(&["ACL", "SETUSER", "default", "-psync", "-sync"]);
+    tell(&["CLIENT", "KILL", "TYPE", "replica"]);
+    let keys = valkey.say(primary, &["KEYS", "b{*"]).and_then(read::<Vec<String>>).expect("keys");
+    assert_eq!(keys.len(), 3);
+    keys.iter().for_each(|key| tell(&["SET", key, "damaged"]));
+    (0..2).for_each(|page| assert_eq!(get_at_last(&store, page, handles[page as usize]), GetOutcome::Found));
+    // From here on the replicas follow it again.
+    tell(&["ACL", "SETUSER", "default", "allcommands"]);
+    let begun = Instant::now();
+    while get(&store, 2, handles[2]) != GetOutcome::Corrupt {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", store.last_refusal());
+    }
 }
 
 #[test]
