@@ -30,6 +30,13 @@ pub struct Received {
     pub fds: Vec<OwnedFd>,
 }
 
+impl Received {
+    /// The peer has closed.
+    fn is_end(&self) -> bool {
+        self.bytes.is_empty() && self.fds.is_empty()
+    }
+}
+
 /// A connected pair of sequenced-packet sockets.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
@@ -98,6 +105,33 @@ pub fn try_receive_bytes(socket: impl AsFd) -> io::Result<Option<Vec<u8>>> {
 /// The same as [`receive`] for a thread that must not close descriptors of unknown origin. Those of a message that is
 /// dropped go to `refuse`, because a close (of a socket that lingers, a file of a dead server) can block without end.
 pub fn receive_or(socket: impl AsFd, refuse: impl FnOnce(Vec<OwnedFd>)) -> io::Result<Option<Received>> {
+    let (received, flags) = receive_any(socket)?;
+    if flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) || received.fds.len() > MAX_FDS {
+        refuse(received.fds);
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "message over the size or descriptor limit"));
+    }
+    Ok(Some(received).filter(|received| !received.is_end()))
+}
+
+/// The same as [`receive`] for a reader that must know of a message even if its own table of descriptors is full.
+/// Returns whether all descriptors came; if not, the message has none.
+///
+/// # Errors
+/// A message longer than [`MAX_MESSAGE`] or with more descriptors than [`MAX_FDS`] is an error and is dropped whole.
+pub fn receive_or_bytes(socket: impl AsFd) -> io::Result<Option<(Received, bool)>> {
+    let (mut received, flags) = receive_any(socket)?;
+    if flags.contains(ReturnFlags::TRUNC) || received.fds.len() > MAX_FDS {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "message over the size or descriptor limit"));
+    }
+    let is_whole = !flags.contains(ReturnFlags::CTRUNC);
+    if !is_whole {
+        received.fds.clear();
+    }
+    Ok(Some((received, is_whole)).filter(|(received, is_whole)| !(*is_whole && received.is_end())))
+}
+
+/// Receive one message, or as much of it as fits.
+fn receive_any(socket: impl AsFd) -> io::Result<(Received, ReturnFlags)> {
     let mut bytes = vec![0; MAX_MESSAGE];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -113,20 +147,34 @@ pub fn receive_or(socket: impl AsFd, refuse: impl FnOnce(Vec<OwnedFd>)) -> io::R
         .filter_map(|message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None })
         .flatten()
         .collect();
-    if answer.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
-        refuse(fds);
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "message over the size or descriptor limit"));
-    }
-    if answer.bytes == 0 && fds.is_empty() {
-        return Ok(None);
-    }
     bytes.truncate(answer.bytes);
-    Ok(Some(Received { bytes, fds }))
+    Ok((Received { bytes, fds }, answer.flags))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::alone::{is_alone, with_descriptors};
+
+    #[test]
+    fn a_message_whose_descriptors_have_no_place_is_refused_or_comes_without_any() {
+        if !is_alone("scm::tests::a_message_whose_descriptors_have_no_place_is_refused_or_comes_without_any") {
+            return;
+        }
+        let (a, b) = pair().expect("socketpair");
+        let send_three = || send(&a, b"three", &[a.as_fd(); 3]).expect("send");
+        send_three();
+        let error = with_descriptors(1, || receive(&b)).expect_err("one place for three");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        send_three();
+        let (received, is_whole) = with_descriptors(1, || receive_or_bytes(&b)).expect("receive").expect("open");
+        assert_eq!((received.bytes.as_slice(), received.fds.len(), is_whole), (b"three".as_slice(), 0, false));
+        send_three();
+        let (received, is_whole) = receive_or_bytes(&b).expect("receive").expect("open");
+        assert_eq!((received.fds.len(), is_whole), (3, true));
+        drop((a, received));
+        assert!(receive_or_bytes(&b).expect("receive").is_none(), "a closed peer reads as the end");
+    }
 
     #[test]
     fn a_message_arrives_whole_with_its_descriptors() {
@@ -159,7 +207,8 @@ mod tests {
         assert_eq!(end, 0, "the descriptor was kept");
         assert_eq!(try_receive_bytes(&b).expect_err("empty").kind(), io::ErrorKind::WouldBlock);
         drop((a, first));
-        assert!(try_receive_bytes(&b).expect("receive").is_none(), "a closed peer reads as the end");
+        // This one waits: a program that another test starts has a copy of `a` for a moment.
         assert!(receive(&b).expect("receive").is_none(), "a closed peer reads as the end");
+        assert!(try_receive_bytes(&b).expect("receive").is_none(), "a closed peer reads as the end");
     }
 }

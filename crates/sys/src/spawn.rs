@@ -184,6 +184,7 @@ unsafe fn become_program(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::alone::{is_alone, with_descriptors};
     use crate::scm;
     use rustix::event::{PollFd, PollFlags, poll};
 
@@ -217,28 +218,16 @@ mod tests {
 
     #[test]
     fn without_a_descriptor_for_its_pidfd_a_program_is_not_started_and_that_is_an_error() {
-        // Descriptors are counted for a process, so this is one of its own: this test again, as the only one.
-        const ALONE: &str = "BALLAST_TEST_ALONE";
         let name = "spawn::tests::without_a_descriptor_for_its_pidfd_a_program_is_not_started_and_that_is_an_error";
-        if std::env::var_os(ALONE).is_none() {
-            let this = std::env::current_exe().expect("this program");
-            let output = std::process::Command::new(this).args(["--exact", name]).env(ALONE, "1").output();
-            let output = output.expect("run it");
-            return assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        if !is_alone(name) {
+            return;
         }
         let mut starter = Starter::new().expect("a starter");
         let (_ours, theirs) = scm::pair().expect("a pair");
-        let usual = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         // Whether the copy of the starter's descriptor has a place, and the pidfd has none; or neither has.
         let mut refused = 0;
         for more in 0..3 {
-            let open = std::fs::File::open("/dev/null").expect("the lowest free number");
-            let current = Some(open.as_raw_fd() as u64 + more);
-            drop(open);
-            let limit = rustix::process::Rlimit { current, ..usual };
-            rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).expect("a limit");
-            let started = starter.start(Path::new("/bin/true"), &[], theirs.as_fd());
-            rustix::process::setrlimit(rustix::process::Resource::Nofile, usual).expect("the usual limit");
+            let started = with_descriptors(more, || starter.start(Path::new("/bin/true"), &[], theirs.as_fd()));
             match started {
                 Ok(child) => assert!(ended(&child).success()),
                 Err(error) => {

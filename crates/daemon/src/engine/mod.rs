@@ -203,15 +203,10 @@ impl Orders {
 
     fn take(&mut self) -> anyhow::Result<End> {
         loop {
-            let received = match scm::receive(&*self.engine.keeper) {
+            let (received, is_whole) = match scm::receive_or_bytes(&*self.engine.keeper) {
                 Ok(Some(received)) => received,
                 Ok(None) => return Ok(End::Orphaned),
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(End::Orphaned),
-                // Its descriptors did not fit into our table: one VM is not served as it should be, all others are.
-                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                    self.engine.failed(None, "an order", &anyhow::Error::new(error).context("Receiving it whole"));
-                    continue;
-                }
                 Err(error) => return Err(error).context("Receiving an order"),
             };
             let order = wire::decode::<Order>(&received.bytes).context("Understanding an order")?;
@@ -220,6 +215,10 @@ impl Orders {
                 return Ok(End::Followed);
             }
             let what = format!("{order:?}");
+            if !is_whole {
+                // It is carried out without them: that fails, and says which VM is not served as it should be.
+                tracing::error!("{what}: its descriptors did not come, because this process has too many open");
+            }
             if let Err(error) = self.carry_out(order, received.fds) {
                 self.engine.failed(None, &what, &error);
             }
@@ -351,12 +350,7 @@ impl Orders {
             let state = &served.vm.state;
             if state.leaving() == Some(me) && state.is_followed() {
                 let (engine, id) = (self.engine.clone(), served.vm.state.id());
-                let given = self.workers().give_last(id, move || {
-                    drop(engine.part_with_vm(id));
-                    // Faults that were read here and not served are the other engine's, which is not told that it is
-                    // alone.
-                    served.vm.views().iter().for_each(|view| drop(view.wake_all()));
-                });
+                let given = self.workers().give_last(id, move || drop(engine.part_with_vm(id)));
                 if let Err(error) = given {
                     tracing::error!("Closing VM {id}: {error}");
                 }

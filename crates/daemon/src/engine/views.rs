@@ -20,15 +20,24 @@ use ballast_sys::Uffd;
 
 use super::served::Served;
 
-/// Serve this process, as far as it can be.
+/// Serve this process with these descriptors, as far as it can be.
 pub fn add(
     served: &Arc<Served>,
     pid: u32,
     uffd_features: u64,
-    (shards, control): (Shards, OwnedFd),
+    fds: Vec<OwnedFd>,
     spans: &[(Span, u32)],
-) -> io::Result<()> {
+) -> anyhow::Result<()> {
     let vm = &served.vm;
+    let (shards, control) = match descriptors(fds) {
+        Ok(descriptors) => descriptors,
+        Err(error) => {
+            let reason = format!("process {pid} is not served: {error:#}");
+            served.set_unserved(pid, reason.clone());
+            served.restore(Hold::Shared, reason, |_| ())?;
+            return Err(error);
+        }
+    };
     let epoch = vm.state.epoch();
     let view = Arc::new(View::new(pid, shards, uffd_features, Arc::new(ClientPeer::new(control, epoch))));
     let (good, bad) = split(vm, &view, spans);
@@ -49,7 +58,7 @@ pub fn add(
         let reason = served.unserved().unwrap_or_else(|| format!("process {pid} is not served"));
         served.restore(Hold::Shared, reason, |_| ())?;
     }
-    added
+    Ok(added?)
 }
 
 type Split = (Vec<(Span, u32)>, Vec<(u32, io::Error)>);
@@ -69,7 +78,7 @@ fn split(vm: &Vm, view: &View, spans: &[(Span, u32)]) -> Split {
 }
 
 /// The descriptors that come with a view: userfaultfds, then the control socket.
-pub fn descriptors(mut fds: Vec<OwnedFd>) -> anyhow::Result<(Shards, OwnedFd)> {
+fn descriptors(mut fds: Vec<OwnedFd>) -> anyhow::Result<(Shards, OwnedFd)> {
     let control = fds.pop().context("a view needs descriptors, none came")?;
     let shards = Shards::new(fds.into_iter().map(Uffd::from).collect());
     Ok((shards.context("a view needs a userfaultfd, none came")?, control))

@@ -136,7 +136,11 @@ impl Engine {
                 self.add_view(served, pid, uffd_features, &spans, unserved_since_ns, fds)
             }
             (Order::AddRegion { pid, span, number, files, .. }, Some(served)) => {
-                ram_files(fds, files).and_then(|files| self.add_region(served, pid, span, number, &files))
+                let added = ram_files(fds, files).and_then(|files| self.add_region(served, pid, span, number, &files));
+                if let Err(error) = &added {
+                    served.set_unserved(pid, format!("region {number} of process {pid} is not served: {error:#}"));
+                }
+                added
             }
             (Order::RemoveRegion { seq, pid, hva, .. }, Some(served)) => {
                 let view = served.vm.views().into_iter().find(|view| view.pid == pid);
@@ -343,7 +347,7 @@ impl Engine {
     ) -> anyhow::Result<()> {
         served.add_pid(pid);
         served.hold_unchecked();
-        views::add(served, pid, uffd_features, views::descriptors(fds)?, spans)?;
+        views::add(served, pid, uffd_features, fds, spans)?;
         if let Some(since_ns) = unserved_since_ns {
             let gap = Duration::from_nanos(clock::monotonic_ns().saturating_sub(since_ns));
             served.vm.stats().raise(Counter::LongestGapNs, gap.as_nanos() as u64);

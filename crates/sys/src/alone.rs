@@ -1,0 +1,31 @@
+//! For tests that change a limit of their process: such a test runs in a process of its own, as the only one.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+const ALONE: &str = "BALLAST_TEST_ALONE";
+
+/// Returns whether the test of this name, which calls this first, is alone in its process. If not, it has been run in
+/// one of its own and has passed.
+pub fn is_alone(name: &str) -> bool {
+    if std::env::var_os(ALONE).is_some() {
+        return true;
+    }
+    let this = std::env::current_exe().expect("this program");
+    let output = std::process::Command::new(this).args(["--exact", name]).env(ALONE, "1").output();
+    let output = output.expect("run it");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    false
+}
+
+/// Does this while the process can open `more` descriptors, or fewer if numbers further up are taken.
+pub fn with_descriptors<T>(more: u64, body: impl FnOnce() -> T) -> T {
+    use std::os::fd::AsRawFd;
+    let usual = getrlimit(Resource::Nofile);
+    let open = std::fs::File::open("/dev/null").expect("the lowest free number");
+    let current = Some(open.as_raw_fd() as u64 + more);
+    drop(open);
+    setrlimit(Resource::Nofile, Rlimit { current, ..usual }).expect("a limit");
+    let result = body();
+    setrlimit(Resource::Nofile, usual).expect("the usual limit");
+    result
+}
