@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use ballast_api::{AgentStat, AgentState, NodeBalloon, TieringState, VmPatch};
 use ballast_base::{Bytes, MIB};
-use ballast_testvm::qemu::{Image, QemuGuest, qemu_missing};
+use ballast_testvm::qemu::{Builder, Image, QemuGuest, qemu_missing};
 use common::{Daemon, missing, until};
 
 const TIMEOUT: Duration = Duration::from_secs(240);
@@ -25,24 +25,26 @@ fn image() -> Result<Image, String> {
     }
 }
 
+/// A guest that `ballast run --agent` with these options has booted.
+fn booted(daemon: &Daemon, options: &[&str], with: impl FnOnce(Builder) -> Builder) -> QemuGuest {
+    let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
+    let (ballast, attach) = (ballast.to_string_lossy(), daemon.attach_socket());
+    let attach = attach.to_string_lossy();
+    let words = [&[&*ballast, "run", "--agent"], options, &["--name", "guest", "--attach-socket", &attach, "--"]];
+    let builder = QemuGuest::builder().name("guest").image(image().expect("looked at above"));
+    let prefix = words.concat().into_iter().map(str::to_owned);
+    let mut guest = with(builder).prefix(prefix).spawn().expect("QEMU starts");
+    guest.wait_ready(TIMEOUT).expect("the guest boots");
+    guest
+}
+
 #[test]
 fn a_debian_guest_tells_what_is_cold_and_that_goes_and_the_agent_may_die_and_come_again() {
     if missing("qemu", qemu_missing()) || missing("agent-image", image().err()) {
         return;
     }
     let daemon = Daemon::start("quarantine_ms = 500\n[heat]\ntrack = \"auto\"\n");
-    let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
-    let attach = daemon.attach_socket().to_string_lossy().into_owned();
-    let words = ["run", "--agent", "--name", "guest", "--attach-socket", &attach, "--"].map(str::to_owned);
-    let mut guest = QemuGuest::builder()
-        .name("guest")
-        .image(image().expect("looked at above"))
-        .memory(Bytes(256 * MIB))
-        .run("agent-test")
-        .prefix([ballast.to_string_lossy().into_owned()].into_iter().chain(words))
-        .spawn()
-        .expect("QEMU starts");
-    guest.wait_ready(TIMEOUT).expect("the guest boots");
+    let mut guest = booted(&daemon, &[], |guest| guest.memory(Bytes(256 * MIB)).run("agent-test"));
     let agent = || daemon.vm("guest").agent.unwrap_or_default();
     let until_reporting = |what: &str, is: &dyn Fn(&AgentStat) -> bool| {
         until(what, || {
@@ -81,21 +83,9 @@ fn a_guest_with_tiers_moves_what_is_hot_to_the_fast_one_and_the_host_is_told() {
         return;
     }
     let daemon = Daemon::start("quarantine_ms = 500\n");
-    let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
-    let attach = daemon.attach_socket().to_string_lossy().into_owned();
-    let words = ["run", "--agent", "--tiers", "fast=256M,slow=384M", "--name", "guest", "--attach-socket", &attach];
-    let mut guest = QemuGuest::builder()
-        .name("guest")
-        .image(image().expect("looked at above"))
-        .memory(Bytes(640 * MIB))
-        .shared_memory(false)
-        .run("tier-test")
-        .prefix(
-            [ballast.to_string_lossy().into_owned()].into_iter().chain(words.map(str::to_owned)).chain(["--".into()]),
-        )
-        .spawn()
-        .expect("QEMU starts");
-    guest.wait_ready(TIMEOUT).expect("the guest boots");
+    let mut guest = booted(&daemon, &["--tiers", "fast=256M,slow=384M"], |guest| {
+        guest.memory(Bytes(640 * MIB)).shared_memory(false).run("tier-test")
+    });
     let settled = guest.answer(TIMEOUT).unwrap_or_else(|error| panic!("{error}: {}", guest.serial_log()));
     assert_eq!(settled, "settled");
     let vm = daemon.vm("guest");

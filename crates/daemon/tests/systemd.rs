@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use ballast_api::{Client, HostStat};
 
-use common::guest::Guest;
+use common::guest::{Guest, moves};
 use common::{BUSY, missing, until};
 
 const SYSTEMD: &str = "/lib/systemd/systemd";
@@ -119,15 +119,6 @@ impl Systemd {
         });
         host.expect("it answered")
     }
-
-    fn moves(&self) {
-        let vm = || self.api.vm("victim").expect("it is there");
-        let before = vm();
-        until("pages go out and come back", || {
-            let now = vm();
-            now.reclaim.evicted_pages > before.reclaim.evicted_pages && now.faults.restore > before.faults.restore
-        });
-    }
 }
 
 impl Drop for Systemd {
@@ -163,7 +154,7 @@ fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_r
     let ballastd = program("ballastd");
     let at = (&systemd.api, &*systemd.at("run/ballast/attach.sock"));
     let guest = Guest::start_at(&ballastd, at, "victim", BUSY, &[]);
-    systemd.moves();
+    moves(&systemd.api, "victim");
     let first = systemd.host();
     assert_eq!(systemd.property("MainPID"), first.keeper_pid.to_string());
     let old = runs(first.engine_pid);
@@ -178,7 +169,7 @@ fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_r
     let installed = runs(reloaded.engine_pid);
     assert_ne!(installed, old);
     assert_eq!(runs(reloaded.keeper_pid), installed, "{}", systemd.read("log"));
-    systemd.moves();
+    moves(&systemd.api, "victim");
 
     // What cannot be an engine: reload fails, and all stays as it is.
     systemd.install(Path::new("/bin/false"), "ballastd");
@@ -187,7 +178,7 @@ fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_r
     let stays = systemd.host();
     assert_eq!((stays.keeper_pid, stays.engine_pid), (reloaded.keeper_pid, reloaded.engine_pid));
     assert_eq!((systemd.property("ActiveState"), runs(stays.engine_pid)), ("active".into(), installed));
-    systemd.moves();
+    moves(&systemd.api, "victim");
 
     // A restart ends the keeper alone, and its engine serves until the next one does.
     systemd.install(&ballastd, "ballastd");
@@ -199,6 +190,6 @@ fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_r
             && systemd.api.vm("victim").is_ok()
     });
     assert_eq!(systemd.property("MainPID"), systemd.host().keeper_pid.to_string());
-    systemd.moves();
+    moves(&systemd.api, "victim");
     guest.finish();
 }

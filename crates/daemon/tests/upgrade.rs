@@ -7,55 +7,21 @@
 mod common;
 
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
+use ballast_api::UpgradeStage;
 use ballast_base::Bytes;
 use ballast_store::{Budget, FileOptions, FileStore};
 use rustix::process::Signal;
 
-use common::guest::Guest;
+use common::guest::{Guest, moves};
 use common::raw::{Ram, files, no_uffd, open};
-use common::{BUSY, Daemon, QUICK, moment, until};
+use common::upgrades::{begin, ended, next_build, request, this_build};
+use common::{BUSY, Daemon, QUICK, moment, until, upgrades};
 
 /// The same, with a policy that decides all the time.
 const DECIDING: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
-
-fn upgrades() -> u32 {
-    std::env::var("BALLAST_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(12)
-}
-
-fn this_build() -> PathBuf {
-    PathBuf::from(env!("CARGO_BIN_EXE_ballastd"))
-}
-
-fn next_build() -> PathBuf {
-    std::env::var_os("BALLAST_NEXT").map_or_else(this_build, PathBuf::from)
-}
-
-fn begin(daemon: &Daemon, program: &Path) -> UpgradeStat {
-    let program = Some(program.display().to_string());
-    daemon.api.begin_upgrade(&UpgradeRequest { program }).unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()))
-}
-
-/// Until the upgrade is over, one way or the other.
-fn ended(daemon: &Daemon) -> UpgradeStat {
-    let mut last = UpgradeStat::default();
-    until("the upgrade ends", || {
-        last = daemon.api.upgrade().unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
-        matches!(last.stage, UpgradeStage::Done | UpgradeStage::Failed)
-    });
-    last
-}
-
-fn moves(daemon: &Daemon, name: &str) {
-    let before = daemon.vm(name);
-    until("pages go out and come back", || {
-        let vm = daemon.vm(name);
-        vm.reclaim.evicted_pages > before.reclaim.evicted_pages && vm.faults.restore > before.faults.restore
-    });
-}
 
 #[test]
 fn engines_that_follow_each_other_forth_and_back_lose_no_byte_and_answer_every_request() {
@@ -64,8 +30,8 @@ fn engines_that_follow_each_other_forth_and_back_lose_no_byte_and_answer_every_r
     let other = daemon.dir().join("ballastd-other");
     std::os::unix::fs::symlink(next_build(), &other).expect("a link");
     let mut last = daemon.host();
-    for round in 0..upgrades() {
-        moves(&daemon, "two");
+    for round in 0..upgrades::count() {
+        moves(&daemon.api, "two");
         std::thread::sleep(moment(round));
         let program = if round % 2 == 0 { other.clone() } else { this_build() };
         begin(&daemon, &program);
@@ -85,12 +51,12 @@ fn engines_that_follow_each_other_forth_and_back_lose_no_byte_and_answer_every_r
         assert_eq!(host.engine_restarts, 0, "an engine died\n{}", daemon.log());
         last = host;
     }
-    moves(&daemon, "two");
+    moves(&daemon.api, "two");
     let events = daemon.api.events().expect("events");
     let upgraded = events.iter().filter(|event| event.kind == "upgraded").count();
     // The list has a thousand.
-    if upgrades() < 900 {
-        assert_eq!(upgraded, upgrades() as usize, "events of earlier engines are kept: {events:?}");
+    if upgrades::count() < 900 {
+        assert_eq!(upgraded, upgrades::count() as usize, "events of earlier engines are kept: {events:?}");
         assert!(events.iter().any(|event| event.kind == "attached"), "{events:?}");
     }
     guests.into_iter().for_each(|guest| drop(guest.finish()));
@@ -106,21 +72,21 @@ fn a_client_of_either_build_is_served_by_engine_and_keeper_of_the_other() {
     let mut daemon = Daemon::start(QUICK);
     let builds = [this_build(), next];
     let mut guests = Vec::new();
-    for round in 0..upgrades().min(8) {
+    for round in 0..upgrades::count().min(8) {
         // Engine and keeper are of one build; of each a client attaches, beside those that are there.
         for (build, name) in builds.iter().zip(["old", "new"]).filter(|_| round < 2) {
             let name = format!("{name}-{round}");
             guests.push(Guest::start_beside(build, &daemon, &name, BUSY, &[]));
         }
         for name in ["old-0", "new-0"] {
-            moves(&daemon, name);
+            moves(&daemon.api, name);
         }
         begin(&daemon, &builds[(round as usize + 1) % 2]);
         let now = ended(&daemon);
         assert_eq!((now.stage, now.keeper_replaced), (UpgradeStage::Done, Some(true)), "{now:?}\n{}", daemon.log());
         assert_eq!(now.longest_gap_us, 0, "a VM was without an engine\n{}", daemon.log());
         for name in ["old-0", "new-0"] {
-            moves(&daemon, name);
+            moves(&daemon.api, name);
         }
         if round % 4 == 2 {
             // They come to a keeper of this build, with what the other one's keeper gave them.
@@ -151,7 +117,7 @@ fn a_discard_that_meets_an_upgrade_is_carried_out_and_not_refused() {
             }
             count
         });
-        for round in 0..upgrades() {
+        for round in 0..upgrades::count() {
             std::thread::sleep(moment(round));
             begin(&daemon, &if round % 2 == 0 { next_build() } else { this_build() });
             let now = ended(&daemon);
@@ -179,11 +145,10 @@ fn what_is_no_engine_or_refuses_or_says_nothing_changes_nothing() {
         begin(&daemon, program);
         let now = ended(&daemon);
         assert!(now.stage == UpgradeStage::Failed && now.message.contains(why), "{now:?}\n{}", daemon.log());
-        moves(&daemon, "victim");
+        moves(&daemon.api, "victim");
     }
     for nothing in [daemon.dir().join("nowhere"), daemon.dir().to_owned(), PathBuf::from("relative")] {
-        let program = Some(nothing.display().to_string());
-        daemon.api.begin_upgrade(&UpgradeRequest { program }).expect_err("there is no such program");
+        daemon.api.begin_upgrade(&request(&nothing)).expect_err("there is no such program");
     }
     assert_eq!(daemon.host().engine_pid, before);
     assert_eq!(daemon.host().engine_restarts, 0);
@@ -206,26 +171,15 @@ fn a_vm_that_the_successor_cannot_read_is_named_and_all_stay_with_the_engine_tha
         assert!(now.stage == UpgradeStage::Failed && is_named, "{now:?}\n{}", daemon.log());
         assert_eq!((now.moved, daemon.host().engine_pid), (0, before), "{}", daemon.log());
         for name in ["one", "two", "three"] {
-            moves(&daemon, name);
+            moves(&daemon.api, name);
         }
     }
     file.write_all_at(&least, 12).expect("written");
     begin(&daemon, &next_build());
     let now = ended(&daemon);
     assert_eq!((now.stage, now.moved), (UpgradeStage::Done, 3), "{now:?}\n{}", daemon.log());
-    moves(&daemon, "two");
+    moves(&daemon.api, "two");
     guests.into_iter().for_each(|guest| drop(guest.finish()));
-}
-
-/// Children of the keeper that are not dead.
-fn engines(daemon: &Daemon) -> Vec<u32> {
-    let keeper = daemon.keeper_pid();
-    let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap_or_default();
-    let is_alive = |pid: &u32| {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
-    };
-    children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_alive).collect()
 }
 
 #[test]
@@ -234,11 +188,11 @@ fn no_byte_is_lost_when_any_process_is_killed_at_any_time_of_an_upgrade() {
     let guests = ["one", "two", "three", "four", "five", "six"].map(|name| {
         Guest::start(&daemon, name, "--workload uniform --ram 24M --limit 8M --threads 1 --zero-fraction 0.1")
     });
-    for round in 0..upgrades() {
+    for round in 0..upgrades::count() {
         let old = daemon.host().engine_pid;
         begin(&daemon, &if round % 2 == 0 { next_build() } else { this_build() });
         std::thread::sleep(moment(round) * 3);
-        let next = engines(&daemon).into_iter().find(|pid| *pid != old);
+        let next = daemon.engines().into_iter().find(|pid| *pid != old);
         match round % 4 {
             0 => common::kill(old),
             1 => next.into_iter().for_each(common::kill),
@@ -253,15 +207,15 @@ fn no_byte_is_lost_when_any_process_is_killed_at_any_time_of_an_upgrade() {
             until("its engine answers", || daemon.host().keeper_pid == daemon.keeper_pid());
         }
         until("all guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
-        until("one engine is left", || engines(&daemon).len() == 1);
+        until("one engine is left", || daemon.engines().len() == 1);
         until("the upgrade is over", || {
             daemon
                 .api
                 .upgrade()
                 .is_ok_and(|now| matches!(now.stage, UpgradeStage::Done | UpgradeStage::Failed | UpgradeStage::None))
         });
-        moves(&daemon, "one");
-        moves(&daemon, "six");
+        moves(&daemon.api, "one");
+        moves(&daemon.api, "six");
     }
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
@@ -272,15 +226,15 @@ fn a_successor_that_stands_still_in_the_middle_is_ended_and_its_vms_go_back() {
     let guests = ["one", "two", "three", "four", "five", "six"].map(|name| Guest::start(&daemon, name, BUSY));
     let old = daemon.host().engine_pid;
     begin(&daemon, &next_build());
-    until("the successor has a VM, or all", || engines(&daemon).iter().any(|pid| *pid != old));
-    let next = engines(&daemon).into_iter().find(|pid| *pid != old).expect("a successor");
+    until("the successor has a VM, or all", || daemon.engines().iter().any(|pid| *pid != old));
+    let next = daemon.engines().into_iter().find(|pid| *pid != old).expect("a successor");
     std::thread::sleep(moment(5));
     common::signal_process(next, Signal::STOP);
     // It may have been done already: then it is an engine that hangs, and is replaced.
-    until("it is ended", || !engines(&daemon).contains(&next));
+    until("it is ended", || !daemon.engines().contains(&next));
     until("the guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
     assert_ne!(daemon.host().engine_pid, next);
-    moves(&daemon, "one");
+    moves(&daemon.api, "one");
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
 
@@ -296,7 +250,7 @@ fn a_vm_with_pages_on_disk_moves_too() {
     let daemon = Daemon::start(&config);
     let guest = Guest::start(&daemon, "victim", "--workload uniform --ram 48M --limit 16M --threads 1");
     daemon.goes_to_file_and_back("victim");
-    for round in 0..upgrades() / 2 {
+    for round in 0..upgrades::count() / 2 {
         std::thread::sleep(moment(round));
         begin(&daemon, &if round % 2 == 0 { next_build() } else { this_build() });
         let now = ended(&daemon);

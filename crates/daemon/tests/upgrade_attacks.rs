@@ -5,63 +5,34 @@
 mod common;
 
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
+use ballast_api::UpgradeStage;
 use ballast_base::wire::KeeperToClient;
 use rustix::process::Signal;
 
-use common::guest::Guest;
+use common::guest::{Guest, moves};
 use common::raw::{Ram, RawClient, no_uffd};
+use common::upgrades::{begin, ended, request, this_build};
 use common::{BUSY, Daemon, QUICK, signal_process, until};
 
-fn this_build() -> PathBuf {
-    PathBuf::from(env!("CARGO_BIN_EXE_ballastd"))
-}
-
-fn request(program: &Path) -> UpgradeRequest {
-    UpgradeRequest { program: Some(program.display().to_string()) }
-}
-
-fn is_over(now: &UpgradeStat) -> bool {
-    matches!(now.stage, UpgradeStage::Done | UpgradeStage::Failed)
-}
-
-fn ended(daemon: &Daemon) -> UpgradeStat {
-    let mut last = UpgradeStat::default();
-    until("the upgrade ends", || {
-        last = daemon.api.upgrade().unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
-        is_over(&last)
-    });
-    last
-}
+/// Guests of most tests here.
+const THREE: [&str; 3] = ["one", "two", "three"];
 
 /// Upgrades are as before: to this build, which becomes the keeper as well.
 fn upgrades(daemon: &Daemon) {
-    daemon.api.begin_upgrade(&request(&this_build())).unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
+    begin(daemon, &this_build());
     let now = ended(daemon);
     assert_eq!((now.stage, now.keeper_replaced), (UpgradeStage::Done, Some(true)), "{now:?}\n{}", daemon.log());
 }
 
-fn moves(daemon: &Daemon, name: &str) {
-    let before = daemon.vm(name);
-    until("pages go out and come back", || {
-        let vm = daemon.vm(name);
-        vm.reclaim.evicted_pages > before.reclaim.evicted_pages && vm.faults.restore > before.faults.restore
-    });
-}
-
-/// Children of the keeper that are not dead.
-fn engines(daemon: &Daemon) -> Vec<u32> {
-    let keeper = daemon.keeper_pid();
-    let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap_or_default();
-    let is_alive = |pid: &u32| {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
-    };
-    children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_alive).collect()
+/// One engine is left, and all these VMs are served.
+fn all_are_served(daemon: &Daemon, names: &[&str]) {
+    until("one engine is left", || daemon.engines().len() == 1);
+    until("all guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == names.len()));
+    names.iter().for_each(|name| moves(&daemon.api, name));
 }
 
 #[test]
@@ -107,9 +78,9 @@ fn a_file_that_is_no_program_of_this_machine_changes_nothing() {
         let host = daemon.host();
         assert_eq!((host.engine_pid, host.engine_restarts), (engine, 0), "{}\n{}", program.display(), daemon.log());
     }
-    moves(&daemon, "victim");
+    moves(&daemon.api, "victim");
     upgrades(&daemon);
-    moves(&daemon, "victim");
+    moves(&daemon.api, "victim");
     guest.finish();
 }
 
@@ -126,42 +97,52 @@ const STAGES: [&str; 6] = [
 #[test]
 fn an_engine_that_stands_still_at_any_stage_is_replaced_and_changes_nothing_when_it_goes_on() {
     let daemon = Daemon::start(QUICK);
-    let guests = ["one", "two", "three"].map(|name| Guest::start(&daemon, name, BUSY));
+    let guests = THREE.map(|name| Guest::start(&daemon, name, BUSY));
     for stage in STAGES {
         let (old, said) = (daemon.host().engine_pid, daemon.log().len());
-        daemon.api.begin_upgrade(&request(&this_build())).unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
+        begin(&daemon, &this_build());
         // One that stands still does not answer, so the log is asked.
         until("it comes so far", || daemon.log()[said..].contains(stage));
         signal_process(old, Signal::STOP);
         until("another engine serves", || {
-            engines(&daemon).iter().any(|pid| *pid != old) && daemon.api.host().is_ok_and(|host| host.engine_pid != old)
+            daemon.engines().iter().any(|pid| *pid != old) && daemon.api.host().is_ok_and(|host| host.engine_pid != old)
         });
         // It was ended, or is fenced.
         signal_process(old, Signal::CONT);
-        until("one engine is left", || engines(&daemon).len() == 1);
-        until("all guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
-        ["one", "two", "three"].iter().for_each(|name| moves(&daemon, name));
+        all_are_served(&daemon, &THREE);
     }
     upgrades(&daemon);
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
 
+/// Let a process open this many more descriptors than it has, from now on.
+fn limit_more(pid: u32, more: usize) {
+    let open = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("it runs").count();
+    limit(pid, &(open + more).to_string());
+}
+
+/// Set the most descriptors of a process. One that has ended has none.
+fn limit(pid: u32, most: &str) {
+    let set = Command::new("prlimit").args([format!("--pid={pid}"), format!("--nofile={most}:")]).output();
+    set.expect("prlimit");
+}
+
+/// The most descriptors that a process may have.
+fn usual_limit(pid: u32) -> String {
+    let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).expect("limits");
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).expect("a limit");
+    line.split_whitespace().next().expect("a number").to_owned()
+}
+
 #[test]
 fn an_upgrade_without_descriptors_fails_or_succeeds_and_every_vm_is_served() {
     let daemon = Daemon::start(QUICK);
-    let guests = ["one", "two", "three"].map(|name| Guest::start(&daemon, name, BUSY));
+    let guests = THREE.map(|name| Guest::start(&daemon, name, BUSY));
     let keeper = daemon.keeper_pid();
-    let open = || std::fs::read_dir(format!("/proc/{keeper}/fd")).expect("it runs").count();
-    let limit = |pid: u32, most: &str| {
-        let set = Command::new("prlimit").args([format!("--pid={pid}"), format!("--nofile={most}:")]).output();
-        set.expect("prlimit").status.success()
-    };
-    let usual = std::fs::read_to_string(format!("/proc/{keeper}/limits")).expect("limits");
-    let usual = usual.lines().find_map(|line| line.strip_prefix("Max open files")).expect("a limit");
-    let usual = usual.split_whitespace().next().expect("a number").to_owned();
-    for more in [0, 1, 2, 3, 5, 8, 13, 21, 34] {
+    let usual = usual_limit(keeper);
+    for more in 0..40 {
         let said = daemon.log().len();
-        assert!(limit(keeper, &(open() + more).to_string()));
+        limit_more(keeper, more);
         if daemon.api.begin_upgrade(&request(&this_build())).is_ok() {
             // The new engine has as few, so it may not answer.
             until("the upgrade ends", || {
@@ -169,14 +150,9 @@ fn an_upgrade_without_descriptors_fails_or_succeeds_and_every_vm_is_served() {
                 [" follows, after", "is ended: ", "no upgrade: "].iter().any(|end| log[said..].contains(end))
             });
         }
-        assert!(limit(keeper, &usual));
-        for engine in engines(&daemon) {
-            // One that is ended has none.
-            let _ = limit(engine, &usual);
-        }
-        until("one engine is left", || engines(&daemon).len() == 1);
-        until("all guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
-        ["one", "two", "three"].iter().for_each(|name| moves(&daemon, name));
+        limit(keeper, &usual);
+        daemon.engines().into_iter().for_each(|engine| limit(engine, &usual));
+        all_are_served(&daemon, &THREE);
     }
     upgrades(&daemon);
     guests.into_iter().for_each(|guest| drop(guest.finish()));
@@ -231,6 +207,6 @@ fn several_ask_for_different_upgrades_while_limits_change_and_vms_come_and_go() 
         results.into_iter().for_each(|result| result.expect("every upgrade that began ended well"));
     });
     assert_eq!(daemon.host().engine_restarts, 0, "{}", daemon.log());
-    moves(&daemon, "one");
+    moves(&daemon.api, "one");
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }

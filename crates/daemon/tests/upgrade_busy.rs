@@ -7,11 +7,11 @@
 mod common;
 
 use std::io::{Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ballast_api::{UpgradeRequest, UpgradeStage};
+use ballast_api::UpgradeStage;
 use ballast_base::Bytes;
 use ballast_base::wire::KeeperToClient;
 use ballast_client::Client;
@@ -21,7 +21,8 @@ use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 use common::guest::Guest;
 use common::raw::{Ram, RawClient, no_uffd};
 use common::rng::Rng;
-use common::{Daemon, kill, until};
+use common::upgrades::{next_build, request, this_build};
+use common::{Daemon, kill, until, upgrades};
 
 const POLICY: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
 /// Pages of the VM that this process is.
@@ -51,15 +52,6 @@ enum Victim {
     Next,
     Both,
     Keeper,
-}
-
-fn upgrades() -> u32 {
-    std::env::var("BALLAST_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(12)
-}
-
-fn programs() -> [PathBuf; 2] {
-    let this = PathBuf::from(env!("CARGO_BIN_EXE_ballastd"));
-    [std::env::var_os("BALLAST_NEXT").map_or_else(|| this.clone(), PathBuf::from), this]
 }
 
 /// The log from here on.
@@ -134,12 +126,12 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
         let discards = scope.spawn(|| touch_and_discard(&ram, &client, &stop));
         let comes = scope.spawn(|| come_and_go(&socket, &is_away, &stop));
         for round in 0..upgrades {
-            let program = Some(programs()[round as usize % 2].display().to_string());
+            let program = if round % 2 == 0 { next_build() } else { this_build() };
             let mut tail = Tail::of(daemon);
             let old = daemon.host().engine_pid;
             let number = daemon.api.upgrade().expect("answered").number;
             // After a death a VM may be waited for yet.
-            until("it begins", || daemon.api.begin_upgrade(&UpgradeRequest { program: program.clone() }).is_ok());
+            until("it begins", || daemon.api.begin_upgrade(&request(&program)).is_ok());
             if deaths.is_empty() {
                 deaths = all_deaths();
             }
@@ -199,7 +191,7 @@ fn engine_and_keeper_change_in_the_middle_of_everything() {
     if no_uffd() {
         return;
     }
-    run(&mut Daemon::start(POLICY), &["one", "two", "three"], upgrades(), false);
+    run(&mut Daemon::start(POLICY), &["one", "two", "three"], upgrades::count(), false);
 }
 
 #[test]
@@ -207,7 +199,7 @@ fn any_process_may_be_killed_at_any_stage_in_the_middle_of_everything() {
     if no_uffd() {
         return;
     }
-    run(&mut Daemon::start(POLICY), &["one", "two", "three"], upgrades(), true);
+    run(&mut Daemon::start(POLICY), &["one", "two", "three"], upgrades::count(), true);
 }
 
 #[test]
@@ -219,7 +211,7 @@ fn with_pages_on_their_way_to_a_disk_as_well() {
     let dir = tempfile::tempdir().expect("temporary directory");
     let spill = format!("[spill]\ndir = \"{}\"\nbudget = \"256M\"\nafter_s = 1\n", dir.path().display());
     let config = format!("store_budget = \"8M\"\n{POLICY}{spill}");
-    run(&mut Daemon::start(&config), &["one", "two"], upgrades(), true);
+    run(&mut Daemon::start(&config), &["one", "two"], upgrades::count(), true);
 }
 
 /// The file takes a part of what is far for long, and the cluster the rest: each guest has pages in three stores.
@@ -238,5 +230,5 @@ fn with_pages_on_their_way_to_a_disk_and_to_a_cluster() {
          [remote]\nnodes = [\"{addr}\"]\nbudget = \"256M\"\nafter_s = 1\n"
     );
     let config = format!("store_budget = \"8M\"\n{POLICY}{slow}");
-    run(&mut Daemon::start(&config), &["one", "two"], upgrades().div_ceil(2), true);
+    run(&mut Daemon::start(&config), &["one", "two"], upgrades::count().div_ceil(2), true);
 }

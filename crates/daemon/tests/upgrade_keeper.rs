@@ -9,38 +9,25 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
+use ballast_api::{UpgradeStage, UpgradeStat};
 use ballast_base::wire::KeeperToClient;
 
-use common::guest::Guest;
+use common::guest::{Guest, moves};
 use common::raw::{Ram, RawClient, no_uffd};
-use common::{BUSY, Daemon, QUICK, moment, until};
-
-fn upgrades() -> u32 {
-    std::env::var("BALLAST_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(12)
-}
-
-fn this_build() -> PathBuf {
-    PathBuf::from(env!("CARGO_BIN_EXE_ballastd"))
-}
+use common::upgrades::{begin, ended, next_build, request, this_build};
+use common::{BUSY, Daemon, QUICK, moment, until, upgrades};
 
 /// Another file than this build's in any case.
-fn next_build(daemon: &Daemon) -> PathBuf {
-    let from = std::env::var_os("BALLAST_NEXT").map_or_else(this_build, PathBuf::from);
+fn copied_build(daemon: &Daemon) -> PathBuf {
     let to = daemon.dir().join("ballastd-next");
-    std::fs::copy(from, &to).expect("a copy");
+    std::fs::copy(next_build(), &to).expect("a copy");
     to
 }
 
 /// Upgrade to this program, to the end.
 fn upgrade(daemon: &Daemon, program: &Path) -> UpgradeStat {
-    let program = Some(program.display().to_string());
-    daemon.api.begin_upgrade(&UpgradeRequest { program }).unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
-    let mut last = UpgradeStat::default();
-    until("the upgrade ends", || {
-        last = daemon.api.upgrade().unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
-        matches!(last.stage, UpgradeStage::Done | UpgradeStage::Failed)
-    });
+    begin(daemon, program);
+    let last = ended(daemon);
     assert_eq!(last.stage, UpgradeStage::Done, "{last:?}\n{}", daemon.log());
     last
 }
@@ -48,14 +35,6 @@ fn upgrade(daemon: &Daemon, program: &Path) -> UpgradeStat {
 /// The program that the keeper is.
 fn keeper_is(daemon: &Daemon) -> PathBuf {
     std::fs::read_link(format!("/proc/{}/exe", daemon.keeper_pid())).expect("it runs")
-}
-
-fn moves(daemon: &Daemon, name: &str) {
-    let before = daemon.vm(name);
-    until("pages go out and come back", || {
-        let vm = daemon.vm(name);
-        vm.reclaim.evicted_pages > before.reclaim.evicted_pages && vm.faults.restore > before.faults.restore
-    });
 }
 
 /// A program that is `ballastd` after this shell script has run.
@@ -70,10 +49,10 @@ fn script(daemon: &Daemon, name: &str, text: &str) -> PathBuf {
 #[test]
 fn the_keeper_becomes_another_program_and_back_with_its_vms_its_pid_and_its_lock() {
     let mut daemon = Daemon::start(QUICK);
-    let next = next_build(&daemon);
+    let next = copied_build(&daemon);
     let mut guests = vec![Guest::start(&daemon, "first", BUSY)];
     let pid = daemon.keeper_pid();
-    for round in 0..upgrades() {
+    for round in 0..upgrades::count() {
         let program = if round % 2 == 0 { next.clone() } else { this_build() };
         std::thread::sleep(moment(round));
         let now = upgrade(&daemon, &program);
@@ -81,7 +60,7 @@ fn the_keeper_becomes_another_program_and_back_with_its_vms_its_pid_and_its_lock
         assert_eq!(keeper_is(&daemon), program.canonicalize().expect("a path"));
         let host = daemon.host();
         assert_eq!((host.keeper_pid, host.engine_restarts), (pid, 0), "{}", daemon.log());
-        moves(&daemon, "first");
+        moves(&daemon.api, "first");
         if round == 0 {
             // What one keeper took in and the next one sees off.
             guests.push(Guest::start(&daemon, "second", BUSY));
@@ -99,12 +78,12 @@ fn the_keeper_becomes_another_program_and_back_with_its_vms_its_pid_and_its_lock
     // It sees its engine die, and its VMs end; and it can itself be followed by one that is started.
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
-    moves(&daemon, "first");
+    moves(&daemon.api, "first");
     drop(guests.pop().map(Guest::finish));
     until("the VM is gone", || daemon.api.vms().is_ok_and(|vms| vms.len() == 1));
     daemon.kill_and_restart_keeper(false);
     until("its VM is back", || daemon.api.vm("first").is_ok());
-    moves(&daemon, "first");
+    moves(&daemon.api, "first");
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
 
@@ -124,9 +103,9 @@ fn a_program_that_could_not_be_the_keeper_serves_and_the_keeper_stays() {
     assert!(now.keeper_message.contains("Becoming"), "{now:?}");
     assert_eq!(keeper_is(&daemon), is);
     // And it goes on: descriptors that were to be kept are closed by the next exec as before.
-    moves(&daemon, "victim");
+    moves(&daemon.api, "victim");
     assert_eq!(upgrade(&daemon, &this_build()).keeper_replaced, Some(true), "{}", daemon.log());
-    moves(&daemon, "victim");
+    moves(&daemon.api, "victim");
     guest.finish();
 }
 
@@ -145,9 +124,9 @@ fn a_program_that_cannot_be_the_keeper_after_all_becomes_the_last_one_again() {
     assert_eq!((keeper_is(&daemon), daemon.host().keeper_pid), (is, pid));
     assert_eq!(daemon.host().engine_restarts, 0);
     assert!(daemon.api.events().expect("events").iter().any(|event| event.kind == "keeper-stays"));
-    moves(&daemon, "one");
+    moves(&daemon.api, "one");
     assert_eq!(upgrade(&daemon, &this_build()).keeper_replaced, Some(true), "{}", daemon.log());
-    moves(&daemon, "two");
+    moves(&daemon.api, "two");
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
 
@@ -156,17 +135,16 @@ fn a_program_that_dies_as_the_keeper_leaves_its_vms_to_the_next_one() {
     let mut daemon = Daemon::start(QUICK);
     let guests = ["one", "two"].map(|name| Guest::start(&daemon, name, BUSY));
     let dies = script(&daemon, "dies", "[ $1 = keeper ] && kill -9 $$");
-    for _ in 0..upgrades().div_ceil(4) {
-        let program = Some(dies.display().to_string());
-        daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("begun");
+    for _ in 0..upgrades::count().div_ceil(4) {
+        daemon.api.begin_upgrade(&request(&dies)).expect("begun");
         // The engine serves on.
         daemon.wait_for_keeper_to_die();
         assert_eq!(daemon.api.vms().expect("the orphan answers").len(), 2, "{}", daemon.log());
         daemon.restart_keeper();
         until("its engine answers", || daemon.api.host().is_ok_and(|host| host.keeper_pid == daemon.keeper_pid()));
         until("all guests are back", || daemon.api.vms().is_ok_and(|vms| vms.len() == 2));
-        moves(&daemon, "one");
-        moves(&daemon, "two");
+        moves(&daemon.api, "one");
+        moves(&daemon.api, "two");
     }
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
@@ -177,7 +155,7 @@ fn clients_that_come_and_go_all_the_time_keep_neither_engine_nor_keeper_from_bei
         return;
     }
     let daemon = Daemon::start(QUICK);
-    let next = next_build(&daemon);
+    let next = copied_build(&daemon);
     let guest = Guest::start(&daemon, "victim", BUSY);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -196,7 +174,7 @@ fn clients_that_come_and_go_all_the_time_keep_neither_engine_nor_keeper_from_bei
             })
         };
         let coming = ["a", "b", "c"].map(come);
-        for round in 0..upgrades() {
+        for round in 0..upgrades::count() {
             let now = upgrade(&daemon, if round % 2 == 0 { &next } else { Path::new(env!("CARGO_BIN_EXE_ballastd")) });
             assert_eq!(now.keeper_replaced, Some(true), "{}\n{}", now.keeper_message, daemon.log());
         }
@@ -205,6 +183,6 @@ fn clients_that_come_and_go_all_the_time_keep_neither_engine_nor_keeper_from_bei
             assert!(coming.join().expect("every attach succeeds") > 0);
         }
     });
-    moves(&daemon, "victim");
+    moves(&daemon.api, "victim");
     guest.finish();
 }

@@ -12,11 +12,11 @@ use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
-use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
 use crate::guest::{each, throughput};
 use crate::host::{BOOT_TIMEOUT, DemoArgs, Host, LIMIT_TIMEOUT, Missing, VALUE};
+use crate::report::{mib, print_table};
 
 /// The demo's figures.
 #[derive(Debug, Serialize)]
@@ -126,10 +126,7 @@ impl Report {
             println!("{}", serde_json::to_string_pretty(self)?);
             return Ok(());
         }
-        let mib = |bytes: u64| format!("{}", bytes / MIB);
-        let mut table = Table::new();
-        table.load_style(presets::UTF8_HORIZONTAL_ONLY);
-        table.set_header([
+        let header = [
             "VM",
             "resident\nbefore MiB",
             "resident\nafter MiB",
@@ -141,8 +138,8 @@ impl Report {
             "longest\nwait ms",
             "keys\nverified",
             "bytes\nlost",
-        ]);
-        table.add_row([
+        ];
+        let row = [
             self.vm.clone(),
             mib(self.resident_before_bytes),
             mib(self.resident_bytes),
@@ -154,11 +151,8 @@ impl Report {
             format!("{:.0}", self.longest_wait_ms),
             format!("{} of {}", self.keys_verified, self.keys),
             self.bytes_lost.to_string(),
-        ]);
-        for column in table.column_iter_mut().skip(1) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-        println!("\n{table}\n");
+        ];
+        print_table(header, std::iter::once(row));
         println!(
             "One of {} servers was killed; the guest waited for its pages until the replica had its slots. \
              {:.0} s in all.",

@@ -70,10 +70,7 @@ impl Report {
             println!("{}", serde_json::to_string_pretty(&Out { report: self, bytes_lost: self.bytes_lost() })?);
             return Ok(());
         }
-        let mib = |bytes: u64| format!("{}", bytes / MIB);
-        let mut table = Table::new();
-        table.load_style(presets::UTF8_HORIZONTAL_ONLY);
-        table.set_header([
+        let header = [
             "VM",
             "size\nMiB",
             "resident\nbefore MiB",
@@ -87,9 +84,9 @@ impl Report {
             "restore us\np99",
             "keys\nverified",
             "bytes\nlost",
-        ]);
-        for vm in &self.vms {
-            table.add_row([
+        ];
+        let row = |vm: &VmReport| {
+            [
                 vm.vm.clone(),
                 mib(vm.size_bytes),
                 mib(vm.resident_before_bytes),
@@ -103,12 +100,9 @@ impl Report {
                 format!("{:.1}", vm.restore_us_p99),
                 format!("{} of {}", vm.keys_verified, vm.keys),
                 vm.bytes_lost.to_string(),
-            ]);
-        }
-        for column in table.column_iter_mut().skip(1) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-        println!("\n{table}\n");
+            ]
+        };
+        print_table(header, self.vms.iter().map(row));
         println!(
             "Host memory freed: {} by the table (after {} for the store), {} by the kernel's available memory, \
              {} by its Shmem.",
@@ -125,4 +119,21 @@ impl Report {
         println!("Where to go next: README.md for a first session of your own, `ballast doctor` for this host.");
         Ok(())
     }
+}
+
+/// Whole MiB.
+pub fn mib(bytes: u64) -> String {
+    (bytes / MIB).to_string()
+}
+
+/// Print a table with a row for each VM; its first column is the name.
+pub fn print_table<const N: usize>(header: [&str; N], rows: impl Iterator<Item = [String; N]>) {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+    table.set_header(header);
+    table.add_rows(rows);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    println!("\n{table}\n");
 }

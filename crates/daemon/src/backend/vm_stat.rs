@@ -12,8 +12,8 @@ use ballast_api::{
     AgentStat, AgentState, EngineTime, FaultCounts, GuestRange, Latency, NodeStat, PickedStat, Psi, ReclaimCounts,
     RegionStat, RestoreStages, Stall, TierStat, TieringStat, TieringState, VmClass, VmStat, VmStatus,
 };
-use ballast_base::PageCount;
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
+use ballast_base::{PAGE_SIZE, PageCount};
 use ballast_pager::agent::told;
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::stats::{self, Averages, Counter};
@@ -119,6 +119,11 @@ pub(super) fn stat(served: &Served) -> VmStat {
     }
 }
 
+/// Bytes of a number of pages that a guest says.
+fn bytes(pages: u64) -> u64 {
+    pages.saturating_mul(PAGE_SIZE as u64)
+}
+
 /// What its guest's agent says, if its VMM shows the port of one.
 fn agent(shown: told::Shown, balloon: &BTreeMap<u32, u64>) -> Option<AgentStat> {
     let state = match shown.state {
@@ -129,7 +134,6 @@ fn agent(shown: told::Shown, balloon: &BTreeMap<u32, u64>) -> Option<AgentStat> 
         told::State::Ignored => AgentState::Ignored,
     };
     let picked = |picked: told::Picked| PickedStat { judged_pages: picked.judged, wrong_pages: picked.wrong };
-    let bytes = |pages: u64| pages.saturating_mul(ballast_base::PAGE_SIZE as u64);
     let node = |node: &told::Node| NodeStat {
         node: node.node,
         size_bytes: bytes(node.pages),
@@ -174,7 +178,6 @@ fn tiering(said: told::Tiering) -> Option<TieringStat> {
         told::TieringState::Aside => TieringState::Aside,
         told::TieringState::Working => TieringState::Working,
     };
-    let bytes = |pages: u64| pages.saturating_mul(ballast_base::PAGE_SIZE as u64);
     let tier = |tier: &told::TierUse| TierStat {
         node: tier.node,
         size_bytes: bytes(tier.pages),

@@ -101,3 +101,13 @@ impl Drop for Guest {
         }
     }
 }
+
+/// Wait until pages of this VM go out and come back.
+pub fn moves(api: &Client, name: &str) {
+    let vm = || api.vm(name).expect("the VM");
+    let before = vm();
+    until("pages go out and come back", || {
+        let now = vm();
+        now.reclaim.evicted_pages > before.reclaim.evicted_pages && now.faults.restore > before.faults.restore
+    });
+}

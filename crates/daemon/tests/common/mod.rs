@@ -8,6 +8,7 @@ pub mod pooled;
 pub mod raw;
 pub mod rng;
 pub mod soak;
+pub mod upgrades;
 pub mod vmm;
 
 use std::path::{Path, PathBuf};
@@ -82,7 +83,7 @@ impl Daemon {
 
     /// Kill the engine without warning. Returns the pid it had.
     pub fn kill_engine(&self) -> u32 {
-        let pid = engine_of(self.keeper.id()).expect("an engine runs");
+        let pid = self.engine_pid().expect("an engine runs");
         kill(pid);
         pid
     }
@@ -114,9 +115,21 @@ impl Daemon {
         self.keeper.id()
     }
 
+    /// The engines: children of the keeper that are not dead.
+    pub fn engines(&self) -> Vec<u32> {
+        let keeper = self.keeper_pid();
+        let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap_or_default();
+        // One that was killed may be there still, for as long as the kernel keeps one of its threads.
+        let is_alive = |pid: &u32| {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+        };
+        children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_alive).collect()
+    }
+
     /// The engine of the keeper that runs now.
     pub fn engine_pid(&self) -> Option<u32> {
-        engine_of(self.keeper.id())
+        self.engines().first().copied()
     }
 
     /// Start a keeper again after [`Daemon::kill_keeper`].
@@ -154,7 +167,10 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        let engine = engine_of(self.keeper.id());
+        if std::thread::panicking() {
+            eprintln!("keeper and engines wrote:\n{}\nVMs: {:#?}", self.log(), self.api.vms());
+        }
+        let engine = self.engine_pid();
         let _ = self.keeper.kill();
         let _ = self.keeper.wait();
         if let Some(pid) = engine {
@@ -181,17 +197,6 @@ fn spawn_keeper(dir: &Path, descriptors: Option<u32>) -> Child {
         .stderr(log)
         .spawn()
         .expect("start ballastd")
-}
-
-/// The engine among the children of a keeper.
-fn engine_of(keeper: u32) -> Option<u32> {
-    let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
-    // One that was killed may be there still, for as long as the kernel keeps one of its threads.
-    let is_alive = |pid: &u32| {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
-    };
-    children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).find(is_alive)
 }
 
 /// SIGKILL.

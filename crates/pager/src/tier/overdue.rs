@@ -135,6 +135,9 @@ impl Store for Overdue {
     fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
         let before = outcomes.len();
         self.store.get_some(pages, out, outcomes);
+        if self.waiting().pages.is_empty() {
+            return;
+        }
         // Some of the pages are read ahead, and nobody waits for these: a fault on one that is busy asks for it alone.
         for ((key, handle), outcome) in pages.iter().zip(&outcomes[before..]) {
             if *outcome != GetOutcome::Busy || self.waiting().pages.contains_key(&(*key, *handle)) {
