@@ -76,8 +76,8 @@ impl Vm {
         self.start_discards()?;
         self.start_slow()?;
         for view in self.views() {
-            // They were added while another engine served the VM as well. If it died, faults that it has read are raised
-            // again.
+            // They were added while another engine served the VM as well. If it died, it has left faults that it had
+            // read: they are raised again.
             view.peer().on_answer().connect_to(&mail.reclaim);
             view.wake_all()?;
         }
