@@ -16,6 +16,7 @@ use ballast_sys::priority::{run_beside, run_first};
 use ballast_sys::process::Process;
 use ballast_sys::{clock, scm};
 use rustix::process::{Signal, pidfd_send_signal};
+use sd_notify::NotifyState;
 
 use crate::client::ClientView;
 use crate::closer::SentFd;
@@ -284,6 +285,7 @@ impl Keeper {
                     run_beside();
                     self.young_deaths = 0;
                     self.last_program = None;
+                    tell_systemd();
                 }
                 Ok(Report::Refused(why)) if who == Who::Next => self.upgrade_fails(&why),
                 Ok(Report::Refused(why)) => tracing::error!("the engine will not begin: {why}"),
@@ -400,4 +402,16 @@ pub fn add_view(pid: u32, view: &ClientView, unserved_since_ns: Option<u64>) -> 
         unserved_since_ns,
     };
     (order, view.uffds.iter().chain([&view.control]).cloned().collect())
+}
+
+/// Tell systemd, if it started this process, that the service answers. It may not listen for long, so a thread waits.
+fn tell_systemd() {
+    let tell = || {
+        if let Err(error) = sd_notify::notify(&[NotifyState::Ready]) {
+            tracing::warn!("Telling systemd that the service is ready: {error}");
+        }
+    };
+    if let Err(error) = std::thread::Builder::new().name("notify".into()).spawn(tell) {
+        tracing::warn!("Starting a thread that tells systemd: {error}");
+    }
 }
