@@ -19,6 +19,7 @@ use crate::snapshot::{Action, Decision, Plan, Snapshot, VmSample};
 use crate::solve::{Part, solve, sum};
 
 /// A limit stays if it would change by at most 1/SETTLED_WITHIN. That is reclaim's own margin, so a VM hardly feels it.
+/// A raise to all that a VM may have is made nevertheless: from then on nothing of it is reclaimed.
 const SETTLED_WITHIN: u64 = 32;
 
 /// A VM loses at most 1/LOSES_AT_MOST of its limit in one decision, if the budget allows. Estimates are noisy: a VM
@@ -207,7 +208,8 @@ impl<'a> Frame<'a> {
                 let Some(old) = part.vm.target_bytes.map(pages) else { continue };
                 let new = limits[at];
                 let near = old.abs_diff(new) <= old / SETTLED_WITHIN && (part.lo..=part.hi).contains(&old);
-                if !near || old == new || (old < new) != raises {
+                let gets_all = old < new && new == pages(part.vm.most_bytes());
+                if !near || old == new || (old < new) != raises || gets_all {
                     continue;
                 }
                 limits[at] = old;
@@ -282,4 +284,31 @@ pub fn check_external(snapshot: &Snapshot, wanted: &External, state: &mut State,
     }
     frame.plan.divided_bytes = budget;
     Ok(frame.plan)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::HostSample;
+    use ballast_base::MIB;
+
+    #[test]
+    fn a_limit_that_would_hardly_change_stays_unless_the_vm_can_have_all_of_its_memory() {
+        let vm = |id: &str, target: u64| VmSample {
+            id: id.into(),
+            size_bytes: 64 * MIB,
+            page_bytes: 4096,
+            target_bytes: Some(target * MIB),
+            ..VmSample::default()
+        };
+        let limits = |weights: [f64; 2]| {
+            let host = HostSample { budget_bytes: 104 * MIB, free_bytes: 104 * MIB, ..HostSample::default() };
+            let snapshot = Snapshot { at_ms: 1000, host, vms: vec![vm("a", 63), vm("b", 40)] };
+            let plan = Frame::new("test", &snapshot, &mut State::default()).divide(&weights, true);
+            plan.decisions.iter().map(|decision| decision.limit_bytes.expect("a limit") / MIB).collect::<Vec<_>>()
+        };
+        let pages = |mib: u64| (mib * MIB / 4096) as f64;
+        assert_eq!(limits([pages(64), pages(40)]), [64, 40]);
+        assert_eq!(limits([pages(63), pages(41)]), [63, 40]);
+    }
 }
