@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::cluster::Cluster;
 use crate::map::Shard;
-use crate::refusal::Addr;
+use crate::refusal::{Addr, is_of_another_type};
 use crate::resp::Commands;
 use crate::slot::slot_of;
 
@@ -100,6 +100,9 @@ fn ask(cluster: &Cluster, addr: &Addr, replica: bool, key: &[u8], until: Instant
     cluster.with(addr, until, |link| {
         let replies = link.ask(&commands, until)?;
         if let Some(error) = replies.iter().find_map(|said| said.error()) {
+            if is_of_another_type(&error) {
+                return Ok(Some(Vec::new()));
+            }
             return Err(io::Error::other(format!("{addr} says: {error}")));
         }
         let said = replies.get(usize::from(replica));

@@ -14,7 +14,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use crate::cluster::Cluster;
-use crate::refusal::{Addr, Refusal};
+use crate::refusal::{Addr, Refusal, is_of_another_type};
 use crate::resp::{Commands, Replies, Said};
 use crate::slot::slot_of;
 
@@ -281,7 +281,8 @@ fn senseless(at: &Addr) -> Refusal {
 /// Returns the outcome of one key in a reply.
 fn found<'a>(verb: Verb<'_>, round: &Round, said: Said<'a, '_>) -> Result<Found<'a>, Refusal> {
     if let Some(error) = said.error() {
-        return Err(Refusal::of(&error, &round.at));
+        let is_damaged = matches!(verb, Verb::Get) && is_of_another_type(&error);
+        return if is_damaged { Ok(Found::Value(&[])) } else { Err(Refusal::of(&error, &round.at)) };
     }
     match verb {
         Verb::Get if said.is_nil() => Ok(if round.asking { Found::Elsewhere } else { Found::Nothing }),

@@ -346,9 +346,15 @@ impl Valkey {
     /// # Errors
     /// The node does not reply, or refuses the command.
     pub fn say(&self, node: usize, words: &[&str]) -> io::Result<Value> {
-        let mut command = redis::cmd(words[0]);
-        command.arg(&words[1..]);
-        command.query(&mut self.connect(node)?).map_err(other)
+        self.say_bytes(node, &words.iter().map(|word| word.as_bytes()).collect::<Vec<_>>())
+    }
+
+    /// The same with words of any bytes.
+    ///
+    /// # Errors
+    /// The node does not reply, or refuses the command.
+    pub fn say_bytes(&self, node: usize, words: &[&[u8]]) -> io::Result<Value> {
+        redis::Cmd::new().arg(words).query(&mut self.connect(node)?).map_err(other)
     }
 
     /// Send a command to a node. Returns its reply as text.
