@@ -1,166 +1,24 @@
 //! The agent of a guest, as a hostile one would be: a program at the other end of the socket says what it likes.
 //!
-//! This process is the VMM: it maps the guest RAM and listens on the socket by which the engine finds the port, so
-//! there is one such VM at a time. What is asserted is that no byte is lost, that neighbours are served, and what the
-//! API shows.
+//! What is asserted is that no byte is lost, that neighbours are served, and what the API shows.
 
 mod common;
 
-use std::io::{ErrorKind, Read, Write};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::io::{Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use ballast_api::{AgentStat, AgentState, NodeBalloon, VmPatch};
-use ballast_base::{Bytes, GIB, Hva, MIB, PAGE_SIZE};
-use ballast_client::{Client, GuestRange};
-use ballast_guest::frame::{MAGIC, Next};
-use ballast_guest::message::{MAX_RUNS, NONCE, Node, Tick, Tracking};
+use ballast_api::{AgentState, NodeBalloon, VmPatch};
+use ballast_base::{MIB, PAGE_SIZE};
+use ballast_guest::frame::MAGIC;
+use ballast_guest::message::{MAX_RUNS, Node, Tick};
 use ballast_guest::run::{COLD, HOTTEST, PAGES_END};
-use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost, frame, socket_name};
+use ballast_guest::{Run, ToGuest, ToHost, frame};
 use ballast_sys::memfd;
+use common::agent::{Fake, HIGH, PAGES, agent_of, all_is_there, attach, one_at_a_time, port_of, run, seen};
 use common::guest::Guest;
 use common::raw::{Ram, no_uffd};
 use common::{BUSY, Daemon, QUICK, until};
-
-/// 64 MiB.
-const PAGES: u64 = 16 << 10;
-/// The guest sees the second half of its memory from here on.
-const HIGH: u64 = GIB / PAGE_SIZE as u64;
-
-fn one_at_a_time() -> MutexGuard<'static, ()> {
-    static PORT: Mutex<()> = Mutex::new(());
-    PORT.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn port_of(pid: u32) -> UnixListener {
-    let address = SocketAddr::from_abstract_name(socket_name(pid)).expect("a name");
-    UnixListener::bind_addr(&address).expect("nobody else listens")
-}
-
-/// A VM of this process, marked all over, whose guest sees it in two pieces.
-fn attach(daemon: &Daemon, ram: &Ram, name: &str) -> Client {
-    ram.mark();
-    let client = ram.vm(daemon, name).attach().expect("attach");
-    let half = Bytes(PAGES / 2 * PAGE_SIZE as u64);
-    let low = GuestRange { address: 0, offset: Bytes(0), len: half };
-    let high = GuestRange { address: HIGH * PAGE_SIZE as u64, offset: half, len: half };
-    client.set_guest_ranges(Hva(ram.map.addr() as u64), &[low, high]).expect("where the guest sees it");
-    // The keeper has answered; the engine may still be opening the VM.
-    daemon.vm(name);
-    client
-}
-
-/// The guest's number of a page.
-fn seen(page: u64) -> u64 {
-    if page < PAGES / 2 { page } else { HIGH + (page - PAGES / 2) }
-}
-
-fn run(page: u64, count: u32, level: u8) -> Run {
-    Run { page, count, kind: Kind::Anon, level }
-}
-
-/// What says that it is an agent.
-struct Fake {
-    stream: UnixStream,
-    frames: Frames,
-    session: u64,
-    reports: u32,
-    ticked: Instant,
-}
-
-impl Fake {
-    /// The engine connects, and says hello.
-    fn accept(port: &UnixListener) -> Self {
-        let (stream, _) = port.accept().expect("the engine connects");
-        let mut fake = Self { stream, frames: Frames::default(), session: 0, reports: 0, ticked: Instant::now() };
-        let hello = fake.hear_frame().expect("a hello");
-        fake.session = hello.session;
-        assert!(matches!(ToGuest::decode(&hello), Ok(Some(ToGuest::Hello(_)))));
-        fake
-    }
-
-    /// An honest beginning: who it is, and where the host sees its pages.
-    fn begin(&mut self, ram: &Ram) {
-        self.say(&ToHost::Hello { agent: "9.9".into(), kernel: "6.12-fake".into() });
-        self.tick();
-        let (nonce, pieces) = loop {
-            if let Some(ToGuest::Prove { nonce, pieces }) = self.hear() {
-                break (nonce, pieces);
-            }
-        };
-        assert_eq!(pieces, [Run::of(0, PAGES as u32 / 2), Run::of(HIGH, PAGES as u32 / 2)]);
-        let pages = [PAGES / 2 - 1, PAGES - 1];
-        pages.iter().for_each(|page| put_nonce(ram, *page, &nonce));
-        self.say(&ToHost::Proof(pages.map(|page| Run::of(seen(page), 1)).to_vec()));
-    }
-
-    fn say(&mut self, message: &ToHost) {
-        self.stream.write_all(&message.frame(self.session)).expect("the engine listens");
-    }
-
-    fn tick(&mut self) {
-        self.say(&ToHost::Tick(Tick { total: PAGES, tracking: Tracking::Damon, ..Tick::default() }));
-    }
-
-    /// So that it is not taken for silent, while something is waited for. Returns whether it was time for it.
-    fn stay_alive(&mut self) -> bool {
-        let is_time = self.ticked.elapsed() > Duration::from_secs(1);
-        if is_time {
-            self.ticked = Instant::now();
-            self.tick();
-        }
-        is_time
-    }
-
-    fn report(&mut self, runs: Vec<Run>) {
-        self.reports += 1;
-        self.say(&ToHost::Report { number: self.reports, last: true, runs });
-    }
-
-    /// The next frame; `None` when the engine has hung up.
-    fn hear_frame(&mut self) -> Option<ballast_guest::Frame> {
-        let mut buffer = [0; 4096];
-        loop {
-            match self.frames.next_frame() {
-                Some(Next::Frame(frame)) => return Some(frame),
-                Some(other) => panic!("{other:?}"),
-                None => {}
-            }
-            match self.stream.read(&mut buffer) {
-                Ok(0) => return None,
-                Err(error) if error.kind() == ErrorKind::ConnectionReset => return None,
-                count => self.frames.push(&buffer[..count.expect("read")]),
-            }
-        }
-    }
-
-    fn hear(&mut self) -> Option<ToGuest> {
-        let frame = self.hear_frame().expect("the engine is there");
-        ToGuest::decode(&frame).expect("it speaks sense")
-    }
-}
-
-/// Write the nonce where a mark was: such a page is not marked any more.
-fn put_nonce(ram: &Ram, page: u64, nonce: &[u8; NONCE]) {
-    let words = ram.map.words(page as usize * PAGE_SIZE, NONCE / 8);
-    for (word, bytes) in words.iter().zip(nonce.as_chunks().0) {
-        word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
-    }
-}
-
-/// Every page but those with a nonce holds what was written there.
-fn all_is_there(ram: &Ram) {
-    let nonces = [PAGES / 2 - 1, PAGES - 1];
-    let wrong = (0..PAGES).filter(|page| !nonces.contains(page) && !ram.is_marked(*page)).count();
-    assert_eq!(wrong, 0, "pages with wrong bytes");
-}
-
-fn agent_of(daemon: &Daemon, name: &str) -> AgentStat {
-    daemon.vm(name).agent.unwrap_or_default()
-}
 
 #[test]
 fn what_a_guest_calls_cold_goes_first_and_the_host_does_not_track_it_until_it_falls_silent() {

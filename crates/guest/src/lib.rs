@@ -16,7 +16,7 @@
 //! | `bytes` | numbers, texts and lists to bytes and back |
 //! | `run` | pages in a row, and what they hold |
 //! | `message` | all that either side can say |
-//! | `tiering` | the part of a tick about tiers |
+//! | `node`, `tiering` | the parts of a tick about nodes and about tiers |
 //! | `version` | what this program writes and reads |
 //! | `frame` | where a message begins and ends in a stream that may be torn |
 #![forbid(unsafe_code)]
@@ -24,6 +24,7 @@
 mod bytes;
 pub mod frame;
 pub mod message;
+mod node;
 pub mod run;
 mod tiering;
 mod version;

@@ -9,6 +9,8 @@
 
 use crate::bytes::{Reader, Refused, Writer};
 use crate::frame::{Frame, MAX_BODY, frame};
+use crate::node;
+pub use crate::node::{MAX_NODES, NODES_END, Node};
 use crate::run::{RUN_BYTES, Run};
 use crate::tiering;
 pub use crate::tiering::{TierUse, Tiering, TieringState};
@@ -16,8 +18,6 @@ use crate::version::VERSION;
 
 /// Most runs of one message.
 pub const MAX_RUNS: usize = (MAX_BODY - 64) / RUN_BYTES;
-/// Most nodes of a guest that are told apart.
-pub const MAX_NODES: usize = 16;
 /// Most parts of guest-physical memory that are proved.
 pub const MAX_PIECES: usize = 64;
 /// Bytes at the beginning of a page by which it is recognised.
@@ -62,19 +62,6 @@ pub enum ToGuest {
     },
     /// The guest touched these pages while they were far; they were restored.
     Restored(Vec<Run>),
-}
-
-/// A NUMA node of the guest.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Node {
-    /// Its number.
-    pub node: u32,
-    /// Its memory.
-    pub pages: u64,
-    /// Pages of it that are free in the kernel's allocator.
-    pub free: u64,
-    /// Pages of it that the agent holds.
-    pub ballooned: u64,
 }
 
 /// How reports come about.
@@ -292,12 +279,7 @@ fn put_tick(body: &mut Writer, tick: &Tick) {
     }
     body.u8(tick.tracking as u8);
     body.text(&tick.note);
-    body.list(&tick.nodes[..tick.nodes.len().min(MAX_NODES)], |body, node| {
-        body.u32(node.node);
-        body.u64(node.pages);
-        body.u64(node.free);
-        body.u64(node.ballooned);
-    });
+    node::put(body, &tick.nodes);
     for number in [tick.collapsed, tick.compacted, tick.service_restores, tick.restores] {
         body.u64(number);
     }
@@ -315,9 +297,7 @@ fn get_tick(body: &mut Reader<'_>) -> Result<Tick, Refused> {
         cpu_us: body.u64()?,
         tracking: if body.u8()? == Tracking::Damon as u8 { Tracking::Damon } else { Tracking::Off },
         note: body.text()?,
-        nodes: body.list(MAX_NODES, 28, |body| {
-            Ok(Node { node: body.u32()?, pages: body.u64()?, free: body.u64()?, ballooned: body.u64()? })
-        })?,
+        nodes: node::get(body)?,
         collapsed: body.u64()?,
         compacted: body.u64()?,
         service_restores: body.u64()?,

@@ -2,6 +2,7 @@
 
 #![allow(dead_code)]
 
+pub mod agent;
 pub mod guest;
 pub mod parking;
 pub mod pooled;

@@ -12,6 +12,8 @@ const RATE: u64 = 1 << 20;
 const BURST: i64 = 1 << 20;
 /// Cost of a message beside its bytes: 128 empty messages a second.
 pub(crate) const MESSAGE: u64 = 8 << 10;
+/// Least cost of a read: 1,024 reads a second. Each wakes two threads and is two system calls, also for a single byte.
+const READ: u64 = 1 << 10;
 
 /// A token bucket.
 #[derive(Debug)]
@@ -36,6 +38,11 @@ impl Bucket {
             self.at = now;
         }
         self.tokens > 0
+    }
+
+    /// This number of bytes was read at once.
+    pub fn charge_read(&mut self, bytes: u64) {
+        self.charge(bytes.max(READ));
     }
 
     /// A message of this length was read.
@@ -67,6 +74,19 @@ mod tests {
             said += MESSAGE;
         }
         assert!((10 * RATE..=12 * RATE).contains(&said), "{said}");
+    }
+
+    #[test]
+    fn a_guest_that_sends_single_bytes_is_read_no_more_often_than_the_rate_in_the_long_run() {
+        let start = Instant::now();
+        let (mut bucket, mut now, mut reads) = (Bucket::new(start), start, 0);
+        while now < start + Duration::from_secs(10) {
+            // The next byte arrives at once.
+            now = if bucket.is_open(now) { now + Duration::from_micros(20) } else { bucket.opens() };
+            bucket.charge_read(1);
+            reads += 1;
+        }
+        assert!(reads <= 12 * RATE / READ, "{reads}");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use ballast_base::PageIdx;
 use ballast_guest::message::Tick;
 pub use ballast_guest::message::{Node, TierUse, Tiering, TieringState};
 
-use super::hints::Hints;
+use super::hints::{Hints, Tally};
 pub use super::trust::Picked;
 use crate::run::pool::Notifier;
 
@@ -77,7 +77,18 @@ pub struct Shown {
     pub by_host: Picked,
 }
 
-/// Pages of each node of the guest that the agent is to hold.
+impl Shown {
+    /// A report was taken.
+    pub(crate) fn reported(&mut self, tally: Tally) {
+        self.reports += 1;
+        // A guest may name 2^47 pages in each report.
+        self.rejected_pages = self.rejected_pages.saturating_add(tally.rejected);
+        (self.cold_pages, self.free_pages) = (tally.cold, tally.free);
+    }
+}
+
+/// Pages of each node of the guest that the agent is to hold. A guest's numbers of nodes are bounded (`guest`), so the
+/// maps are, too.
 #[derive(Debug, Default)]
 struct Balloon {
     /// What an engine before this one asked for.
@@ -193,5 +204,19 @@ impl Told {
     /// Pages restored since the last call.
     pub(crate) fn take_restored(&self) -> Vec<(u32, PageIdx)> {
         std::mem::take(&mut *self.restored.lock().expect("no panic while held")).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_names_foreign_pages_for_days_overflows_no_counter() {
+        let mut shown = Shown::default();
+        for _ in 0..2 {
+            shown.reported(Tally { rejected: u64::MAX - 1, ..Tally::default() });
+        }
+        assert_eq!((shown.reports, shown.rejected_pages), (2, u64::MAX));
     }
 }

@@ -241,7 +241,7 @@ impl AgentWorker {
             }
             match link.channel.read(&mut buffer)? {
                 Read::Bytes(count) => {
-                    self.bucket.charge(count as u64);
+                    self.bucket.charge_read(count as u64);
                     link.frames.push(&buffer[..count]);
                 }
                 Read::Nothing => break,
@@ -329,12 +329,7 @@ impl AgentWorker {
         }
         link.reported = Some(now);
         let (hints, tally) = Hints::new(runs, &self.places);
-        {
-            let mut shown = self.told.show();
-            shown.reports += 1;
-            shown.rejected_pages += tally.rejected;
-            (shown.cold_pages, shown.free_pages) = (tally.cold, tally.free);
-        }
+        self.told.show().reported(tally);
         self.judge(now);
         if self.told.is_reporting() {
             *self.told.hints() = hints;

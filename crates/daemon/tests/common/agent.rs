@@ -1,0 +1,157 @@
+//! The other end of an agent's channel, played by a test. This process is the VMM: it maps the guest RAM and listens on
+//! the socket by which the engine finds the port, so there is one such VM at a time.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ballast_api::AgentStat;
+use ballast_base::{Bytes, GIB, Hva, PAGE_SIZE};
+use ballast_client::{Client, GuestRange};
+use ballast_guest::frame::Next;
+use ballast_guest::message::{NONCE, Tick, Tracking};
+use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost, socket_name};
+
+use super::Daemon;
+use super::raw::Ram;
+
+/// 64 MiB.
+pub const PAGES: u64 = 16 << 10;
+/// The guest sees the second half of its memory from here on.
+pub const HIGH: u64 = GIB / PAGE_SIZE as u64;
+
+pub fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static PORT: Mutex<()> = Mutex::new(());
+    PORT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub fn port_of(pid: u32) -> UnixListener {
+    let address = SocketAddr::from_abstract_name(socket_name(pid)).expect("a name");
+    UnixListener::bind_addr(&address).expect("nobody else listens")
+}
+
+/// A VM of this process, marked all over, whose guest sees it in two pieces.
+pub fn attach(daemon: &Daemon, ram: &Ram, name: &str) -> Client {
+    ram.mark();
+    let client = ram.vm(daemon, name).attach().expect("attach");
+    let half = Bytes(PAGES / 2 * PAGE_SIZE as u64);
+    let low = GuestRange { address: 0, offset: Bytes(0), len: half };
+    let high = GuestRange { address: HIGH * PAGE_SIZE as u64, offset: half, len: half };
+    client.set_guest_ranges(Hva(ram.map.addr() as u64), &[low, high]).expect("where the guest sees it");
+    // The keeper has answered; the engine may still be opening the VM.
+    daemon.vm(name);
+    client
+}
+
+/// The guest's number of a page.
+pub fn seen(page: u64) -> u64 {
+    if page < PAGES / 2 { page } else { HIGH + (page - PAGES / 2) }
+}
+
+pub fn run(page: u64, count: u32, level: u8) -> Run {
+    Run { page, count, kind: Kind::Anon, level }
+}
+
+/// What says that it is an agent.
+pub struct Fake {
+    pub stream: UnixStream,
+    frames: Frames,
+    pub session: u64,
+    reports: u32,
+    ticked: Instant,
+}
+
+impl Fake {
+    /// The engine connects, and says hello.
+    pub fn accept(port: &UnixListener) -> Self {
+        let (stream, _) = port.accept().expect("the engine connects");
+        let mut fake = Self { stream, frames: Frames::default(), session: 0, reports: 0, ticked: Instant::now() };
+        let hello = fake.hear_frame().expect("a hello");
+        fake.session = hello.session;
+        assert!(matches!(ToGuest::decode(&hello), Ok(Some(ToGuest::Hello(_)))));
+        fake
+    }
+
+    /// An honest beginning: who it is, and where the host sees its pages.
+    pub fn begin(&mut self, ram: &Ram) {
+        self.say(&ToHost::Hello { agent: "9.9".into(), kernel: "6.12-fake".into() });
+        self.tick();
+        let (nonce, pieces) = loop {
+            if let Some(ToGuest::Prove { nonce, pieces }) = self.hear() {
+                break (nonce, pieces);
+            }
+        };
+        assert_eq!(pieces, [Run::of(0, PAGES as u32 / 2), Run::of(HIGH, PAGES as u32 / 2)]);
+        NONCES.iter().for_each(|page| put_nonce(ram, *page, &nonce));
+        self.say(&ToHost::Proof(NONCES.map(|page| Run::of(seen(page), 1)).to_vec()));
+    }
+
+    pub fn say(&mut self, message: &ToHost) {
+        self.stream.write_all(&message.frame(self.session)).expect("the engine listens");
+    }
+
+    pub fn tick(&mut self) {
+        self.say(&ToHost::Tick(Tick { total: PAGES, tracking: Tracking::Damon, ..Tick::default() }));
+    }
+
+    /// So that it is not taken for silent, while something is waited for. Returns whether it was time for it.
+    pub fn stay_alive(&mut self) -> bool {
+        let is_time = self.ticked.elapsed() > Duration::from_secs(1);
+        if is_time {
+            self.ticked = Instant::now();
+            self.tick();
+        }
+        is_time
+    }
+
+    pub fn report(&mut self, runs: Vec<Run>) {
+        self.reports += 1;
+        self.say(&ToHost::Report { number: self.reports, last: true, runs });
+    }
+
+    /// The next frame; `None` when the engine has hung up.
+    pub fn hear_frame(&mut self) -> Option<ballast_guest::Frame> {
+        let mut buffer = [0; 4096];
+        loop {
+            match self.frames.next_frame() {
+                Some(Next::Frame(frame)) => return Some(frame),
+                Some(other) => panic!("{other:?}"),
+                None => {}
+            }
+            match self.stream.read(&mut buffer) {
+                Ok(0) => return None,
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => return None,
+                count => self.frames.push(&buffer[..count.expect("read")]),
+            }
+        }
+    }
+
+    pub fn hear(&mut self) -> Option<ToGuest> {
+        let frame = self.hear_frame().expect("the engine is there");
+        ToGuest::decode(&frame).expect("it speaks sense")
+    }
+}
+
+/// Write the nonce where a mark was: such a page is not marked any more.
+pub fn put_nonce(ram: &Ram, page: u64, nonce: &[u8; NONCE]) {
+    let words = ram.map.words(page as usize * PAGE_SIZE, NONCE / 8);
+    for (word, bytes) in words.iter().zip(nonce.as_chunks().0) {
+        word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
+    }
+}
+
+/// The pages with a nonce.
+pub const NONCES: [u64; 2] = [PAGES / 2 - 1, PAGES - 1];
+
+/// Every page but those with a nonce holds what was written there.
+pub fn all_is_there(ram: &Ram) {
+    let wrong = (0..PAGES).filter(|page| !NONCES.contains(page) && !ram.is_marked(*page)).count();
+    assert_eq!(wrong, 0, "pages with wrong bytes");
+}
+
+pub fn agent_of(daemon: &Daemon, name: &str) -> AgentStat {
+    daemon.vm(name).agent.unwrap_or_default()
+}
