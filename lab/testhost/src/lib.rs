@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use ballast_api::Client;
 use ballast_sys::program;
+use rustix::process::{Pid, Signal, kill_process};
 
 /// A running daemon.
 #[derive(Debug)]
@@ -28,20 +29,10 @@ impl Daemon {
 
     /// Start `ballastd` with these settings, in TOML.
     pub fn with_settings(settings: &str) -> Result<Self> {
-        let ballastd = program::find("ballastd").context("Finding the daemon")?;
+        let ballastd = find()?;
         let dir = tempfile::Builder::new().prefix("ballast-own-").tempdir().context("Making a directory")?;
-        let log = std::fs::File::create(dir.path().join("ballastd.log")).context("Making the log")?;
-        let config = dir.path().join("ballastd.toml");
-        std::fs::write(&config, settings).context("Writing settings")?;
-        let keeper = Command::new(&ballastd)
-            .arg("--config")
-            .arg(&config)
-            .arg("--runtime-dir")
-            .arg(dir.path())
-            .stdin(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .with_context(|| format!("Starting {}", ballastd.display()))?;
+        std::fs::write(dir.path().join("ballastd.toml"), settings).context("Writing settings")?;
+        let keeper = spawn_keeper(&ballastd, dir.path())?;
         let api = Client::new(dir.path().join("api.sock"))?.retry_for(Duration::from_secs(20));
         let mut daemon = Self { dir, keeper, api };
         let start = Instant::now();
@@ -54,6 +45,16 @@ impl Daemon {
         }
         daemon.api.host().context("Waiting for ballastd to answer")?;
         Ok(daemon)
+    }
+
+    /// Kill keeper and engine, and start another keeper, which attached VMs come back to.
+    pub fn kill_both(&mut self, engine_pid: u32) -> Result<()> {
+        self.keeper.kill().context("Killing the keeper")?;
+        let engine = Pid::from_raw(engine_pid.cast_signed()).context("the engine has no process id")?;
+        kill_process(engine, Signal::KILL).context("Killing the engine")?;
+        self.keeper.wait().context("Waiting for the keeper to end")?;
+        self.keeper = spawn_keeper(&find()?, self.dir())?;
+        Ok(())
     }
 
     /// The client of its API.
@@ -109,6 +110,24 @@ impl Daemon {
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.dir().join("ballastd.log")).unwrap_or_default()
     }
+}
+
+fn find() -> Result<PathBuf> {
+    program::find("ballastd").context("Finding the daemon")
+}
+
+/// Start a keeper whose settings, log and sockets are in this directory.
+fn spawn_keeper(ballastd: &Path, dir: &Path) -> Result<Child> {
+    let log = std::fs::File::options().create(true).append(true).open(dir.join("ballastd.log"));
+    Command::new(ballastd)
+        .arg("--config")
+        .arg(dir.join("ballastd.toml"))
+        .arg("--runtime-dir")
+        .arg(dir)
+        .stdin(Stdio::null())
+        .stderr(log.context("Making the log")?)
+        .spawn()
+        .with_context(|| format!("Starting {}", ballastd.display()))
 }
 
 impl Drop for Daemon {

@@ -143,37 +143,56 @@ fn lists(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration, row: 
     Ok(())
 }
 
-/// Kill the engine while all guests read, once in each turn. The longest touch is at least as long as reported: it may
-/// have ended after its turn.
+/// Kill the engine while all guests read, once in each turn, and in as many turns keeper and engine. The longest touch
+/// is at least as long as reported: it may have ended after its turn.
 pub(super) fn recovery_row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> {
     let plan = if bench.options.quick { HASTY } else { FULL };
     let lead = plan.lead + plan.lead_per_vm * u32::try_from(vms)?;
     let mut row = begin_row(bench, "recovering", vms, ram_bytes, &plan);
     let mut fleet = squeezed(bench, Side::Ballast, vms, ram_bytes, &mut row)?;
-    let mut turns = Vec::new();
-    for _ in bench.progress.over("kill", 0..plan.turns) {
-        turns.push(killed(bench, &mut fleet, lead, plan.time)?);
+    for (prefix, whom) in [("density_recover", Whom::Engine), ("density_recover_both", Whom::Both)] {
+        let mut turns = Vec::new();
+        for _ in bench.progress.over("kill", 0..plan.turns) {
+            turns.push(killed(bench, &mut fleet, whom, lead, plan.time)?);
+        }
+        let of = |figure: fn(&(Turn, f64)) -> f64| turns.iter().map(figure).collect::<Vec<_>>();
+        row.figure(&format!("{prefix}_ms_max"), &of(|(turn, _)| turn.worst_ms));
+        row.figure(&format!("{prefix}_touches_per_s"), &of(|(turn, _)| turn.touches_per_s));
+        row.figure(&format!("{prefix}_api_ms"), &of(|(_, api_ms)| *api_ms));
     }
-    let of = |figure: fn(&(Turn, f64)) -> f64| turns.iter().map(figure).collect::<Vec<_>>();
-    row.figure("density_recover_ms_max", &of(|(turn, _)| turn.worst_ms));
-    row.figure("density_recover_touches_per_s", &of(|(turn, _)| turn.touches_per_s));
-    row.figure("density_recover_api_ms", &of(|(_, api_ms)| *api_ms));
     if bench.options.quick {
         fleet.verify()?;
     }
     Ok(row)
 }
 
-/// Kill the engine. Also returns the milliseconds until the next one's API replied.
-fn killed(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration) -> Result<(Turn, f64)> {
-    let before = bench.engine_pid()?;
+/// Who is killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whom {
+    Engine,
+    /// Engine and keeper. Another keeper is started at once.
+    Both,
+}
+
+/// Kill the engine or both. Also returns the milliseconds until the next engine's API replies; after both, with all VMs.
+fn killed(bench: &mut Bench, fleet: &mut Fleet, whom: Whom, lead: Duration, time: Duration) -> Result<(Turn, f64)> {
+    let (before, vms) = (bench.engine_pid()?, fleet.len());
     let kill = || {
-        let pid = Pid::from_raw(before.cast_signed()).context("the engine has no process id")?;
-        kill_process(pid, Signal::KILL).context("Killing the engine")?;
         let killed = Instant::now();
+        match whom {
+            Whom::Engine => {
+                let pid = Pid::from_raw(before.cast_signed()).context("the engine has no process id")?;
+                kill_process(pid, Signal::KILL).context("Killing the engine")?;
+            }
+            Whom::Both => {
+                bench.daemon.kill_both(before)?;
+                bench.guard.end_process(bench.daemon.keeper_pid())?;
+            }
+        }
         // The client is a new one: requests that were cut off are repeated only for some seconds.
         let api = Client::new(bench.daemon.dir().join("api.sock"))?.retry_for(Duration::from_secs(60));
-        while api.host().map_or(before, |host| host.engine_pid) == before {
+        let serves = || api.host().is_ok_and(|host| host.engine_pid != before);
+        while !(serves() && (whom == Whom::Engine || api.vms().is_ok_and(|list| list.len() == vms))) {
             ensure!(killed.elapsed() < Duration::from_secs(120), "no new engine serves the API");
         }
         Ok(killed.elapsed().as_secs_f64() * 1e3)
