@@ -166,7 +166,7 @@ pub(super) fn recovery_row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Res
     Ok(row)
 }
 
-/// Who is killed.
+/// The processes that are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Whom {
     Engine,
@@ -174,7 +174,8 @@ enum Whom {
     Both,
 }
 
-/// Kill the engine or both. Also returns the milliseconds until the next engine's API replies; after both, with all VMs.
+/// Kill the engine or both. Also returns the milliseconds until the next engine's API replies; after both, until it has
+/// all VMs.
 fn killed(bench: &mut Bench, fleet: &mut Fleet, whom: Whom, lead: Duration, time: Duration) -> Result<(Turn, f64)> {
     let (before, vms) = (bench.engine_pid()?, fleet.len());
     let kill = || {
