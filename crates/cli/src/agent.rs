@@ -4,7 +4,7 @@
 
 use std::fmt::Write;
 
-use ballast_api::{AgentState, TieringStat, TieringState, VmStat};
+use ballast_api::{AgentState, NodeStat, TieringStat, TieringState, VmStat};
 
 use crate::show;
 
@@ -98,8 +98,9 @@ fn of_tiering(tiering: &TieringStat) -> String {
 /// The sentence that `ballast explain` prints.
 pub fn in_brief(vm: &VmStat) -> Option<String> {
     let agent = vm.agent.as_ref()?;
-    let held: u64 = agent.nodes.iter().map(|node| node.balloon_bytes).sum();
-    let wanted: u64 = agent.nodes.iter().map(|node| node.balloon_wanted_bytes).sum();
+    // The guest says these numbers, and may say any.
+    let sum = |of: fn(&NodeStat) -> u64| agent.nodes.iter().map(of).fold(0, u64::saturating_add);
+    let (held, wanted) = (sum(|node| node.balloon_bytes), sum(|node| node.balloon_wanted_bytes));
     let balloon = (held | wanted > 0).then(|| {
         let [held, wanted] = [held, wanted].map(show::size);
         format!(" It holds {held} of {wanted} of free memory for the host: zeros, which cost less than paging.")
@@ -114,4 +115,20 @@ pub fn in_brief(vm: &VmStat) -> Option<String> {
         AgentState::Silent => "Its guest's agent is silent, so the host tracks the VM itself.".into(),
     };
     Some(state + &balloon.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_api::AgentStat;
+
+    #[test]
+    fn a_guest_that_claims_more_memory_than_there_is_does_not_stop_the_explanation() {
+        let node =
+            |node| NodeStat { node, balloon_bytes: u64::MAX, balloon_wanted_bytes: u64::MAX, ..NodeStat::default() };
+        let agent = AgentStat { nodes: vec![node(0), node(1)], ..AgentStat::default() };
+        let text = in_brief(&VmStat { agent: Some(agent), ..VmStat::default() }).expect("it has an agent");
+        let most = show::size(u64::MAX);
+        assert!(text.contains(&format!("It holds {most} of {most}")), "{text}");
+    }
 }
