@@ -137,3 +137,41 @@ impl Channel {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+
+    #[test]
+    fn a_peer_that_closes_again_and_again_costs_no_descriptor_and_one_that_never_reads_costs_bounded_memory() {
+        let pid = std::process::id();
+        let name = SocketAddr::from_abstract_name(socket_name(pid)).expect("a name");
+        let (port, told) = (UnixListener::bind_addr(&name).expect("no other listener"), Arc::default());
+        let connect = || -> (Channel, UnixStream) {
+            let channel = Channel::connect(pid, &told).expect("this process listens").expect("a port");
+            (channel, port.accept().expect("it has connected").0)
+        };
+        let descriptors = || std::fs::read_dir("/proc/self/fd").expect("descriptors").count();
+        let (before, whole) = (descriptors(), ballast_guest::frame(1, 1, &[7; 100]));
+        for round in 0..2000 {
+            let (mut channel, mut peer) = connect();
+            peer.write_all(&whole[..round % whole.len()]).expect("written");
+            drop(peer);
+            while !matches!(channel.read(&mut [0; 64]), Ok(Read::Gone) | Err(_)) {}
+        }
+        // Other tests of this process have some, too.
+        assert!(descriptors() < before + 500, "{before} before, {} now", descriptors());
+
+        let (mut channel, _peer) = connect();
+        let mut dropped = 0;
+        for _ in 0..2000 {
+            dropped += u32::from(!channel.send(&[0; 10_000]));
+            channel.flush().expect("it is open");
+            assert!(channel.out.len() <= BEHIND && channel.out.capacity() <= 2 * BEHIND);
+        }
+        assert!(dropped > 1000, "{dropped}");
+    }
+}
