@@ -6,11 +6,12 @@ mod common;
 
 use std::path::Path;
 
-use ballast_api::VmStatus;
+use ballast_api::{UpgradeStage, VmStatus};
 use ballast_testvm::fuse::Fuse;
 
 use common::guest::Guest;
-use common::{BUSY, Daemon, missing, until};
+use common::upgrades::{begin, ended, request, this_build};
+use common::{BUSY, Daemon, QUICK, missing, until};
 
 /// A disk that can hang, where this kernel lets FUSE make files without a name (Linux 6.2).
 fn disk() -> Option<Fuse> {
@@ -69,6 +70,24 @@ fn keeper_and_engine_die_while_the_disk_hangs() {
     drop(hangs);
     daemon.goes_to_file_and_back("victim");
     guest.finish();
+}
+
+#[test]
+fn an_upgrade_to_a_file_on_a_disk_that_hangs_is_refused_and_stops_nobody() {
+    let Some(fuse) = disk() else { return };
+    let daemon = Daemon::start(QUICK);
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    let program = fuse.dir().join("ballastd");
+    std::fs::write(&program, b"#!/bin/sh\n").expect("a file");
+    let hangs = fuse.hold_on();
+    let refused = daemon.api.begin_upgrade(&request(&program)).expect_err("it does not come");
+    assert!(refused.to_string().contains("nothing came"), "{refused}");
+    // The keeper goes on: it takes another VM, and another engine follows.
+    let other = Guest::start(&daemon, "other", BUSY);
+    begin(&daemon, &this_build());
+    assert_eq!(ended(&daemon).stage, UpgradeStage::Done, "{}", daemon.log());
+    drop(hangs);
+    [guest, other].into_iter().for_each(|guest| drop(guest.finish()));
 }
 
 #[test]

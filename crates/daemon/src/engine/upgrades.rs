@@ -5,6 +5,10 @@
 //! Threads: any; the one that takes orders brings the keeper's messages.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,9 +16,16 @@ use std::time::Duration;
 use ballast_api::{UpgradeStage, UpgradeStat};
 use ballast_handover::orders::Report;
 use ballast_handover::upgrading::{Stage, Upgrading};
+use rustix::fs::OFlags;
 
 /// How long the keeper may take to reply whether it begins. It waits for no other process.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+
+/// How long the beginning of a program's file may take to come. Starting a program stops the keeper until its file was
+/// opened, so a file server that does not answer must not be met there.
+const READ_WITHIN: Duration = Duration::from_secs(3);
+/// Threads that may wait for such file servers, permanently.
+const MOST_READS: u32 = 4;
 
 /// The state of the last upgrade, and open requests.
 #[derive(Debug, Default)]
@@ -80,6 +91,10 @@ impl Upgrades {
         program: Option<String>,
         report: impl FnOnce(&Report) -> anyhow::Result<()>,
     ) -> Result<UpgradeStat, String> {
+        let program = program.unwrap_or_default();
+        if !program.is_empty() {
+            read_beginning(&program)?;
+        }
         let (sender, answer) = mpsc::channel();
         let ask = {
             let mut state = self.lock();
@@ -88,7 +103,7 @@ impl Upgrades {
             state.asked.insert(ask, sender);
             ask
         };
-        let sent = report(&Report::Upgrade { ask, program: program.unwrap_or_default() });
+        let sent = report(&Report::Upgrade { ask, program });
         let answer = match sent {
             Ok(()) => answer.recv_timeout(ANSWER_WITHIN).unwrap_or_else(|error| match error {
                 RecvTimeoutError::Timeout => Err("the keeper does not answer".into()),
@@ -101,6 +116,36 @@ impl Upgrades {
     }
 }
 
+/// Reads the beginning of a program's file, on a thread that may wait for ever.
+///
+/// # Errors
+/// It cannot be read, or its file server does not answer.
+fn read_beginning(program: &str) -> Result<(), String> {
+    static READS: AtomicU32 = AtomicU32::new(0);
+    if READS.fetch_add(1, Ordering::Relaxed) >= MOST_READS {
+        READS.fetch_sub(1, Ordering::Relaxed);
+        return Err(format!("the files of {MOST_READS} earlier programs still do not come"));
+    }
+    let (sender, result) = mpsc::channel();
+    let path = program.to_owned();
+    let read = move || {
+        // Not to wait for a writer, if it is a FIFO.
+        let opened = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path);
+        let read = opened.and_then(|mut file| file.read(&mut [0; ballast_base::PAGE_SIZE]));
+        READS.fetch_sub(1, Ordering::Relaxed);
+        // The caller may have given up.
+        let _ = sender.send(read);
+    };
+    let begun = std::thread::Builder::new().name("program".into()).spawn(read).inspect_err(|_| {
+        READS.fetch_sub(1, Ordering::Relaxed);
+    });
+    let read = begun.and_then(|_| {
+        let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("nothing came within {READ_WITHIN:?}"));
+        result.recv_timeout(READ_WITHIN).map_err(late)?
+    });
+    read.map(drop).map_err(|error| format!("reading {program}: {error}"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,9 +154,9 @@ mod tests {
     fn the_keepers_reply_goes_to_the_caller() {
         let upgrades = Upgrades::default();
         let says = |result: Result<(), String>| {
-            upgrades.begin(Some("/p".into()), |report| {
+            upgrades.begin(Some("/bin/true".into()), |report| {
                 let Report::Upgrade { ask, program } = report else { panic!("{report:?}") };
-                assert_eq!(program, "/p");
+                assert_eq!(program, "/bin/true");
                 upgrades.set(Upgrading { number: 7, stage: Stage::Checking, ..Upgrading::default() });
                 upgrades.answered(ask + 1, Err("another one's".into()));
                 upgrades.answered(*ask, result);
