@@ -15,7 +15,9 @@ use ballast_guest::message::{MAX_RUNS, Node, Tick};
 use ballast_guest::run::{COLD, HOTTEST, PAGES_END};
 use ballast_guest::{Run, ToGuest, ToHost, frame};
 use ballast_sys::memfd;
-use common::agent::{Fake, HIGH, PAGES, agent_of, all_is_there, attach, one_at_a_time, port_of, run, seen};
+use common::agent::{
+    Fake, HIGH, PAGES, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, port_of, proved, run, seen,
+};
 use common::guest::Guest;
 use common::raw::{Ram, no_uffd};
 use common::{BUSY, Daemon, QUICK, until};
@@ -29,10 +31,7 @@ fn what_a_guest_calls_cold_goes_first_and_the_host_does_not_track_it_until_it_fa
     let daemon = Daemon::start(&format!("{QUICK}[heat]\ntrack = \"auto\"\n"));
     let port = port_of(std::process::id());
     let ram = Ram::new(PAGES);
-    let _client = attach(&daemon, &ram, "told");
-    let mut fake = Fake::accept(&port);
-    fake.begin(&ram);
-    until("both pieces are proved", || agent_of(&daemon, "told").pieces_proved == 2);
+    let (_client, mut fake) = proved(&daemon, &port, &ram, "told");
     // 24 MiB in both halves are cold; the rest is hot, except pages that are not reported.
     let cold = [1024..4096, 9216..12288];
     let told = |level| cold.iter().map(move |pages| run(seen(pages.start), pages.clone().count() as u32, level));
@@ -179,7 +178,7 @@ fn a_guest_that_says_whatever_it_likes_and_dies_at_any_point_harms_nobody() {
         until("the neighbour is served meanwhile", || daemon.vm("neighbour").faults.total() > before);
         ends.store(true, Ordering::Relaxed);
     });
-    assert_eq!(daemon.api.events().expect("events").iter().filter(|event| event.kind == "worker-panic").count(), 0);
+    no_worker_panicked(&daemon);
     drop(fake);
     all_is_there(&ram);
     neighbour.finish();
@@ -194,10 +193,7 @@ fn a_guest_that_calls_cold_what_it_touches_all_the_time_is_ignored() {
     let daemon = Daemon::start(QUICK);
     let port = port_of(std::process::id());
     let ram = Ram::new(PAGES);
-    let _client = attach(&daemon, &ram, "liar");
-    let mut fake = Fake::accept(&port);
-    fake.begin(&ram);
-    until("both pieces are proved", || agent_of(&daemon, "liar").pieces_proved == 2);
+    let (_client, mut fake) = proved(&daemon, &port, &ram, "liar");
     let ends = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {

@@ -14,7 +14,9 @@ use ballast_base::{MIB, PAGE_SIZE};
 use ballast_guest::message::{MAX_RUNS, NODES_END, Node, Tick, TierUse, Tiering, TieringState, Tracking};
 use ballast_guest::run::COLD;
 use ballast_guest::{Kind, Run, ToHost, frame};
-use common::agent::{Fake, HIGH, NONCES, PAGES, agent_of, all_is_there, attach, one_at_a_time, port_of, run};
+use common::agent::{
+    Fake, HIGH, NONCES, PAGES, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, port_of, proved, run,
+};
 use common::raw::{Ram, no_uffd};
 use common::rng::Rng;
 use common::{Daemon, QUICK, until};
@@ -23,12 +25,6 @@ use common::{Daemon, QUICK, until};
 const WORDS: usize = PAGE_SIZE / 8;
 /// Messages whose processing needs no new tokens, and some more.
 const MESSAGES: u64 = 200;
-
-fn no_worker_panicked(daemon: &Daemon) {
-    let events = daemon.api.events().expect("events");
-    let panics: Vec<_> = events.iter().filter(|event| event.kind == "worker-panic").collect();
-    assert!(panics.is_empty(), "{panics:?}");
-}
 
 /// A thread of the guest: writes all words of its pages, page by page in random order, and checks them before.
 fn write_and_check(ram: &Ram, thread: u64, threads: u64, (ends, checked): (&AtomicBool, &AtomicU64)) {
@@ -66,10 +62,7 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
     let daemon = Daemon::start(QUICK);
     let port = port_of(std::process::id());
     let ram = Ram::new(PAGES);
-    let _client = attach(&daemon, &ram, "all-free");
-    let mut fake = Fake::accept(&port);
-    fake.begin(&ram);
-    until("both pieces are proved", || agent_of(&daemon, "all-free").pieces_proved == 2);
+    let (_client, mut fake) = proved(&daemon, &port, &ram, "all-free");
     let (ends, checked) = (AtomicBool::new(false), AtomicU64::new(0));
     let all = |kind| [0, HIGH].map(|page| Run { page, count: PAGES as u32 / 2, kind, level: COLD }).to_vec();
     std::thread::scope(|scope| {
@@ -138,10 +131,7 @@ fn messages_of_random_bytes_and_messages_that_are_sent_again_are_counted_and_los
     let daemon = Daemon::start(QUICK);
     let port = port_of(std::process::id());
     let ram = Ram::new(PAGES);
-    let _client = attach(&daemon, &ram, "random");
-    let mut fake = Fake::accept(&port);
-    fake.begin(&ram);
-    until("both pieces are proved", || agent_of(&daemon, "random").pieces_proved == 2);
+    let (_client, mut fake) = proved(&daemon, &port, &ram, "random");
     daemon.api.set_limit("random", Some(32 * MIB)).expect("limit");
     let (mut random, mut said) = (Rng::seeded("BALLAST_AGENT_SEED"), Vec::new());
     for _ in 0..MESSAGES {

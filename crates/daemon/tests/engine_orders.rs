@@ -1,6 +1,8 @@
 //! Orders to an engine whose keeper is this test: an engine that has no descriptors left does not claim to serve a
 //! process. Needs root (userfaultfd).
 
+mod common;
+
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::process::{Child, Command, Stdio};
@@ -53,12 +55,6 @@ impl Engine {
             }
         }
     }
-
-    /// Let it open no more descriptors, or as many as before.
-    fn limit(&self, most: &str) {
-        let args = [format!("--pid={}", self.child.id()), format!("--nofile={most}:")];
-        assert!(Command::new("prlimit").args(args).status().expect("prlimit").success());
-    }
 }
 
 impl Drop for Engine {
@@ -94,7 +90,7 @@ fn an_engine_that_cannot_take_the_descriptors_of_a_process_says_that_it_does_not
     let view = Order::AddView { vm: VM, pid: std::process::id(), uffd_features, spans, unserved_since_ns: None };
     let fds = [uffd.as_fd(), control.as_fd()];
     // Its lowest three descriptors are open: there is no place for another one.
-    engine.limit("3");
+    assert!(common::limit_descriptors(engine.child.id(), "3"));
     engine.order(&view, &fds);
     let why = engine.done(&Order::Tell { seq: 2, vm: VM }).expect_err("it does not serve that process");
     assert!(why.contains("is not served"), "{why}");

@@ -16,7 +16,7 @@ use rustix::process::Signal;
 use common::guest::{Guest, moves};
 use common::raw::{Ram, RawClient, no_uffd};
 use common::upgrades::{begin, ended, request, this_build};
-use common::{BUSY, Daemon, QUICK, signal_process, until};
+use common::{BUSY, Daemon, QUICK, limit_descriptors, signal_process, until};
 
 /// Guests of most tests here.
 const THREE: [&str; 3] = ["one", "two", "three"];
@@ -115,20 +115,8 @@ fn an_engine_that_stands_still_at_any_stage_is_replaced_and_changes_nothing_when
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
 
-/// Let a process open this many more descriptors than it has, from now on.
-fn limit_more(pid: u32, more: usize) {
-    let open = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("it runs").count();
-    limit(pid, &(open + more).to_string());
-}
-
-/// Set the most descriptors of a process. One that has ended has none.
-fn limit(pid: u32, most: &str) {
-    let set = Command::new("prlimit").args([format!("--pid={pid}"), format!("--nofile={most}:")]).output();
-    set.expect("prlimit");
-}
-
 /// The most descriptors that a process may have.
-fn usual_limit(pid: u32) -> String {
+fn descriptors(pid: u32) -> String {
     let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).expect("limits");
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).expect("a limit");
     line.split_whitespace().next().expect("a number").to_owned()
@@ -139,10 +127,11 @@ fn an_upgrade_without_descriptors_fails_or_succeeds_and_every_vm_is_served() {
     let daemon = Daemon::start(QUICK);
     let guests = THREE.map(|name| Guest::start(&daemon, name, BUSY));
     let keeper = daemon.keeper_pid();
-    let usual = usual_limit(keeper);
+    let open = || std::fs::read_dir(format!("/proc/{keeper}/fd")).expect("it runs").count();
+    let usual = descriptors(keeper);
     for more in 0..40 {
         let said = daemon.log().len();
-        limit_more(keeper, more);
+        assert!(limit_descriptors(keeper, &(open() + more).to_string()));
         if daemon.api.begin_upgrade(&request(&this_build())).is_ok() {
             // The new engine has as few, so it may not answer.
             until("the upgrade ends", || {
@@ -150,8 +139,11 @@ fn an_upgrade_without_descriptors_fails_or_succeeds_and_every_vm_is_served() {
                 [" follows, after", "is ended: ", "no upgrade: "].iter().any(|end| log[said..].contains(end))
             });
         }
-        limit(keeper, &usual);
-        daemon.engines().into_iter().for_each(|engine| limit(engine, &usual));
+        assert!(limit_descriptors(keeper, &usual));
+        // One that has ended has none.
+        for engine in daemon.engines() {
+            let _ = limit_descriptors(engine, &usual);
+        }
         all_are_served(&daemon, &THREE);
     }
     upgrades(&daemon);

@@ -13,11 +13,10 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_needs::missing;
 use ballast_remote::{RemoteBudget, RemoteStore, slot_of};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
-use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
-use common::{LEASE, Random, cluster, env};
+use ballast_testvm::valkey::{Layout, Valkey};
+use common::{LEASE, Random, cluster, env, start};
 
 const VM: VmId = VmId([7; 16]);
 /// Pages of each thread, in four chunks.
@@ -164,10 +163,7 @@ fn slot_of_node(valkey: &Valkey, node: usize) -> Option<u16> {
 
 #[test]
 fn nothing_that_was_stored_is_lost_or_wrong_whatever_happens_to_the_cluster() {
-    if missing("valkey", valkey_missing()) {
-        return;
-    }
-    let mut valkey = Valkey::start(Layout::default()).expect("a cluster");
+    let Some(mut valkey) = start(Layout::default()) else { return };
     let ours = cluster(&valkey, 1);
     let budget = RemoteBudget::new(Bytes(1 << 30));
     let store = RemoteStore::new(VM, ours.clone(), budget.clone(), Codec::Lz4, LEASE);

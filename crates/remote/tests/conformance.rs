@@ -6,18 +6,14 @@ mod common;
 
 use ballast_base::Bytes;
 use ballast_base::wire::VmId;
-use ballast_needs::missing;
 use ballast_remote::RemoteBudget;
 use ballast_store::{Codec, Store, conformance};
-use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
-use common::{LEASE, cluster};
+use ballast_testvm::valkey::Layout;
+use common::{LEASE, cluster, start};
 
 #[test]
 fn the_remote_store_keeps_what_every_store_promises() {
-    if missing("valkey", valkey_missing()) {
-        return;
-    }
-    let valkey = Valkey::start(Layout::default()).expect("a cluster");
+    let Some(valkey) = start(Layout::default()) else { return };
     let cluster = cluster(&valkey, 1);
     for codec in [Codec::Lz4, Codec::Zstd { level: 1 }] {
         conformance::run(&|| {

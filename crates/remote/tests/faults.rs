@@ -12,11 +12,10 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_needs::missing;
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, lease, slot_of};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
-use ballast_testvm::valkey::{Layout, Valkey, read, valkey_missing};
-use common::{LEASE, cluster};
+use ballast_testvm::valkey::{Layout, read};
+use common::{LEASE, cluster, owner, start};
 
 const VM: VmId = VmId([7; 16]);
 
@@ -26,13 +25,6 @@ fn store(cluster: &Arc<Cluster>) -> RemoteStore {
 
 fn key(page: u64) -> PageKey {
     RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
-}
-
-fn start(layout: Layout) -> Option<Valkey> {
-    if missing("valkey", valkey_missing()) {
-        return None;
-    }
-    Some(Valkey::start(layout).expect("a cluster"))
 }
 
 fn put(store: &RemoteStore, first: u64, count: u64) -> Vec<PutOutcome> {
@@ -154,7 +146,7 @@ fn a_page_is_lost_only_when_all_that_may_have_it_say_so() {
     let ours = cluster(&valkey, 1);
     let store = store(&ours);
     let handles = stored(put(&store, 0, 1));
-    let primary = valkey.owner(slot_of(format!("b{{{VM}:0:0}}").as_bytes())).expect("an owner");
+    let primary = owner(&valkey, VM);
     // Kill its primary, and the replica of it.
     let replica = primary + 3;
     valkey.kill(replica);
@@ -175,7 +167,7 @@ fn a_page_that_is_damaged_at_its_owner_comes_from_a_replica_and_is_corrupt_if_no
     let ours = cluster(&valkey, 1);
     let store = store(&ours);
     let handles = stored(put(&store, 0, 3));
-    let primary = valkey.owner(slot_of(format!("b{{{VM}:0:0}}").as_bytes())).expect("an owner");
+    let primary = owner(&valkey, VM);
     let tell = |words: &[&str]| drop(valkey.say(primary, words).expect("it does so"));
     // Its replicas keep what they have.
     tell(&["ACL", "SETUSER", "default", "-psync", "-sync"]);

@@ -12,11 +12,10 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_needs::missing;
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore, Seal, seal};
 use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, pages};
-use ballast_testvm::valkey::{Layout, Valkey, read, valkey_missing};
-use common::{LEASE, cluster};
+use ballast_testvm::valkey::{Layout, Valkey, read};
+use common::{LEASE, cluster, owner, start};
 
 /// Pages of the run that is attacked, all in one chunk. The first one is left alone.
 const PAGES: u64 = 8;
@@ -107,10 +106,7 @@ impl Attacker<'_> {
 
 #[test]
 fn no_forged_value_comes_back_as_a_page_or_costs_another_page() {
-    if missing("valkey", valkey_missing()) {
-        return;
-    }
-    let valkey = Valkey::start(Layout { primaries: 1, replicas: 0, ..Layout::default() }).expect("a server");
+    let Some(valkey) = start(Layout { primaries: 1, replicas: 0, ..Layout::default() }) else { return };
     let (ours, attacker) = (cluster(&valkey, 0), Attacker(&valkey));
     let secret = seal::new_key().expect("random");
     for secret in [None, Some(&secret)] {
@@ -167,15 +163,12 @@ fn no_forged_value_comes_back_as_a_page_or_costs_another_page() {
 
 #[test]
 fn a_page_whose_key_has_a_list_or_a_set_is_corrupt_and_the_key_can_be_removed() {
-    if missing("valkey", valkey_missing()) {
-        return;
-    }
-    let valkey = Valkey::start(Layout::default()).expect("a cluster");
+    let Some(valkey) = start(Layout::default()) else { return };
     let ours = cluster(&valkey, 1);
     let victim = store(&ours, VM, None);
     let bytes: Vec<PageBytes> = (0..PAGES).map(page).collect();
     let handles = put(&victim, VM, &bytes);
-    let owner = valkey.owner(ballast_remote::slot_of(format!("b{{{VM}:0:0}}").as_bytes())).expect("an owner");
+    let owner = owner(&valkey, VM);
     for (at, words) in [(1, &["RPUSH"][..]), (2, &["SADD"]), (3, &["HSET", "field"])] {
         let key = String::from_utf8(name(VM, at, handles[at as usize])).expect("ascii");
         valkey.say(owner, &["DEL", &key]).expect("DEL");

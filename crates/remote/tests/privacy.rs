@@ -13,24 +13,16 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_needs::missing;
 use ballast_remote::{
     Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Seal, Tls, check, lease, seal, tick_now,
 };
 use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, conformance};
-use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
-use common::{LEASE, cluster, tls, tls_cluster};
+use ballast_testvm::valkey::{Layout, Valkey};
+use common::{LEASE, cluster, start, tls, tls_cluster};
 
 const VM: VmId = VmId([7; 16]);
 /// The known bytes on each page. Compression does not change them.
 const SECRET: &[u8] = b"the guest knows something that nobody else shall know";
-
-fn start(layout: Layout) -> Option<Valkey> {
-    if missing("valkey", valkey_missing()) {
-        return None;
-    }
-    Some(Valkey::start(layout).expect("a cluster"))
-}
 
 fn store(cluster: &Arc<Cluster>) -> RemoteStore {
     RemoteStore::new(VM, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)

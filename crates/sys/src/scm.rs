@@ -124,10 +124,13 @@ pub fn receive_or_bytes(socket: impl AsFd) -> io::Result<Option<(Received, bool)
         return Err(io::Error::new(io::ErrorKind::InvalidData, "message over the size or descriptor limit"));
     }
     let is_whole = !flags.contains(ReturnFlags::CTRUNC);
+    if is_whole && received.is_end() {
+        return Ok(None);
+    }
     if !is_whole {
         received.fds.clear();
     }
-    Ok(Some((received, is_whole)).filter(|(received, is_whole)| !(*is_whole && received.is_end())))
+    Ok(Some((received, is_whole)))
 }
 
 /// Receive one message, or as much of it as fits.

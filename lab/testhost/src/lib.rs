@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use ballast_api::Client;
 use ballast_sys::program;
-use rustix::process::{Pid, Signal, kill_process};
 
 /// A running daemon.
 #[derive(Debug)]
@@ -47,12 +46,14 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Kill keeper and engine, and start another keeper, which attached VMs come back to.
-    pub fn kill_both(&mut self, engine_pid: u32) -> Result<()> {
+    /// Kill the keeper, and wait for its end. Its engine goes on.
+    pub fn kill_keeper(&mut self) -> Result<()> {
         self.keeper.kill().context("Killing the keeper")?;
-        let engine = Pid::from_raw(engine_pid.cast_signed()).context("the engine has no process id")?;
-        kill_process(engine, Signal::KILL).context("Killing the engine")?;
-        self.keeper.wait().context("Waiting for the keeper to end")?;
+        self.keeper.wait().map(drop).context("Waiting for the keeper to end")
+    }
+
+    /// Start another keeper after [`Self::kill_keeper`]. Attached VMs come back to it.
+    pub fn start_keeper(&mut self) -> Result<()> {
         self.keeper = spawn_keeper(&find()?, self.dir())?;
         Ok(())
     }

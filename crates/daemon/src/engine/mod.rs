@@ -207,6 +207,10 @@ impl Orders {
                 Ok(Some(received)) => received,
                 Ok(None) => return Ok(End::Orphaned),
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(End::Orphaned),
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                    self.engine.failed(None, "an order", &anyhow::Error::new(error).context("Receiving it whole"));
+                    continue;
+                }
                 Err(error) => return Err(error).context("Receiving an order"),
             };
             let order = wire::decode::<Order>(&received.bytes).context("Understanding an order")?;

@@ -116,29 +116,37 @@ impl Upgrades {
     }
 }
 
+/// Threads that read the beginning of a program's file now.
+static READS: AtomicU32 = AtomicU32::new(0);
+
+/// Counts such a thread until it is dropped.
+struct Reading;
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        READS.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Reads the beginning of a program's file, on a thread that may wait for ever.
 ///
 /// # Errors
 /// It cannot be read, or its file server does not answer.
 fn read_beginning(program: &str) -> Result<(), String> {
-    static READS: AtomicU32 = AtomicU32::new(0);
-    if READS.fetch_add(1, Ordering::Relaxed) >= MOST_READS {
-        READS.fetch_sub(1, Ordering::Relaxed);
+    let (earlier, reading) = (READS.fetch_add(1, Ordering::Relaxed), Reading);
+    if earlier >= MOST_READS {
         return Err(format!("the files of {MOST_READS} earlier programs still do not come"));
     }
     let (sender, result) = mpsc::channel();
     let path = program.to_owned();
     let read = move || {
+        let _reading = reading;
         // Not to wait for a writer, if it is a FIFO.
         let opened = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path);
-        let read = opened.and_then(|mut file| file.read(&mut [0; ballast_base::PAGE_SIZE]));
-        READS.fetch_sub(1, Ordering::Relaxed);
         // The caller may have given up.
-        let _ = sender.send(read);
+        let _ = sender.send(opened.and_then(|mut file| file.read(&mut [0; ballast_base::PAGE_SIZE])));
     };
-    let begun = std::thread::Builder::new().name("program".into()).spawn(read).inspect_err(|_| {
-        READS.fetch_sub(1, Ordering::Relaxed);
-    });
+    let begun = std::thread::Builder::new().name("program".into()).spawn(read);
     let read = begun.and_then(|_| {
         let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("nothing came within {READ_WITHIN:?}"));
         result.recv_timeout(READ_WITHIN).map_err(late)?

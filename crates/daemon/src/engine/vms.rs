@@ -137,7 +137,10 @@ impl Engine {
             }
             (Order::AddRegion { pid, span, number, files, .. }, Some(served)) => {
                 let added = ram_files(fds, files).and_then(|files| self.add_region(served, pid, span, number, &files));
-                if let Err(error) = &added {
+                // What `add_region` has said itself is more exact.
+                if let Err(error) = &added
+                    && served.unserved_of(pid).is_none()
+                {
                     served.set_unserved(pid, format!("region {number} of process {pid} is not served: {error:#}"));
                 }
                 added

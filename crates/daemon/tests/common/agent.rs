@@ -15,8 +15,8 @@ use ballast_guest::frame::Next;
 use ballast_guest::message::{NONCE, Tick, Tracking};
 use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost, socket_name};
 
-use super::Daemon;
 use super::raw::Ram;
+use super::{Daemon, until};
 
 /// 64 MiB.
 pub const PAGES: u64 = 16 << 10;
@@ -44,6 +44,15 @@ pub fn attach(daemon: &Daemon, ram: &Ram, name: &str) -> Client {
     // The keeper has answered; the engine may still be opening the VM.
     daemon.vm(name);
     client
+}
+
+/// The same, and its agent, whose places in guest memory are proved.
+pub fn proved(daemon: &Daemon, port: &UnixListener, ram: &Ram, name: &str) -> (Client, Fake) {
+    let client = attach(daemon, ram, name);
+    let mut fake = Fake::accept(port);
+    fake.begin(ram);
+    until("both pieces are proved", || agent_of(daemon, name).pieces_proved == 2);
+    (client, fake)
 }
 
 /// The guest's number of a page.
@@ -154,4 +163,10 @@ pub fn all_is_there(ram: &Ram) {
 
 pub fn agent_of(daemon: &Daemon, name: &str) -> AgentStat {
     daemon.vm(name).agent.unwrap_or_default()
+}
+
+pub fn no_worker_panicked(daemon: &Daemon) {
+    let events = daemon.api.events().expect("events");
+    let panics: Vec<_> = events.iter().filter(|event| event.kind == "worker-panic").collect();
+    assert!(panics.is_empty(), "{panics:?}");
 }

@@ -200,6 +200,12 @@ fn spawn_keeper(dir: &Path, descriptors: Option<u32>) -> Child {
         .expect("start ballastd")
 }
 
+/// Sets the most descriptors of a process. Returns whether it did.
+pub fn limit_descriptors(pid: u32, most: &str) -> bool {
+    let set = Command::new("prlimit").args([format!("--pid={pid}"), format!("--nofile={most}:")]).output();
+    set.expect("prlimit").status.success()
+}
+
 /// SIGKILL.
 pub fn kill(pid: u32) {
     soak::killed();

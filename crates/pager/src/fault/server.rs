@@ -120,11 +120,8 @@ impl Serve for FaultServer {
     fn end(&mut self) {
         let vm = self.vm.clone();
         let _listed = vm.state.list_thread();
-        // Faults that were read and not served are raised again, for the engine or worker that serves this memory next.
-        if !self.pending.is_empty()
-            && let Err(error) = self.view.wake_all()
-        {
-            tracing::debug!(vm = self.vm.state.name(), pid = self.view.pid, "Waking what was not served: {error}");
+        if !self.pending.is_empty() {
+            vm.raise_again(&self.view);
         }
         self.pending.clear();
         self.update_stall();

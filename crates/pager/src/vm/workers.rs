@@ -214,11 +214,15 @@ impl Vm {
         self.life.wait_for_faults();
         let (pool, serving) = self.life.serving_pool();
         pool.join(serving);
-        for view in self.mail.slow.leave(self.stats()) {
-            // An address space that is gone has no threads that wait.
-            if let Err(error) = view.wake_all() {
-                tracing::debug!(vm = self.state.name(), pid = view.pid, "Waking what was not served: {error}");
-            }
+        self.mail.slow.leave(self.stats()).iter().for_each(|view| self.raise_again(view));
+    }
+
+    /// Faults of this view that were read here and not served are raised again, for the engine or worker that serves
+    /// this memory next.
+    pub(crate) fn raise_again(&self, view: &View) {
+        // An address space that is gone has no threads that wait.
+        if let Err(error) = view.wake_all() {
+            tracing::debug!(vm = self.state.name(), pid = view.pid, "Waking what was not served: {error}");
         }
     }
 

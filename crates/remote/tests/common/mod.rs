@@ -4,11 +4,26 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_remote::{Access, Addr, Cluster, ClusterOptions, Tls};
-use ballast_testvm::valkey::Valkey;
+use ballast_base::wire::VmId;
+use ballast_needs::missing;
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, Tls, slot_of};
+use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
 /// Duration of a lease, longer than any test.
 pub const LEASE: Duration = Duration::from_secs(3600);
+
+/// Starts a cluster; `None`, aloud, where there is no server.
+pub fn start(layout: Layout) -> Option<Valkey> {
+    if missing("valkey", valkey_missing()) {
+        return None;
+    }
+    Some(Valkey::start(layout).expect("a cluster"))
+}
+
+/// Returns the node that has the first chunk of a VM's first region.
+pub fn owner(valkey: &Valkey, vm: VmId) -> usize {
+    valkey.owner(slot_of(format!("b{{{vm}:0:0}}").as_bytes())).expect("an owner")
+}
 
 /// Returns a client of this cluster that is configured with two of its nodes.
 pub fn cluster(valkey: &Valkey, replicas: u32) -> Arc<Cluster> {

@@ -180,15 +180,14 @@ fn killed(bench: &mut Bench, fleet: &mut Fleet, whom: Whom, lead: Duration, time
     let (before, vms) = (bench.engine_pid()?, fleet.len());
     let kill = || {
         let killed = Instant::now();
-        match whom {
-            Whom::Engine => {
-                let pid = Pid::from_raw(before.cast_signed()).context("the engine has no process id")?;
-                kill_process(pid, Signal::KILL).context("Killing the engine")?;
-            }
-            Whom::Both => {
-                bench.daemon.kill_both(before)?;
-                bench.guard.end_process(bench.daemon.keeper_pid())?;
-            }
+        if whom == Whom::Both {
+            bench.daemon.kill_keeper()?;
+        }
+        let pid = Pid::from_raw(before.cast_signed()).context("the engine has no process id")?;
+        kill_process(pid, Signal::KILL).context("Killing the engine")?;
+        if whom == Whom::Both {
+            bench.daemon.start_keeper()?;
+            bench.guard.end_process(bench.daemon.keeper_pid())?;
         }
         // The client is a new one: requests that were cut off are repeated only for some seconds.
         let api = Client::new(bench.daemon.dir().join("api.sock"))?.retry_for(Duration::from_secs(60));
