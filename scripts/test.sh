@@ -25,6 +25,11 @@ what_failed() {
             echo "-- $test"
             grep -F -A 12 -e "thread '$test'" "$log" | head -n 40 || true
         done
+    # A step that was ended: tests that failed before it, which wait for others, and the program it was in.
+    if grep -q '^running [0-9]* tests*$' "$log" && ! grep -q '^failures:$' "$log"; then
+        grep -A 12 -E "^thread '.*panicked at " "$log" | tail -n 60 || true
+        grep -E '^ +Running ' "$log" | tail -n 1 || true
+    fi
     # Whatever has no test of its own: a compiler, a script, a program that died.
     grep -E '^(error|warning|SKIP|.*: line [0-9]+: )|signal: ' "$log" | tail -n 15 || true
 }
@@ -34,8 +39,8 @@ step() {
     echo "== $name"
     shift
     # Everything goes to the log as well, where skips are counted at the end.
-    # A step that hangs fails: the longest takes twelve minutes on two CPUs that do nothing else.
-    if ! timeout --kill-after=10 "${STEP_SECONDS:-1800}" "$@" 2>&1 | tee -a "$log"; then
+    # A step that hangs fails: the longest takes 25 minutes on two CPUs that do nothing else.
+    if ! timeout --kill-after=10 "${STEP_SECONDS:-2400}" "$@" 2>&1 | tee -a "$log"; then
         what_failed "$name"
         exit 1
     fi
@@ -48,6 +53,8 @@ step "lints" cargo clippy --workspace --all-targets -- -D warnings
 # Tests of upgrades go to it and back.
 step "programs of another build" scripts/next-build.sh
 export BALLAST_NEXT=${CARGO_TARGET_DIR:-$PWD/target}/next/ballastd
+# Tests of the agent boot it.
+step "guest with an agent" scripts/agent-image.sh
 step "unit, property, native, qemu and crash suites" cargo test --workspace --no-fail-fast -- --nocapture
 step "loom: the page-state model" env RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
     cargo test -p ballast-page --test loom

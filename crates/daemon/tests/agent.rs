@@ -15,6 +15,7 @@ use ballast_guest::message::{MAX_RUNS, Node, Tick};
 use ballast_guest::run::{COLD, HOTTEST, PAGES_END};
 use ballast_guest::{Run, ToGuest, ToHost, frame};
 use ballast_sys::memfd;
+use ballast_testvm::Finally;
 use common::agent::{
     Fake, HIGH, PAGES, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, port_of, proved, run, seen,
 };
@@ -173,10 +174,10 @@ fn a_guest_that_says_whatever_it_likes_and_dies_at_any_point_harms_nobody() {
                 }
             });
         }
+        let _end = Finally(|| ends.store(true, Ordering::Relaxed));
         let before = daemon.vm("neighbour").faults.total();
         until("hundreds of its messages were refused", || agent_of(&daemon, "hostile").rejected_messages > 300);
         until("the neighbour is served meanwhile", || daemon.vm("neighbour").faults.total() > before);
-        ends.store(true, Ordering::Relaxed);
     });
     no_worker_panicked(&daemon);
     drop(fake);
@@ -208,6 +209,7 @@ fn a_guest_that_calls_cold_what_it_touches_all_the_time_is_ignored() {
                 let _ = (slow..PAGES.min(slow + 16)).filter(|page| ram.is_marked(*page)).count();
             }
         });
+        let _end = Finally(|| ends.store(true, Ordering::Relaxed));
         daemon.api.set_limit("liar", Some(48 * MIB)).expect("limit");
         until("it is ignored", || {
             if fake.stay_alive() {
@@ -215,7 +217,6 @@ fn a_guest_that_calls_cold_what_it_touches_all_the_time_is_ignored() {
             }
             agent_of(&daemon, "liar").state == AgentState::Ignored
         });
-        ends.store(true, Ordering::Relaxed);
     });
     let shown = agent_of(&daemon, "liar");
     assert!(shown.times_ignored == 1 && shown.ignored_s.is_some(), "{shown:?}");

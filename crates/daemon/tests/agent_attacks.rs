@@ -14,6 +14,7 @@ use ballast_base::{MIB, PAGE_SIZE};
 use ballast_guest::message::{MAX_RUNS, NODES_END, Node, Tick, TierUse, Tiering, TieringState, Tracking};
 use ballast_guest::run::COLD;
 use ballast_guest::{Kind, Run, ToHost, frame};
+use ballast_testvm::Finally;
 use common::agent::{
     Fake, HIGH, NONCES, PAGES, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, port_of, proved, run,
 };
@@ -70,6 +71,7 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
             let (ram, seen) = (&ram, (&ends, &checked));
             scope.spawn(move || write_and_check(ram, thread, 2, seen));
         }
+        let _end = Finally(|| ends.store(true, Ordering::Relaxed));
         daemon.api.set_limit("all-free", Some(48 * MIB)).expect("limit");
         let nodes = vec![Node { node: 0, pages: PAGES, free: PAGES, ballooned: PAGES }];
         until("its pages were evicted and restored, many times", || {
@@ -89,7 +91,6 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
             let is_used = shown.reports >= 2 && shown.free_bytes == 64 * MIB;
             is_used && vm.faults.restored_pages > 2000 && checked.load(Ordering::Relaxed) > PAGES
         });
-        ends.store(true, Ordering::Relaxed);
     });
     assert_eq!(daemon.vm("all-free").poisoned_bytes, 0);
     no_worker_panicked(&daemon);

@@ -8,6 +8,7 @@ mod common;
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -16,13 +17,14 @@ use ballast_base::Bytes;
 use ballast_base::wire::KeeperToClient;
 use ballast_client::Client;
 use ballast_store::{Budget, FileOptions, FileStore};
+use ballast_testvm::Finally;
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
 use common::guest::Guest;
 use common::raw::{Ram, RawClient, no_uffd};
 use common::rng::Rng;
 use common::upgrades::{next_build, request, this_build};
-use common::{Daemon, kill, until, upgrades};
+use common::{Daemon, joined, kill, until, upgrades};
 
 const POLICY: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
 /// Pages of the VM that this process is.
@@ -118,71 +120,74 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
             Guest::start(daemon, name, args)
         })
         .collect();
-    let (stop, is_away, socket) = (AtomicBool::new(false), AtomicBool::new(false), daemon.attach_socket());
+    let [stop, is_away] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let ram = Ram::new(PAGES);
     let client = ram.vm(daemon, "discards").limit(PAGES * 4096 / 4).attach().expect("attached");
-    std::thread::scope(|scope| {
-        let (mut gap_us, mut deaths) = (0, Vec::new());
-        let discards = scope.spawn(|| touch_and_discard(&ram, &client, &stop));
-        let comes = scope.spawn(|| come_and_go(&socket, &is_away, &stop));
-        for round in 0..upgrades {
-            let program = if round % 2 == 0 { next_build() } else { this_build() };
-            let mut tail = Tail::of(daemon);
-            let old = daemon.host().engine_pid;
-            let number = daemon.api.upgrade().expect("answered").number;
-            // After a death a VM may be waited for yet.
-            until("it begins", || daemon.api.begin_upgrade(&request(&program)).is_ok());
-            if deaths.is_empty() {
-                deaths = all_deaths();
-            }
-            let planned = (kills && random.below(2) == 0).then(|| deaths.swap_remove(random.below(deaths.len())));
-            if let Some((stage, victim)) = planned {
-                let begun = Instant::now();
-                // A stage that does not come: the upgrade is over by then.
-                while !tail.says(stage) && begun.elapsed() < Duration::from_secs(5) {
-                    std::thread::yield_now();
-                }
-                if matches!(victim, Victim::Old | Victim::Both) {
-                    kill(old);
-                }
-                if matches!(victim, Victim::Next | Victim::Both) {
-                    tail.next_engine().into_iter().for_each(kill);
-                }
-                if matches!(victim, Victim::Keeper) {
-                    is_away.store(true, Ordering::Release);
-                    daemon.kill_keeper();
-                    daemon.restart_keeper();
-                    until("its engine answers", || {
-                        daemon.api.host().is_ok_and(|host| host.keeper_pid == daemon.keeper_pid())
-                    });
-                    is_away.store(false, Ordering::Release);
-                }
-            }
-            let is_over = |stage| matches!(stage, UpgradeStage::Done | UpgradeStage::Failed | UpgradeStage::None);
-            until("the upgrade is over", || daemon.api.upgrade().is_ok_and(|now| is_over(now.stage)));
-            let now = daemon.api.upgrade().expect("answered");
-            if planned.is_none() {
-                let expected = (number + 1, UpgradeStage::Done, Some(true));
-                assert_eq!((now.number, now.stage, now.keeper_replaced), expected, "{now:?}\n{}", daemon.log());
-                gap_us = gap_us.max(now.longest_gap_us);
-            }
-            for name in guests {
-                until("the guest is served", || daemon.api.vm(name).is_ok());
-                let before = daemon.vm(name);
-                until("its pages go out and come back", || {
-                    daemon.api.vm(name).is_ok_and(|vm| {
-                        vm.reclaim.evicted_pages > before.reclaim.evicted_pages
-                            && vm.faults.restore + vm.faults.file > before.faults.restore + before.faults.file
-                    })
-                });
-            }
-            println!("round {round}: {planned:?}: {:?}", now.stage);
+    // Not scoped: a discard that no engine replies to waits for ever, and a scope with it.
+    let ends = stop.clone();
+    let discards = std::thread::spawn(move || touch_and_discard(&ram, &client, &ends));
+    let (socket, ends, away) = (daemon.attach_socket(), stop.clone(), is_away.clone());
+    let comes = std::thread::spawn(move || come_and_go(&socket, &away, &ends));
+    // Also if an assertion fails here.
+    let end = Finally(|| stop.store(true, Ordering::Relaxed));
+    let (mut gap_us, mut deaths) = (0, Vec::new());
+    for round in 0..upgrades {
+        let program = if round % 2 == 0 { next_build() } else { this_build() };
+        let mut tail = Tail::of(daemon);
+        let old = daemon.host().engine_pid;
+        let number = daemon.api.upgrade().expect("answered").number;
+        // After a death a VM may be waited for yet.
+        until("it begins", || daemon.api.begin_upgrade(&request(&program)).is_ok());
+        if deaths.is_empty() {
+            deaths = all_deaths();
         }
-        println!("the longest time for which a VM moved and nobody served it: {gap_us} us");
-        stop.store(true, Ordering::Relaxed);
-        assert!(discards.join().expect("no byte was wrong") > 0);
-        assert!(comes.join().expect("every VM was attached") > 0);
-    });
+        let planned = (kills && random.below(2) == 0).then(|| deaths.swap_remove(random.below(deaths.len())));
+        if let Some((stage, victim)) = planned {
+            let begun = Instant::now();
+            // A stage that does not come: the upgrade is over by then.
+            while !tail.says(stage) && begun.elapsed() < Duration::from_secs(5) {
+                std::thread::yield_now();
+            }
+            if matches!(victim, Victim::Old | Victim::Both) {
+                kill(old);
+            }
+            if matches!(victim, Victim::Next | Victim::Both) {
+                tail.next_engine().into_iter().for_each(kill);
+            }
+            if matches!(victim, Victim::Keeper) {
+                is_away.store(true, Ordering::Release);
+                daemon.kill_keeper();
+                daemon.restart_keeper();
+                until("its engine answers", || {
+                    daemon.api.host().is_ok_and(|host| host.keeper_pid == daemon.keeper_pid())
+                });
+                is_away.store(false, Ordering::Release);
+            }
+        }
+        let is_over = |stage| matches!(stage, UpgradeStage::Done | UpgradeStage::Failed | UpgradeStage::None);
+        until("the upgrade is over", || daemon.api.upgrade().is_ok_and(|now| is_over(now.stage)));
+        let now = daemon.api.upgrade().expect("answered");
+        if planned.is_none() {
+            let expected = (number + 1, UpgradeStage::Done, Some(true));
+            assert_eq!((now.number, now.stage, now.keeper_replaced), expected, "{now:?}\n{}", daemon.log());
+            gap_us = gap_us.max(now.longest_gap_us);
+        }
+        for name in guests {
+            until("the guest is served", || daemon.api.vm(name).is_ok());
+            let before = daemon.vm(name);
+            until("its pages go out and come back", || {
+                daemon.api.vm(name).is_ok_and(|vm| {
+                    vm.reclaim.evicted_pages > before.reclaim.evicted_pages
+                        && vm.faults.restore + vm.faults.file > before.faults.restore + before.faults.file
+                })
+            });
+        }
+        println!("round {round}: {planned:?}: {:?}", now.stage);
+    }
+    println!("the longest time for which a VM moved and nobody served it: {gap_us} us");
+    drop(end);
+    assert!(joined("the last discard is carried out", discards) > 0);
+    assert!(joined("the last VM is attached", comes) > 0);
     running.into_iter().for_each(|guest| drop(guest.finish()));
 }
 

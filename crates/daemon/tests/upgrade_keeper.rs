@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_api::{UpgradeStage, UpgradeStat};
 use ballast_base::wire::KeeperToClient;
+use ballast_testvm::Finally;
 
 use common::guest::{Guest, moves};
 use common::raw::{Ram, RawClient, no_uffd};
@@ -174,11 +175,12 @@ fn clients_that_come_and_go_all_the_time_keep_neither_engine_nor_keeper_from_bei
             })
         };
         let coming = ["a", "b", "c"].map(come);
+        let end = Finally(|| stop.store(true, Ordering::Relaxed));
         for round in 0..upgrades::count() {
             let now = upgrade(&daemon, if round % 2 == 0 { &next } else { Path::new(env!("CARGO_BIN_EXE_ballastd")) });
             assert_eq!(now.keeper_replaced, Some(true), "{}\n{}", now.keeper_message, daemon.log());
         }
-        stop.store(true, Ordering::Relaxed);
+        drop(end);
         for coming in coming {
             assert!(coming.join().expect("every attach succeeds") > 0);
         }

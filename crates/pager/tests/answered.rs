@@ -12,7 +12,8 @@ use ballast_heat::source::FineWatch;
 use ballast_heat::{AccessSource, PageMap, Watch};
 use ballast_pager::scan::source::Scans;
 use ballast_pager::vm::stats::Counter;
-use common::{Finally, Rig, coarse, unit, until};
+use ballast_testvm::Finally;
+use common::{Rig, coarse, unit, until};
 use rustix::mm::{MapFlags, ProtFlags};
 
 const RAM: Bytes = Bytes(2 * 2 * MIB);

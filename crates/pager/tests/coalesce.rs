@@ -10,7 +10,8 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
-use common::{Finally, Rig, churn, until};
+use ballast_testvm::Finally;
+use common::{Rig, churn, until};
 
 const RAM: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);

@@ -16,7 +16,8 @@ use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_sys::Mapping;
-use common::{Finally, Rig, churn, file_of, mapped_by_a_foreign_mapper, until};
+use ballast_testvm::Finally;
+use common::{Rig, churn, file_of, mapped_by_a_foreign_mapper, until};
 
 const QUICK: Duration = Duration::from_millis(20);
 const RAM: Bytes = Bytes(32 * MIB);

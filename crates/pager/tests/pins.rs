@@ -13,9 +13,10 @@ use ballast_needs::skip;
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
+use ballast_testvm::Finally;
 use ballast_testvm::fuse::Fuse;
 
-use common::{Finally, Rig, hammer, mapped_by_a_foreign_mapper, until};
+use common::{Rig, hammer, mapped_by_a_foreign_mapper, until};
 
 const AMPLE: Bytes = Bytes(GIB);
 

@@ -21,7 +21,8 @@ use ballast_pager::vm::tuning::Track;
 use ballast_pager::vm::view::View;
 use ballast_sys::scm;
 use ballast_sys::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES, Uffd};
-use common::{Finally, Rig, coarse, mapped_at, pages, random, unit, until, vacate};
+use ballast_testvm::Finally;
+use common::{Rig, coarse, mapped_at, pages, random, unit, until, vacate};
 
 const UNITS: u64 = 8;
 const RAM: Bytes = Bytes(UNITS * 2 * MIB);

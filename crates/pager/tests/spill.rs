@@ -20,6 +20,7 @@ use ballast_pager::vm::stats::Counter;
 use ballast_store::{
     Budget, Faults, FaultyStore, FileOptions, FileStore, NullStore, PutFault, RamOptions, RamStore, Store,
 };
+use ballast_testvm::Finally;
 use common::{Rig, random, until};
 
 const QUICK: Duration = Duration::from_millis(20);
@@ -138,7 +139,7 @@ fn discarded_pages_of_the_file_read_zeros_and_free_their_copies() {
 fn a_file_store_that_does_not_answer_delays_its_pages_and_no_others() {
     let (file, faults) = faulty();
     let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
-    let _release = common::Finally(|| faults.release());
+    let _release = Finally(|| faults.release());
     rig.fill_all();
     wait_until_spilled(&rig);
     rig.vm.hold(Hold::Shared, Some("test".into()));

@@ -16,7 +16,8 @@ use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::tuning::Track;
 use ballast_sys::uffd::ACCESS_FEATURES;
-use common::{Finally, Rig, coarse, pages, random, unit, until};
+use ballast_testvm::Finally;
+use common::{Rig, coarse, pages, random, unit, until};
 
 const UNITS: u64 = 8;
 const RAM: Bytes = Bytes(UNITS * 2 * MIB);

@@ -12,7 +12,8 @@ use ballast_base::units::MIB;
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
-use common::{Finally, Rig, until};
+use ballast_testvm::Finally;
+use common::{Rig, until};
 
 const RAM: Bytes = Bytes(4 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);

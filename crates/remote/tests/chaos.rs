@@ -15,6 +15,7 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{RemoteBudget, RemoteStore, slot_of};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
+use ballast_testvm::Finally;
 use ballast_testvm::valkey::{Layout, Valkey};
 use common::{LEASE, Random, cluster, env, start};
 
@@ -173,12 +174,13 @@ fn nothing_that_was_stored_is_lost_or_wrong_whatever_happens_to_the_cluster() {
         let (store, stop, counts) = (&store, &stop, &counts);
         let churn = |thread| scope.spawn(move || churn(store, thread, seed << 8 | u64::from(thread), stop, counts));
         let threads: Vec<_> = (0..3).map(churn).collect();
+        let end = Finally(|| stop.store(true, Relaxed));
         let mut random = Random(seed);
         for event in 0..events {
             let begun = Instant::now();
             println!("event {event}: {}, whole again after {:?}", damage(&mut valkey, &mut random), begun.elapsed());
         }
-        stop.store(true, Relaxed);
+        drop(end);
         threads.into_iter().map(|thread| thread.join().expect("no thread failed")).collect()
     });
     // The next engine finds all pages.

@@ -20,6 +20,7 @@
 //! ```
 
 mod error;
+mod finally;
 pub mod fuse;
 #[allow(unreachable_pub)]
 mod guest;
@@ -36,6 +37,7 @@ mod vm;
 mod workload;
 
 pub use error::Error;
+pub use finally::Finally;
 pub use kvm::kvm_missing;
 pub use outcome::{GuestKind, Latency, Outcome, Wrong};
 pub use pages::PageSet;

@@ -14,6 +14,7 @@ pub mod vmm;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ballast_api::{Client, HostStat, VmStat};
@@ -217,6 +218,12 @@ pub fn signal_process(pid: u32, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
         let _ = kill_process(pid, signal);
     }
+}
+
+/// What a thread returns. Panics if it panicked, or does not end.
+pub fn joined<T>(what: &str, thread: JoinHandle<T>) -> T {
+    until(what, || thread.is_finished());
+    thread.join().expect("no panic")
 }
 
 /// Wait until something becomes true. Panics after five minutes: then it never will.

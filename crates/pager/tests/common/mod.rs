@@ -33,6 +33,7 @@ use ballast_store::{
 use ballast_sys::hugetlb::PoolLoan;
 use ballast_sys::remote::Collapsed;
 use ballast_sys::{Mapping, Remote, Uffd, memfd, scm, uffd};
+use ballast_testvm::Finally;
 
 /// A VM and its guest side.
 pub struct Rig {
@@ -555,15 +556,6 @@ pub fn serve_zaps(socket: &OwnedFd, guest: &Mapping) {
         if scm::send(socket.as_fd(), &answer, &[]).is_err() {
             return;
         }
-    }
-}
-
-/// Does something when it goes out of scope, also by a panic.
-pub struct Finally<F: FnMut()>(pub F);
-
-impl<F: FnMut()> Drop for Finally<F> {
-    fn drop(&mut self) {
-        (self.0)();
     }
 }
 
