@@ -13,7 +13,7 @@ use crate::admit::Admitted;
 use crate::keeper::Keeper;
 use crate::waiting::{Made, Making};
 
-/// How long an attach waits for an engine. A healthy one takes milliseconds, and two seconds more if the disk hangs.
+/// How long an attach waits for an engine. A healthy one takes milliseconds, and four seconds more if the disk hangs.
 const MAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Keeper {

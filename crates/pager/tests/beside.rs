@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use ballast_base::store::FILE_STORE;
 use ballast_base::units::MIB;
+use ballast_base::wire::{self, ClientToEngine, EngineToClient};
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
 use ballast_handover::state_file::StateFile;
 use ballast_needs::skip;
@@ -22,6 +23,7 @@ use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
 use ballast_store::{Budget, FaultyStore, FileOptions, FileStore, NullStore};
 use ballast_sys::scm;
+use ballast_testvm::Finally;
 use common::{Rig, churn, mapped_at, serve_zaps, until};
 
 const RAM: Bytes = Bytes(16 * MIB);
@@ -29,6 +31,14 @@ const LIMIT: Bytes = Bytes(4 * MIB);
 
 /// Open a VM of this rig with these stores beside the engine that has it, and serve the same userfaultfds.
 fn beside(rig: &Rig, last: &Vm, stores: Stores, number: u64) -> Arc<Vm> {
+    let (vm, client) = beside_with_client(rig, last, stores, number);
+    let guest = rig.guest.clone();
+    std::thread::spawn(move || serve_zaps(&client, &guest));
+    vm
+}
+
+/// The same, with the client's end of its control socket.
+fn beside_with_client(rig: &Rig, last: &Vm, stores: Stores, number: u64) -> (Arc<Vm>, OwnedFd) {
     let state = StateFile::open(last.state.fd().try_clone_to_owned().expect("dup")).expect("open");
     state.name_beside(std::process::id(), number);
     let epoch = state.open_beside(std::process::id(), number);
@@ -40,8 +50,6 @@ fn beside(rig: &Rig, last: &Vm, stores: Stores, number: u64) -> Arc<Vm> {
     vm.follow_stores().expect("read");
     vm.start_beside().expect("start");
     let (ours, theirs) = scm::pair().expect("socket pair");
-    let guest = rig.guest.clone();
-    std::thread::spawn(move || serve_zaps(&ours, &guest));
     let shards = rig.view.shards();
     let again = (0..shards.count()).map(|number| shards.get(number).try_clone().expect("dup"));
     let shards = Shards::new(again.collect()).expect("some");
@@ -49,7 +57,7 @@ fn beside(rig: &Rig, last: &Vm, stores: Stores, number: u64) -> Arc<Vm> {
     let view = Arc::new(View::new(std::process::id(), shards, rig.uffd_features, peer));
     let len = PageCount(rig.pages).bytes();
     vm.add_view(view, &mapped_at(Hva(rig.guest.addr() as u64), len)).expect("view");
-    vm
+    (vm, ours)
 }
 
 /// The VM of this rig moves from engine to engine while its guest touches all of it. Each has stores of its own, and
@@ -72,6 +80,7 @@ fn moves(rig: &Rig, stores: impl Fn(&Stores) -> Stores) {
                 });
             });
         }
+        let _end = Finally(|| stop.store(true, Ordering::Relaxed));
         let mut vm = rig.vm.clone();
         for number in 2..22 {
             until("pages go", || vm.stats().get(Counter::Far) > 0 && is_filed(&vm));
@@ -87,7 +96,6 @@ fn moves(rig: &Rig, stores: impl Fn(&Stores) -> Stores) {
             next.start().expect("start");
             vm = next;
         }
-        stop.store(true, Ordering::Relaxed);
         vm
     });
     last.serve_faults_only();
@@ -161,4 +169,46 @@ fn closes_while_faults_wait() {
     });
     until("every thread goes on", || touched.load(Ordering::Relaxed) == THREADS);
     next.stop();
+}
+
+/// An engine was killed and left the lock of a page. The other one, beside it, is asked to discard that page and those
+/// before it. Returns the VM there and the client's end, once the discard has locked the first page.
+fn discards_what_a_dead_engine_has_locked(rig: &Rig) -> (Arc<Vm>, OwnedFd) {
+    rig.vm.serve_faults_only();
+    let (next, client) = beside_with_client(rig, &rig.vm, rig.vm.stores.clone(), 2);
+    let region = rig.vm.region(0).expect("region");
+    let cell = region.granule(PageIdx(5)).cell();
+    cell.reset(cell.load().locked());
+    let ranges = vec![(Hva(rig.guest.addr() as u64), 64 * PAGE_SIZE as u64)];
+    scm::send(&client, &wire::encode(&ClientToEngine::Discard { seq: 7, ranges }), &[]).expect("send");
+    until("it locks what comes before", || region.word(PageIdx(0)).is_locked());
+    (next, client)
+}
+
+#[test]
+fn a_discard_that_meets_the_lock_of_a_dead_engine_keeps_the_vm_from_nothing_and_is_carried_out_once_it_is_gone() {
+    let rig = Rig::new(RAM, Bytes(64 * MIB), Duration::from_millis(2));
+    rig.fill_all();
+    let (next, client) = discards_what_a_dead_engine_has_locked(&rig);
+    // What a client may ask for meanwhile waits until no page moves.
+    next.set_may_pin();
+    let region = rig.vm.region(0).expect("region");
+    assert!(region.word(PageIdx(5)).is_locked(), "it is nobody else's");
+    // As recovery does.
+    let cell = region.granule(PageIdx(5)).cell();
+    cell.reset(cell.load().unlocked());
+    let reply = scm::receive(&client).expect("receive").expect("open");
+    assert_eq!(wire::decode(&reply.bytes), Ok(EngineToClient::DiscardDone { seq: 7, error: None }));
+    assert!((0..64).all(|page| rig.guest.words(page * PAGE_SIZE, 1)[0].load(Ordering::Relaxed) == 0));
+    next.stop();
+}
+
+#[test]
+fn an_engine_closes_a_vm_whose_discard_meets_the_lock_of_a_dead_engine() {
+    let rig = Rig::new(RAM, Bytes(64 * MIB), Duration::from_millis(2));
+    rig.fill_all();
+    let (next, _client) = discards_what_a_dead_engine_has_locked(&rig);
+    next.stop();
+    let region = rig.vm.region(0).expect("region");
+    assert!((0..5).all(|page| !region.word(PageIdx(page)).is_locked()), "it leaves no lock");
 }

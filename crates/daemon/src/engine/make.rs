@@ -23,8 +23,9 @@ use rustix::fs::Mode;
 use super::shared::{Engine, Made};
 use crate::settings::Spilling;
 
-/// How long an attach waits for the disk. A healthy one takes milliseconds.
-const MAKE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long an attach waits for the disk. A healthy one takes milliseconds, one under load seconds; and a VM that gets
+/// no file store has none for life. The keeper waits for a second longer.
+const MAKE_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Engine {
     /// Make a file store and report it.

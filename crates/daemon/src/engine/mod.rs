@@ -388,7 +388,9 @@ impl Orders {
             }
             for served in vms {
                 served.vm.hold(Hold::Orphaned, Some("ballastd is not running".into()));
-                if is_over && served.vm.views().iter().all(|view| is_gone(&served.vm, view)) {
+                // The keeper may have gone before it told the engine beside another one of the VM's processes.
+                let may_close = is_over && served.vm.state.leaving().is_none();
+                if may_close && served.vm.views().iter().all(|view| is_gone(&served.vm, view)) {
                     let id = served.vm.state.id();
                     if let Err(error) = self.close(id, None) {
                         tracing::error!("Closing VM {id}: {error}");

@@ -5,6 +5,7 @@
 //! rounded inward.
 
 use std::io;
+use std::time::{Duration, Instant};
 
 use ballast_base::wire;
 use ballast_base::{Hva, PAGE_SIZE, PageIdx, PageRange};
@@ -17,9 +18,20 @@ use crate::vm::view::View;
 use ballast_page::discard::discard;
 use ballast_page::memory::Mapped;
 
+/// How long a discard waits for a page that is locked, while another engine serves the VM as well. The lock may be one
+/// that a killed engine has left: then it goes when this engine has closed the VM and opens it again, which a discard
+/// must not keep it from.
+const LOCKED_FOR: Duration = Duration::from_millis(20);
+/// The same for memory that is unplugged, which is not tried again.
+const LOCKED_FOR_LONG: Duration = Duration::from_secs(2);
+
 impl Vm {
     /// The VMM frees these ranges: drops far copies and memory. Addresses are those of `view`. Ranges outside the VM's
     /// RAM are ignored; ends are rounded inward to whole granules, as the kernel's punch would.
+    ///
+    /// # Errors
+    /// `Interrupted`: the VM is to be closed. `WouldBlock`: another engine serves the VM as well, and has locked a page
+    /// for [`LOCKED_FOR`]; try again. Otherwise memory could not be freed. Some of it may be freed each time.
     pub fn discard(&self, view: &View, ranges: &[wire::Range]) -> io::Result<()> {
         let _layout = self.layout();
         for (start, len) in ranges {
@@ -27,12 +39,12 @@ impl Vm {
             let Some(region) = self.region(number) else { continue };
             let end = first.0.saturating_add(len / PAGE_SIZE as u64).min(region.pages().0);
             let first = (first.0 + u64::from(start.page_start() != *start)).next_multiple_of(region.granule_pages());
-            self.discard_run(&region, PageRange::new(PageIdx(first), region.first_of(PageIdx(end))))?;
+            self.discard_run(&region, PageRange::new(PageIdx(first), region.first_of(PageIdx(end))), LOCKED_FOR)?;
         }
         Ok(())
     }
 
-    fn discard_run(&self, region: &Region, pages: PageRange) -> io::Result<()> {
+    fn discard_run(&self, region: &Region, pages: PageRange, locked_for: Duration) -> io::Result<()> {
         /// Pages whose locks are held together.
         const BATCH: u64 = 512;
         let views = self.views();
@@ -61,8 +73,15 @@ impl Vm {
             // A punch splits huge mappings. Nothing waits for the discard of pages that were not punched.
             region.units().disturb(run, std::thread::yield_now);
             let granule_of = |page| region.granule(page);
+            let begun = Instant::now();
             let pause = || {
                 std::thread::yield_now();
+                if self.is_stopping() {
+                    return Err(io::ErrorKind::Interrupted.into());
+                }
+                if !self.life.is_alone() && begun.elapsed() > locked_for {
+                    return Err(io::ErrorKind::WouldBlock.into());
+                }
                 region.check_table()
             };
             let done = discard(region.region_key(), run, granule_of, region, &self.stores, pause, heal)?;
@@ -82,7 +101,7 @@ impl Vm {
             return Ok(None);
         }
         if let Some(region) = self.region(number) {
-            self.discard_run(&region, region.range())?;
+            self.discard_run(&region, region.range(), LOCKED_FOR_LONG)?;
             self.stats().sub(Counter::RegisteredBytes, region.registered().0);
             region.remove();
             self.state.remove_region(number);

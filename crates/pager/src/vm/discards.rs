@@ -36,6 +36,11 @@ impl Discards {
         self.notifier.notify();
     }
 
+    /// Has this one carried out before the others, later.
+    pub fn put_back(&self, asked: Asked) {
+        self.asked.lock().expect("no panic while held").push_front(asked);
+    }
+
     /// The oldest.
     pub fn pop(&self) -> Option<Asked> {
         self.asked.lock().expect("no panic while held").pop_front()

@@ -27,6 +27,8 @@ pub(crate) struct Lifecycle {
     has_discards: AtomicBool,
     /// Faults on pages of slow stores are served.
     has_slow: AtomicBool,
+    /// No other engine serves the VM.
+    is_alone: AtomicBool,
     /// Tasks are to end.
     is_stopping: AtomicBool,
     /// Faults are to be served no more.
@@ -54,6 +56,16 @@ impl Lifecycle {
     /// From now on discards are carried out. Returns whether they were not before.
     pub fn begins_discards(&self) -> bool {
         !self.has_discards.swap(true, Ordering::AcqRel)
+    }
+
+    /// No other engine serves the VM from now on.
+    pub fn set_alone(&self) {
+        self.is_alone.store(true, Ordering::Release);
+    }
+
+    /// Is there no other engine that serves the VM?
+    pub fn is_alone(&self) -> bool {
+        self.is_alone.load(Ordering::Acquire)
     }
 
     /// Records that the client of this view is listened to.

@@ -5,10 +5,11 @@
 //! addresses.
 //! Promise: an invalid message is reported and costs the VM nothing: its faults are still served.
 
+use std::io::ErrorKind;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::Vm;
 use super::discards::Asked;
@@ -16,6 +17,9 @@ use super::peer::Heard;
 use crate::run::listener::{Rearm, Source};
 use crate::run::queue::Next;
 use crate::vm::view::View;
+
+/// Pause before a discard is tried again that met a locked page.
+const LOCKED_PAUSE: Duration = Duration::from_millis(10);
 
 /// A peer that is listened to.
 pub(super) struct Listened {
@@ -89,6 +93,11 @@ impl DiscardWorker {
         let discarded = vm.discard(&view, &ranges);
         if vm.is_stopping() && discarded.is_err() {
             return Next::Again;
+        }
+        if discarded.as_ref().is_err_and(|error| error.kind() == ErrorKind::WouldBlock) {
+            // Orders that wait for it are carried out meanwhile.
+            vm.mail.discards.put_back(Asked { view, seq, ranges, then });
+            return Next::At(Instant::now() + LOCKED_PAUSE);
         }
         let error = discarded.err().map(|error| error.to_string());
         self.failed += u64::from(error.is_some());

@@ -67,6 +67,7 @@ impl Vm {
     /// The kernel gives no thread or descriptor.
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
         let mail = &self.mail;
+        self.life.set_alone();
         self.add_task("reclaim", Some(&mail.reclaim), ReclaimWorker::new, ReclaimWorker::run)?;
         growth::watch(self)?;
         self.add_task("prefetch", Some(&mail.prefetch.notifier), PrefetchWorker::new, PrefetchWorker::run)?;
