@@ -4,8 +4,8 @@
 //! back.
 //! Threads: VMM threads send and wait; the service thread delivers replies and swaps the socket. One lock, held
 //! briefly.
-//! Promise: a discard that failed will never take effect later. A waiter trusts only the reply to the *last* copy it
-//! sent: one engine reads in order, so every earlier copy was read before or died with its reader.
+//! Promise: a discard that failed will never take effect later. A waiter trusts a reply only when no later copy of its
+//! message was read: one engine reads in order, so every earlier copy was read before or died with its reader.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -64,7 +64,7 @@ impl Pair {
 struct Waiter {
     id: u64,
     ranges: Vec<Range>,
-    /// Sequence numbers of the copies sent on the current socket; only the last one counts.
+    /// Sequence numbers of the copies sent on the current socket, ascending, which may take effect yet.
     copies: Vec<u64>,
     done: Option<Result<(), String>>,
 }
@@ -152,10 +152,18 @@ impl ControlSocket {
         self.changed.notify_all();
     }
 
-    /// An engine has replied. Only the reply to the last copy counts: then no other copy is left to be read.
+    /// An engine has replied. It counts if no later copy can take effect: those that nobody has read are taken back.
+    /// (Otherwise a discard that takes longer than the pause between copies would never be over.)
     pub fn discard_done(&self, seq: u64, result: Result<(), String>) {
         let mut state = lock(&self.state);
-        if let Some(waiter) = state.waiters.iter_mut().find(|waiter| waiter.copies.last() == Some(&seq)) {
+        let Some(waiter) = state.waiters.iter_mut().find(|waiter| waiter.copies.contains(&seq)) else { return };
+        let id = waiter.id;
+        if waiter.copies.last() != Some(&seq) {
+            state.recall(id);
+        }
+        let Some(waiter) = state.waiters.iter_mut().find(|waiter| waiter.id == id) else { return };
+        waiter.copies.retain(|copy| *copy > seq);
+        if waiter.copies.is_empty() {
             waiter.done = Some(result);
             self.changed.notify_all();
         }
@@ -171,35 +179,33 @@ impl ControlSocket {
         let mut state = lock(&self.state);
         let id = state.next_number();
         state.waiters.push(Waiter { id, ranges, copies: Vec::new(), done: None });
-        let mut deadline = Instant::now() + timeout;
-        let mut pause = FIRST_REPEAT;
-        let result = 'answer: loop {
-            state.send_copy(id);
-            let repeat_at = (Instant::now() + pause).min(deadline);
-            pause *= 2;
-            loop {
-                let done =
-                    state.waiters.iter_mut().find(|waiter| waiter.id == id).and_then(|waiter| waiter.done.take());
-                if let Some(result) = done {
-                    break 'answer result.map_err(DiscardError::Failed);
-                }
-                let now = Instant::now();
-                if now >= repeat_at {
-                    break;
-                }
-                state = match self.changed.wait_timeout(state, repeat_at - now) {
-                    Ok((guard, _)) => guard,
-                    Err(poisoned) => poisoned.into_inner().0,
-                };
+        let mut repeat_at = Instant::now();
+        let mut deadline = repeat_at + timeout;
+        let mut pause = FIRST_REPEAT.min(timeout);
+        let result = loop {
+            let done = state.waiters.iter_mut().find(|waiter| waiter.id == id).and_then(|waiter| waiter.done.take());
+            if let Some(result) = done {
+                break result.map_err(DiscardError::Failed);
             }
-            if Instant::now() >= deadline {
+            let now = Instant::now();
+            if now >= deadline {
                 if state.recall(id) {
                     break Err(DiscardError::NoAnswer(timeout));
                 }
                 announce();
-                deadline = Instant::now() + timeout;
-                pause = FIRST_REPEAT;
+                // Its unread copies are taken back.
+                (deadline, repeat_at) = (now + timeout, now);
             }
+            if now >= repeat_at {
+                state.send_copy(id);
+                repeat_at = now + pause;
+                pause = (pause * 2).min(timeout);
+            }
+            let until = repeat_at.min(deadline);
+            state = match self.changed.wait_timeout(state, until.saturating_duration_since(now)) {
+                Ok((guard, _)) => guard,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
         };
         state.waiters.retain(|waiter| waiter.id != id);
         result
@@ -259,6 +265,23 @@ mod tests {
                 std::thread::yield_now();
             }
             waiting.join().expect("no panic").expect("answered in the end");
+        });
+    }
+
+    #[test]
+    fn a_reply_counts_if_no_later_copy_was_read_and_then_none_is_read_any_more() {
+        let (control, pair) = connected();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| control.discard(vec![RANGE], Duration::from_secs(5), || ()));
+            let ClientToEngine::Discard { seq, .. } = read(&pair) else { panic!("not a discard") };
+            // The engine takes longer than the pause between copies.
+            let peek = rustix::net::RecvFlags::DONTWAIT | rustix::net::RecvFlags::PEEK;
+            while rustix::net::recv(&pair.theirs, &mut [0_u8; 64][..], peek).is_err() {
+                std::thread::yield_now();
+            }
+            control.discard_done(seq, Ok(()));
+            waiting.join().expect("no panic").expect("it is over");
+            assert!(pair.take_back().is_empty(), "a copy is left to be read");
         });
     }
 
