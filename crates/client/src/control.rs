@@ -64,8 +64,11 @@ impl Pair {
 struct Waiter {
     id: u64,
     ranges: Vec<Range>,
-    /// Sequence numbers of the copies sent on the current socket, ascending, which may take effect yet.
+    /// Sequence numbers of the copies sent on the current socket, ascending, which may take effect yet. In the socket
+    /// they are in this order.
     copies: Vec<u64>,
+    /// A copy was read from an earlier socket, and nobody has replied to it.
+    uncertain: bool,
     done: Option<Result<(), String>>,
 }
 
@@ -91,22 +94,33 @@ impl State {
         }
     }
 
-    /// Take back the unread copies of one waiter, and send the other messages again in their order. Returns whether
-    /// every copy ever sent on this socket was still unread.
+    /// Take back the unread copies of one waiter. Returns whether none is left that may take effect.
     fn recall(&mut self, id: u64) -> bool {
-        let Some(pair) = self.pair.clone() else { return true };
-        let Some(waiter) = self.waiters.iter_mut().find(|waiter| waiter.id == id) else { return true };
-        for bytes in pair.take_back() {
-            match wire::decode(&bytes) {
-                Ok(ClientToEngine::Discard { seq, .. }) if waiter.copies.contains(&seq) => {
-                    waiter.copies.retain(|copy| *copy != seq);
-                }
-                // Taking the message back made space, and this lock keeps other discards out. If a reply to a zap finds
-                // no space, it is lost to an engine that has not read for seconds.
-                _ => drop(scm::send(&pair.ours, &bytes, &[])),
+        let taken = self.pair.as_ref().map(|pair| pair.take_back()).unwrap_or_default();
+        self.settle(id, taken);
+        self.waiters.iter().all(|waiter| waiter.id != id || waiter.copies.is_empty() && !waiter.uncertain)
+    }
+
+    /// These messages were taken back because of one waiter: send those of others again. An engine may have read a
+    /// later message meanwhile, so a discard gets a new number: a reply to an earlier one does not count then.
+    fn settle(&mut self, id: u64, taken: Vec<Vec<u8>>) {
+        let Some(pair) = self.pair.clone() else { return };
+        let mut again = Vec::new();
+        for bytes in taken {
+            let Ok(ClientToEngine::Discard { seq, .. }) = wire::decode(&bytes) else {
+                // Taking it back made space, and this lock keeps discards out. If a reply to a zap finds no space, it
+                // is lost to an engine that has not read for seconds.
+                drop(scm::send(&pair.ours, &bytes, &[]));
+                continue;
+            };
+            // One that nobody waits for is dropped.
+            let Some(owner) = self.waiters.iter_mut().find(|waiter| waiter.copies.contains(&seq)) else { continue };
+            owner.copies.retain(|copy| *copy != seq);
+            if owner.id != id && !again.contains(&owner.id) {
+                again.push(owner.id);
             }
         }
-        waiter.copies.is_empty()
+        again.into_iter().for_each(|owner| self.send_copy(owner));
     }
 }
 
@@ -141,10 +155,14 @@ impl ControlSocket {
     /// that still wait are sent on the new one.
     pub fn replace(&self, pair: std::sync::Arc<Pair>) {
         let mut state = lock(&self.state);
-        if let Some(old) = state.pair.replace(pair) {
-            old.take_back();
+        for bytes in state.pair.replace(pair).map(|old| old.take_back()).unwrap_or_default() {
+            if let Ok(ClientToEngine::Discard { seq, .. }) = wire::decode(&bytes) {
+                state.waiters.iter_mut().for_each(|waiter| waiter.copies.retain(|copy| *copy != seq));
+            }
         }
         for index in 0..state.waiters.len() {
+            // A dead engine may have a thread that still works on one that it read.
+            state.waiters[index].uncertain |= !state.waiters[index].copies.is_empty();
             state.waiters[index].copies.clear();
             let id = state.waiters[index].id;
             state.send_copy(id);
@@ -178,7 +196,7 @@ impl ControlSocket {
         const FIRST_REPEAT: Duration = Duration::from_millis(200);
         let mut state = lock(&self.state);
         let id = state.next_number();
-        state.waiters.push(Waiter { id, ranges, copies: Vec::new(), done: None });
+        state.waiters.push(Waiter { id, ranges, copies: Vec::new(), uncertain: false, done: None });
         let mut repeat_at = Instant::now();
         let mut deadline = repeat_at + timeout;
         let mut pause = FIRST_REPEAT.min(timeout);
@@ -282,6 +300,60 @@ mod tests {
             control.discard_done(seq, Ok(()));
             waiting.join().expect("no panic").expect("it is over");
             assert!(pair.take_back().is_empty(), "a copy is left to be read");
+        });
+    }
+
+    #[test]
+    fn a_copy_that_is_sent_again_is_not_overtaken_by_the_reply_to_a_later_one() {
+        let (control, pair) = connected();
+        let mut state = lock(&control.state);
+        let [first, second] = [RANGE, (Hva(0x20000), 4096)].map(|range| {
+            let id = state.next_number();
+            state.waiters.push(Waiter { id, ranges: vec![range], copies: Vec::new(), uncertain: false, done: None });
+            id
+        });
+        state.send_copy(first);
+        let ClientToEngine::Discard { .. } = read(&pair) else { panic!("not a discard") };
+        [second, first, second].into_iter().for_each(|id| state.send_copy(id));
+        // The first one's are taken back, while an engine reads what comes behind them.
+        let bytes = || scm::receive(&pair.theirs).expect("receive").expect("open").bytes;
+        let taken = vec![bytes(), bytes()];
+        let ClientToEngine::Discard { seq, .. } = read(&pair) else { panic!("not a discard") };
+        state.settle(first, taken);
+        drop(state);
+        control.discard_done(seq, Ok(()));
+        let state = lock(&control.state);
+        let is_done = state.waiters.iter().any(|waiter| waiter.id == second && waiter.done.is_some());
+        assert!(is_done, "no later copy is left to be read");
+        assert!(pair.take_back().is_empty(), "a discard that is over would take effect");
+    }
+
+    #[test]
+    fn a_discard_that_an_engine_read_before_the_socket_was_replaced_is_not_said_to_have_failed() {
+        use std::sync::atomic::{AtomicBool, Ordering};
+        let (control, old) = connected();
+        let is_announced = AtomicBool::new(false);
+        let announced = &is_announced;
+        std::thread::scope(|scope| {
+            let announce = || announced.store(true, Ordering::Release);
+            let control = &control;
+            let waiting = scope.spawn(move || control.discard(vec![RANGE], Duration::from_millis(50), announce));
+            read(&old);
+            let new = Arc::new(Pair::new().expect("pair"));
+            control.replace(new.clone());
+            while !announced.load(Ordering::Acquire) {
+                assert!(!waiting.is_finished(), "nobody knows its result");
+                std::thread::yield_now();
+            }
+            while !waiting.is_finished() {
+                if let Some(ClientToEngine::Discard { seq, .. }) =
+                    new.take_back().first().and_then(|bytes| wire::decode(bytes).ok())
+                {
+                    control.discard_done(seq, Ok(()));
+                }
+                std::thread::yield_now();
+            }
+            waiting.join().expect("no panic").expect("answered on the new socket");
         });
     }
 

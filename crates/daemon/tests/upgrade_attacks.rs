@@ -1,12 +1,13 @@
-//! Upgrades that somebody wants to fail: to files that are no program of this machine, with an engine that stands still
-//! at any stage, without descriptors, and several at once while limits and VMs change. Whatever comes of the upgrade,
-//! no guest reads a wrong byte, and one engine serves all VMs in the end. Needs root (userfaultfd).
+//! Upgrades that somebody wants to fail: to files that are no program of this machine, with engines or a keeper that
+//! stand still at any stage, without descriptors, and several at once while limits and VMs change. Whatever comes of
+//! the upgrade, no guest reads a wrong byte, and one engine serves all VMs in the end. Needs root (userfaultfd).
 
 mod common;
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_api::UpgradeStage;
@@ -112,6 +113,57 @@ fn an_engine_that_stands_still_at_any_stage_is_replaced_and_changes_nothing_when
         all_are_served(&daemon, &THREE);
     }
     upgrades(&daemon);
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn both_engines_that_stand_still_are_replaced_and_change_nothing_when_they_go_on() {
+    let daemon = Daemon::start(QUICK);
+    let guests = THREE.map(|name| Guest::start(&daemon, name, BUSY));
+    for stage in ["two engines serve it", "the upgrade goes on stage=Serving"] {
+        let said = daemon.log().len();
+        begin(&daemon, &this_build());
+        until("it comes so far", || daemon.log()[said..].contains(stage));
+        let both = daemon.engines();
+        both.iter().for_each(|pid| signal_process(*pid, Signal::STOP));
+        until("another engine serves", || {
+            let is_other = |pid: &u32| !both.contains(pid);
+            daemon.engines().iter().any(is_other) && daemon.api.host().is_ok_and(|host| is_other(&host.engine_pid))
+        });
+        both.iter().for_each(|pid| signal_process(*pid, Signal::CONT));
+        all_are_served(&daemon, &THREE);
+    }
+    upgrades(&daemon);
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn a_keeper_that_stands_still_at_any_stage_keeps_no_touch_from_being_served() {
+    const PAGES: u64 = 4096;
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start(QUICK);
+    let guests = THREE.map(|name| Guest::start(&daemon, name, BUSY));
+    let ram = Arc::new(Ram::new(PAGES));
+    let _client = ram.vm(&daemon, "touched").limit(PAGES * 4096 / 4).attach().expect("attached");
+    ram.mark();
+    for stage in STAGES {
+        until("half of its pages are far", || daemon.vm("touched").far_bytes > PAGES * 4096 / 2);
+        let said = daemon.log().len();
+        begin(&daemon, &this_build());
+        until("it comes so far", || daemon.log()[said..].contains(stage));
+        daemon.signal_keeper(Signal::STOP);
+        let touches = ram.clone();
+        // Not scoped: a touch that nobody serves waits for ever.
+        let touched = std::thread::spawn(move || (0..PAGES).all(|page| touches.is_marked(page)));
+        until("all of it is touched", || touched.is_finished());
+        daemon.signal_keeper(Signal::CONT);
+        assert!(touched.join().expect("no panic"), "wrong bytes");
+        ended(&daemon);
+    }
+    upgrades(&daemon);
+    THREE.iter().for_each(|name| moves(&daemon.api, name));
     guests.into_iter().for_each(|guest| drop(guest.finish()));
 }
 

@@ -227,9 +227,9 @@ fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
 }
 
 /// A process other than those that may still reach these files, because it has one of them open, or maps one.
-/// Descriptors are checked first, because any process may have them. A process that cannot be examined counts as one
-/// that does not.
-pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>) -> io::Result<Option<Process>> {
+/// Descriptors are checked first, because any process may have them. A process that hangs and cannot be examined counts
+/// as one that does not, unless it is of `suspects`: those that had them.
+pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> io::Result<Option<Process>> {
     let [opening, mapping] = [files.clone(), files.clone()];
     let readers: [Arc<Read>; 2] = [
         Arc::new(move |pid| Ok(opened(pid, &opening).into_iter().map(|file| (file, 0, u64::MAX)).collect())),
@@ -238,7 +238,9 @@ pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>) -> io::Result<Option<
     for read in readers {
         let pids = entries()?.into_iter().map(|(pid, _)| pid).collect();
         let scan = scan_these(pids, &read, READ_TIMEOUT);
-        if let Some(process) = scan.mapping.into_keys().find(|process| !but.contains(&process.pid)) {
+        let hangs = |process: &Process| suspects.contains(&process.pid) && stuck().contains(process);
+        let hanging = scan.unreadable.into_iter().filter(hangs);
+        if let Some(process) = scan.mapping.into_keys().chain(hanging).find(|process| !but.contains(&process.pid)) {
             return Ok(Some(process));
         }
     }
@@ -296,14 +298,14 @@ mod tests {
         let me = Process::this().expect("this process");
         let nobody = HashSet::new();
         assert_eq!(opened(me.pid, &files), files);
-        assert_eq!(holder(&files, &nobody).expect("readable"), Some(me));
-        assert_eq!(holder(&files, &HashSet::from([me.pid])).expect("readable"), None);
+        assert_eq!(holder(&files, &nobody, &[]).expect("readable"), Some(me));
+        assert_eq!(holder(&files, &HashSet::from([me.pid]), &[]).expect("readable"), None);
         let mapping = Mapping::shared(&fd, 0, 4096).expect("map");
         drop(fd);
         assert_eq!(opened(me.pid, &files), HashSet::new());
-        assert_eq!(holder(&files, &nobody).expect("readable"), Some(me), "it is mapped");
+        assert_eq!(holder(&files, &nobody, &[]).expect("readable"), Some(me), "it is mapped");
         drop(mapping);
-        assert_eq!(holder(&files, &nobody).expect("readable"), None);
+        assert_eq!(holder(&files, &nobody, &[]).expect("readable"), None);
         assert_eq!(opened(me.pid, &HashSet::from([FileId { dev: 0, ..file }])), HashSet::new());
     }
 

@@ -282,3 +282,56 @@ fn pages_of_a_file_that_cannot_be_opened_wait_and_the_others_are_served() {
         assert!(waiting.join().expect("guest"), "it was there all the time");
     });
 }
+
+#[test]
+fn a_store_that_stays_busy_while_all_pages_come_back_keeps_nobody_from_changing_the_layout() {
+    let (file, faults) = faulty();
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
+    rig.fill_all();
+    wait_until_spilled(&rig);
+    let before = faults.calls().gets;
+    faults.busy_gets(u64::MAX);
+    let vm = rig.vm.clone();
+    let restores = std::thread::spawn(move || vm.restore_for(Hold::Kept, "the test says so".into()));
+    until("it asks the store", || faults.calls().gets > before + 2);
+    // Each waits until no page moves.
+    rig.vm.set_may_pin();
+    let near = (0..rig.pages).find(|page| !in_file(&rig, *page)).expect("one that is not in the file");
+    let range = (Hva(rig.guest.addr() as u64) + near * PAGE_SIZE as u64, PAGE_SIZE as u64);
+    rig.vm.discard(&rig.view, &[range]).expect("discard");
+    assert!(!restores.is_finished(), "the store is busy");
+    faults.busy_gets(0);
+    restores.join().expect("no panic").expect("all are back");
+    assert!((0..rig.pages).all(|page| page == near || rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn a_discard_that_meets_a_page_whose_store_does_not_answer_lets_go_of_the_others_and_may_be_tried_again() {
+    let (file, faults) = faulty();
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
+    let _release = Finally(|| faults.release());
+    rig.fill_all();
+    wait_until_spilled(&rig);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    // Not the first of its run of pages that are locked together.
+    let far = (1..rig.pages).find(|page| page % 512 > 64 && in_file(&rig, *page)).expect("one in the file");
+    let first = far & !511;
+    faults.stall_gets();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| rig.guest.words(far as usize * PAGE_SIZE, 1)[0].load(Ordering::Relaxed));
+        faults.wait_until_stalled(1);
+        let range = (Hva(rig.guest.addr() as u64) + first * PAGE_SIZE as u64, 512 * PAGE_SIZE as u64);
+        let error = rig.vm.discard(&rig.view, &[range]).expect_err("a page is locked");
+        assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+        let region = rig.vm.region(0).expect("region");
+        assert!(!region.word(PageIdx(first)).is_locked(), "it holds a lock");
+        faults.release();
+        waiting.join().expect("guest");
+        rig.vm.discard(&rig.view, &[range]).expect("discard");
+        assert!(
+            (first..first + 512)
+                .all(|page| rig.guest.words(page as usize * PAGE_SIZE, 1)[0].load(Ordering::Relaxed) == 0)
+        );
+    });
+}

@@ -185,13 +185,17 @@ struct State {
 }
 
 impl Jobs {
-    /// Have this done beside everything else. Nothing is begun after [`Jobs::close`].
+    /// Have this done beside everything else.
+    ///
+    /// # Errors
+    /// [`Jobs::close`] was called; or the kernel gives no thread.
     pub fn begin(&self, name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         state.threads.retain(|thread| !thread.is_finished());
-        if !state.closed {
-            state.threads.push(std::thread::Builder::new().name(name.into()).spawn(work)?);
+        if state.closed {
+            return Err(io::Error::new(io::ErrorKind::Interrupted, "the VM is being closed"));
         }
+        state.threads.push(std::thread::Builder::new().name(name.into()).spawn(work)?);
         Ok(())
     }
 

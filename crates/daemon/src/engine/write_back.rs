@@ -104,7 +104,8 @@ impl Engine {
         far: PageCount,
     ) -> Option<Vec<Arc<Region>>> {
         let (vm, name) = (&served.vm, served.vm.state.name());
-        let (reachable, who) = self.reachable(regions);
+        let pids = served.pids();
+        let (reachable, who) = self.reachable(regions, &pids);
         let Some(who) = who else { return Some(Vec::new()) };
         let event = |kind: &str, message: String| self.events.add(Some(name.clone()), kind, message);
         event("writing-back", format!("the process of VM {name} is gone, but {who}: {} go back into it", far.bytes()));
@@ -113,7 +114,7 @@ impl Engine {
             loop {
                 if looked.elapsed() > POLL_EVERY {
                     looked = Instant::now();
-                    if self.reachable(&reachable).1.is_none() {
+                    if self.reachable(&reachable, &pids).1.is_none() {
                         return false;
                     }
                 }
@@ -152,8 +153,8 @@ impl Engine {
         }
     }
 
-    /// The regions whose files a process can reach, and how.
-    fn reachable(&self, regions: &[Arc<Region>]) -> (Vec<Arc<Region>>, Option<String>) {
+    /// The regions whose files a process can reach, and how. `pids`: the VM's processes.
+    fn reachable(&self, regions: &[Arc<Region>], pids: &[u32]) -> (Vec<Arc<Region>>, Option<String>) {
         let linked: Vec<_> = regions
             .iter()
             .filter(|region| region.files().iter().any(|file| file.links().is_ok_and(|links| links > 0)))
@@ -169,7 +170,7 @@ impl Engine {
             .filter(|region| {
                 // A process that cannot be examined may have it.
                 let files = region.files().iter().map(|file| file.id).collect();
-                let holder = mappers::holder(&files, &ours).unwrap_or(Some(self.me));
+                let holder = mappers::holder(&files, &ours, pids).unwrap_or(Some(self.me));
                 if let Some(process) = holder {
                     who.get_or_insert_with(|| format!("process {} still has its RAM file", mappers::name(process)));
                 }

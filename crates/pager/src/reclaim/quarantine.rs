@@ -18,6 +18,7 @@ use ballast_page::evict::{quarantine, release};
 use ballast_page::page_state::{State, Ticket, Word};
 
 use crate::reclaim::refault::Guess;
+use crate::run::pool::pause;
 use crate::vm::Vm;
 use crate::vm::peer::Zap;
 use crate::vm::region::Region;
@@ -105,7 +106,8 @@ impl Quarantine {
         // From here on none of their units is mapped as a whole: see `unit.rs`.
         for (_, run) in &marked {
             if let Some(region) = vm.region(run.region) {
-                region.units().disturb(run.pages, std::thread::yield_now);
+                let begun = Instant::now();
+                region.units().disturb(run.pages, || pause(begun));
             }
         }
         if marked.is_empty() {

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, RwLock};
 use std::thread::ThreadId;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::queue::{GroupId, Next, Queue, TaskId, USUAL_SHARES};
 
@@ -141,6 +141,17 @@ impl Inner {
 thread_local! {
     /// The pool of the calling thread, unless the thread waits.
     static POOL: Cell<Option<Pool>> = const { Cell::new(None) };
+}
+
+/// A pause of a thread that waits, since `begun`, for what takes microseconds if the other thread has a CPU. If it
+/// takes longer, this one sleeps, and another thread of the pool takes its place.
+pub fn pause(begun: Instant) {
+    const AT_ONCE: Duration = Duration::from_millis(1);
+    const PAUSE: Duration = Duration::from_micros(50);
+    match begun.elapsed() < AT_ONCE {
+        true => std::thread::yield_now(),
+        false => blocking(|| std::thread::sleep(PAUSE)),
+    }
 }
 
 /// Does something that may wait for long (a disk, another process). Meanwhile another thread takes this one's place.

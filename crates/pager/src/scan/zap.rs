@@ -18,12 +18,14 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Instant;
 
 use ballast_base::wire::Range;
 use ballast_base::{HUGE_SIZE, PageIdx, PageRange};
 use ballast_heat::source::{Ability, Cost, Granularity};
 use ballast_heat::{PageMap, Seen, UnitId};
 
+use crate::run::pool::pause;
 use crate::scan::coalesce::is_resident;
 use crate::scan::touch::{map_huge, map_resident};
 use crate::scan::units::UnitState;
@@ -150,8 +152,9 @@ impl ZapScan {
         // mapped, and the zap has unmapped it. Without this it would stay unmapped.
         for watched in units.iter().filter(|watched| watched.is_whole()) {
             let unit = watched.unit();
+            let begun = Instant::now();
             while unit.as_whole().is_mapping() {
-                std::thread::yield_now();
+                pause(begun);
             }
             if unit.is_huge() && unit.as_whole().stage() == Stage::Plain {
                 watched.watch_whole();

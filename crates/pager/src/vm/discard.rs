@@ -12,6 +12,7 @@ use ballast_base::{Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_sys::uffd::FillOutcome;
 
 use super::Vm;
+use crate::run::pool::pause;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
@@ -22,16 +23,19 @@ use ballast_page::memory::Mapped;
 /// that a killed engine has left: then it goes when this engine has closed the VM and opens it again, which a discard
 /// must not keep it from.
 const LOCKED_FOR: Duration = Duration::from_millis(20);
-/// The same for memory that is unplugged, which is not tried again.
+/// The same without another engine: the page's bytes are on their way from a disk or a cluster. Then it is tried again,
+/// so that faults on the pages before it are served meanwhile. (Memory that is unplugged always waits so long.)
 const LOCKED_FOR_LONG: Duration = Duration::from_secs(2);
+/// How long the healing of a poisoned page waits for memory.
+const HEALS_FOR: Duration = Duration::from_secs(1);
 
 impl Vm {
     /// The VMM frees these ranges: drops far copies and memory. Addresses are those of `view`. Ranges outside the VM's
     /// RAM are ignored; ends are rounded inward to whole granules, as the kernel's punch would.
     ///
     /// # Errors
-    /// `Interrupted`: the VM is to be closed. `WouldBlock`: another engine serves the VM as well, and has locked a page
-    /// for [`LOCKED_FOR`]; try again. Otherwise memory could not be freed. Some of it may be freed each time.
+    /// `Interrupted`: the VM is to be closed. `WouldBlock`: a page has been locked for long; try again. Otherwise
+    /// memory could not be freed. Some of it may be freed each time.
     pub fn discard(&self, view: &View, ranges: &[wire::Range]) -> io::Result<()> {
         let _layout = self.layout();
         for (start, len) in ranges {
@@ -39,25 +43,29 @@ impl Vm {
             let Some(region) = self.region(number) else { continue };
             let end = first.0.saturating_add(len / PAGE_SIZE as u64).min(region.pages().0);
             let first = (first.0 + u64::from(start.page_start() != *start)).next_multiple_of(region.granule_pages());
-            self.discard_run(&region, PageRange::new(PageIdx(first), region.first_of(PageIdx(end))), LOCKED_FOR)?;
+            self.discard_run(&region, PageRange::new(PageIdx(first), region.first_of(PageIdx(end))), true)?;
         }
         Ok(())
     }
 
-    fn discard_run(&self, region: &Region, pages: PageRange, locked_for: Duration) -> io::Result<()> {
+    fn discard_run(&self, region: &Region, pages: PageRange, is_tried_again: bool) -> io::Result<()> {
         /// Pages whose locks are held together.
         const BATCH: u64 = 512;
         let views = self.views();
         let heal = |page| {
             let mut memories = views.iter().filter_map(|view| view.of_region(region));
             memories.try_for_each(|memory| {
+                let begun = Instant::now();
                 loop {
                     let filled = memory.install_zero(page)?;
                     // Another view may have filled the hole already; then this view's mark is replaced by that page.
                     let there = filled == FillOutcome::AlreadyThere;
                     match if there { memory.map(page)? } else { filled } {
-                        // The address space changes, or memory is short, for a moment.
-                        FillOutcome::Retry => std::thread::yield_now(),
+                        // The address space changes, or memory is short, for a moment. If it lasts, it stays poisoned.
+                        FillOutcome::Retry if begun.elapsed() > HEALS_FOR || self.is_stopping() => {
+                            return Err(io::ErrorKind::OutOfMemory.into());
+                        }
+                        FillOutcome::Retry => pause(begun),
                         _ => return Ok(()),
                     }
                 }
@@ -71,20 +79,22 @@ impl Vm {
             }
             let run = PageRange::of(first, BATCH).before(pages.end());
             // A punch splits huge mappings. Nothing waits for the discard of pages that were not punched.
-            region.units().disturb(run, std::thread::yield_now);
+            let begun = Instant::now();
+            region.units().disturb(run, || pause(begun));
             let granule_of = |page| region.granule(page);
             let begun = Instant::now();
-            let pause = || {
-                std::thread::yield_now();
+            let wait = || {
+                pause(begun);
                 if self.is_stopping() {
                     return Err(io::ErrorKind::Interrupted.into());
                 }
-                if !self.life.is_alone() && begun.elapsed() > locked_for {
+                let limit = if is_tried_again && !self.life.is_alone() { LOCKED_FOR } else { LOCKED_FOR_LONG };
+                if begun.elapsed() > limit {
                     return Err(io::ErrorKind::WouldBlock.into());
                 }
                 region.check_table()
             };
-            let done = discard(region.region_key(), run, granule_of, region, &self.stores, pause, heal)?;
+            let done = discard(region.region_key(), run, granule_of, region, &self.stores, wait, heal)?;
             region.take_back(run);
             self.ledger().discarded(&done);
             not_healed = done.not_healed.or(not_healed);
@@ -101,7 +111,7 @@ impl Vm {
             return Ok(None);
         }
         if let Some(region) = self.region(number) {
-            self.discard_run(&region, region.range(), LOCKED_FOR_LONG)?;
+            self.discard_run(&region, region.range(), false)?;
             self.stats().sub(Counter::RegisteredBytes, region.registered().0);
             region.remove();
             self.state.remove_region(number);

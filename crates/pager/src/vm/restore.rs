@@ -77,7 +77,7 @@ impl Vm {
     }
 
     /// Brings every far or zero page of these back through one of these views. `wait` is called while a page is not
-    /// available, and returns whether to go on.
+    /// available, and returns whether to go on; the layout may change meanwhile, as a store may take for ever.
     ///
     /// # Errors
     /// The first that was met, after all pages were tried.
@@ -89,19 +89,19 @@ impl Vm {
         wait: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
         // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
-        let _layout = self.layout();
-        if region.is_removed() {
-            return Ok(());
-        }
-        let memories: Vec<_> = views.iter().filter_map(|view| view.of_region(region)).collect();
-        if memories.is_empty() {
+        let mut layout = self.layout();
+        let memories = || match region.is_removed() {
+            true => Vec::new(),
+            false => views.iter().filter_map(|view| view.of_region(region)).collect::<Vec<_>>(),
+        };
+        let mut all = memories();
+        if all.is_empty() {
             return Ok(());
         }
         let mut done = Ok(());
         for page in region.granules(pages) {
             let (granule, key) = (region.granule(page), region.key(page));
-            let mut memory = &memories[0];
-            let mut others = memories[1..].iter();
+            let mut tried = 0;
             loop {
                 let word = granule.cell().load();
                 if !matches!(word.state(), State::Far | State::Restoring | State::Zero) {
@@ -116,19 +116,23 @@ impl Vm {
                 }
                 // As if it were in the file: then the file is checked first. A foreign mapper may be why we are here.
                 let kind = FaultKind::Minor;
-                let outcome = serve(granule, key, kind, memory, region, &self.stores, |age| age);
+                let outcome = serve(granule, key, kind, &all[tried], region, &self.stores, |age| age);
                 self.ledger().brought_in(region, page, &outcome);
                 match outcome.served {
                     Ok(Served::Later) => {
                         region.check_table()?;
-                        if !wait() {
+                        drop(layout);
+                        let goes_on = wait();
+                        layout = self.layout();
+                        (all, tried) = (memories(), 0);
+                        if !goes_on || all.is_empty() {
                             return done;
                         }
                     }
                     // That process is gone, or does not map this part any more: try another one.
-                    Ok(Served::Gone) => match others.next() {
-                        Some(next) => memory = next,
-                        None => {
+                    Ok(Served::Gone) => match tried + 1 < all.len() {
+                        true => tried += 1,
+                        false => {
                             let what = format!("no process of the VM maps page {page} any more");
                             done = done.and(Err(io::Error::other(what)));
                             break;
