@@ -45,10 +45,9 @@ pub fn serve(
             State::Quarantine | State::Evicting => Word::new(State::Resident, touched(from.age())),
             State::Zero | State::Poisoned => from,
             State::Far | State::Restoring if stores.store_of(from).is_none() => return Served::Later.into(),
-            // A minor fault means that the file has the page, and then the word must not say Restoring: see
-            // `recover`.
-            State::Far | State::Restoring if kind == FaultKind::Minor => from.in_state(State::Far),
-            State::Far | State::Restoring => from.in_state(State::Restoring),
+            // Not Restoring before the hole is filled: the bytes may take long to come, and recovery takes what is in
+            // the file of a Restoring page for its bytes.
+            State::Far | State::Restoring => from.in_state(State::Far),
         };
         let Some(mut lock) = cell.lock(from, to) else { continue };
         let served = match from.state() {
@@ -57,7 +56,7 @@ pub fn serve(
             }
             State::Zero => fill_zeros(&mut lock, granule, key.page, memory, backing),
             State::Far | State::Restoring => {
-                granule.with_buffer(|buffer| restore(&mut lock, granule, key, memory, backing, stores, buffer))
+                granule.with_buffer(|buffer| restore(&mut lock, granule, key, kind, memory, backing, stores, buffer))
             }
             State::Poisoned => poison(key.page, memory, false),
         };
@@ -101,23 +100,23 @@ fn fill_zeros(
     }
 }
 
-/// Bring a far granule back, through `buffer`. The lock's word is Restoring, or Far if the hole may be filled already.
-/// It becomes Resident, Far (try again) or Poisoned.
+/// Bring a far granule back, through `buffer`. The lock's word is Far; it becomes Resident, Far (try again) or
+/// Poisoned.
 fn restore(
     lock: &mut Locked<'_>,
     granule: Granule<'_>,
     key: PageKey,
+    kind: FaultKind,
     memory: &impl Mapped,
     backing: &impl Backing,
     stores: &impl StoreOf,
     buffer: &mut [PageBytes],
 ) -> io::Result<Served> {
-    let word = lock.word();
-    let far = word.in_state(State::Far);
     // Every return below that sets no other word leaves this one.
-    lock.set(far);
+    let far = lock.word();
     let holds_now = || backing.holds(PageRange::of(key.page, granule.pages()));
-    let mut holds = if word.state() == State::Far { holds_now()? } else { Holds::Nothing };
+    // A minor fault means that the file has something.
+    let mut holds = if kind == FaultKind::Minor { holds_now()? } else { Holds::Nothing };
     let copy = if holds == Holds::Bytes { GetOutcome::Found } else { fetch(far, granule, key, stores, buffer) };
     match copy {
         GetOutcome::Found => {}
@@ -126,7 +125,7 @@ fn restore(
         GetOutcome::Absent | GetOutcome::Corrupt if holds_now()? == Holds::Bytes => holds = Holds::Bytes,
         GetOutcome::Absent | GetOutcome::Corrupt => {
             // The word first: if this engine dies here, its successor finds a page that it never maps.
-            lock.publish(Word::new(State::Poisoned, word.age()));
+            lock.publish(Word::new(State::Poisoned, far.age()));
             let served = poison(key.page, memory, true);
             if !matches!(served, Ok(Served::Poisoned { .. })) {
                 // The next try finds the loss again and reports it.
@@ -290,10 +289,9 @@ fn bring<'a>(
         let word = cell.load();
         let far = word.state() == State::Far && !word.is_locked() && stores.store_of(word).is_some();
         let of_one = far && number.is_none_or(|number| number == word.store());
-        match of_one.then(|| cell.lock(word, word.in_state(State::Restoring))).flatten() {
-            Some(mut lock) => {
-                // Every return below that sets no other word leaves this one.
-                lock.set(word);
+        match of_one.then(|| cell.lock(word, word)).flatten() {
+            // Every return below that sets no other word leaves this one.
+            Some(lock) => {
                 number = Some(word.store());
                 names.push((region.page(page), word.handle()));
                 held.push(Some(lock));
@@ -314,6 +312,13 @@ fn bring<'a>(
     let mut moves = Vec::with_capacity(came.len());
     let next_to = |a: &usize, b: &usize| a + 1 == *b && names[*a].0.page.0 + 1 == names[*b].0.page.0;
     for run in came.chunk_by(next_to) {
+        for at in run {
+            if let Some(lock) = held[*at].as_mut() {
+                let far = lock.word();
+                lock.publish(far.in_state(State::Restoring));
+                lock.set(far);
+            }
+        }
         // A page whose hole is filled already stays Far: a fault on it examines the file ([`restore`]).
         let filled = match memory.install_run(names[run[0]].0.page, &buffer[run[0]..run[0] + run.len()]) {
             Ok(filled) => filled,

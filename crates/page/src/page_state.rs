@@ -24,7 +24,7 @@
 //! | Evicting(ticket), locked by reclaim | yes | no | waits for this page |
 //! | Far, locked by reclaim | being punched | no | waits for this page |
 //! | Far | no, or filled by a foreign mapper | no | faults |
-//! | Far, locked by fault | filled by a foreign mapper | becoming so | waits for this page |
+//! | Far, locked by fault | no, or filled by a foreign mapper | no | waits for this page |
 //! | Far, locked by spill | no | no | waits for this page |
 //! | Restoring (always locked) | being filled | becoming so | waits for this page |
 //! | Zero | no (locked by reclaim: being punched) | no | faults; a page of zeros, Resident |
@@ -42,12 +42,13 @@
 //! - **Evicting(ticket), locked by reclaim**, which is forced: to Far or Zero, still locked; unlocks as Resident if the
 //!   page is pinned or cannot be read or stored.
 //! - **Far, locked by reclaim**, which unlocks it when the punch is done.
-//! - **Far**. Fault: to Restoring with the lock, or as the next one. Discard: to Resident under the lock. Spill: sets
+//! - **Far**. Fault: takes the lock. Discard: to Resident under the lock. Spill: sets
 //!   the mark, by CAS; to Far in another store, under the lock.
-//! - **Far, locked by fault**. The fault replaces a foreign mapper's zeros by the copy; any other bytes are the page
-//!   now: to Resident, or to Restoring where zeros can only be punched; back to Far if neither can be done now.
+//! - **Far, locked by fault**, which fetches the copy: to Restoring when that is there; back to Far if the store is
+//!   busy; to Poisoned if the store lost the page. A foreign mapper's zeros are replaced by the copy, and any other
+//!   bytes are the page now: to Resident; back to Far if neither can be done now.
 //! - **Far, locked by spill**, which unlocks it as Far, in the old store or the new one.
-//! - **Restoring**. Fault: to Resident; back to Far if the store is busy; to Poisoned if the store lost the page.
+//! - **Restoring**. Fault: to Resident; back to Far if the hole could not be filled.
 //! - **Zero**. Fault, discard: to Resident under the lock.
 //! - **Poisoned**. Discard: to Resident under the lock.
 //! - **Lost**. Recovery, when no worker runs: to Resident if bytes other than zeros are in its file, else to Poisoned.

@@ -322,9 +322,12 @@ fn a_discard_that_meets_a_page_whose_store_does_not_answer_lets_go_of_the_others
         let waiting = scope.spawn(|| rig.guest.words(far as usize * PAGE_SIZE, 1)[0].load(Ordering::Relaxed));
         faults.wait_until_stalled(1);
         let range = (Hva(rig.guest.addr() as u64) + first * PAGE_SIZE as u64, 512 * PAGE_SIZE as u64);
+        let region = rig.vm.region(0).expect("region");
+        let word = region.word(PageIdx(far));
+        // Recovery would take what a foreign mapper puts into the file of a Restoring page for its bytes.
+        assert!(word.is_locked() && word.state() == State::Far, "{word:?}");
         let error = rig.vm.discard(&rig.view, &[range]).expect_err("a page is locked");
         assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
-        let region = rig.vm.region(0).expect("region");
         assert!(!region.word(PageIdx(first)).is_locked(), "it holds a lock");
         faults.release();
         waiting.join().expect("guest");
