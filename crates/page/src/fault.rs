@@ -56,7 +56,7 @@ pub fn serve(
             }
             State::Zero => fill_zeros(&mut lock, granule, key.page, memory, backing),
             State::Far | State::Restoring => {
-                granule.with_buffer(|buffer| restore(&mut lock, granule, key, kind, memory, backing, stores, buffer))
+                granule.with_buffer(|buffer| restore(&mut lock, granule, (key, kind), memory, backing, stores, buffer))
             }
             State::Poisoned => poison(key.page, memory, false),
         };
@@ -105,8 +105,7 @@ fn fill_zeros(
 fn restore(
     lock: &mut Locked<'_>,
     granule: Granule<'_>,
-    key: PageKey,
-    kind: FaultKind,
+    (key, kind): (PageKey, FaultKind),
     memory: &impl Mapped,
     backing: &impl Backing,
     stores: &impl StoreOf,
