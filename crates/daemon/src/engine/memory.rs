@@ -61,7 +61,8 @@ fn say(served: &Served) -> bool {
     let state = served.vm.losses();
     let (ram, ram_damaged) = served.store.losses();
     let (file, file_damaged) = served.file.opened().map(|file| file.losses()).unwrap_or_default();
-    let reopens = !state.is_empty() || ram_damaged || file_damaged;
+    // Losses that were reported while two engines had the VM are not repaired yet.
+    let reopens = !state.is_empty() || served.vm.lost() > 0 || ram_damaged || file_damaged;
     // Nothing is to be done about a group's losses: each member finds its own when it touches the pages.
     let group = served.group.iter().flat_map(|member| member.group().losses());
     for what in state.into_iter().chain(ram).chain(group).chain(file) {
@@ -74,8 +75,8 @@ impl Engine {
     /// Reopen a VM whose words or tables were damaged.
     fn reopen(&self, served: &Arc<Served>) {
         if served.vm.is_stopping() || served.vm.state.leaving().is_some() {
-            // Nothing can be repaired while another engine serves the VM's faults: the next engine that opens it does.
-            let text = "the VM is looked through by the next engine: two have it at this moment";
+            // Nothing can be repaired while another engine serves the VM's faults: the one that has it alone does it.
+            let text = "the VM is recovered when one engine has it alone: two have it at this moment";
             return served.vm.report("memory-error", text.into());
         }
         let begun = Instant::now();

@@ -186,6 +186,9 @@ impl Engine {
         let owns = served.vm.own_stores().context("Reading what its words name");
         served.vm.start().context("Starting its workers")?;
         self.mapper_scan.send(served.clone()).context("Requesting a scan for foreign mappers")?;
+        if served.vm.lost() > 0 {
+            memory_error::notify();
+        }
         owns
     }
 

@@ -278,6 +278,6 @@ mod tests {
         drop(release);
         closing.join().expect("closed");
         assert_eq!(ends.try_recv(), Ok(()), "it was waited for");
-        jobs.begin("test", || panic!("begun after the end")).expect("not begun");
+        jobs.begin("test", || panic!("begun after the end")).expect_err("it is closed");
     }
 }

@@ -95,9 +95,13 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        if let Some(mut child) = self.child.take() {
-            let _ = child.kill();
-            let _ = child.wait();
+        let Some(mut child) = self.child.take() else { return };
+        let ended = child.try_wait().ok().flatten();
+        let _ = child.kill();
+        let output = child.wait_with_output();
+        if let (true, Some(ended), Ok(output)) = (std::thread::panicking(), ended, output) {
+            let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+            eprintln!("VM {} had ended by itself, with {ended}:\n{out}\n{err}", self.name);
         }
     }
 }

@@ -13,6 +13,7 @@ use ballast_base::{Extents, Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
 use ballast_sys::{Remote, Uffd};
+use rustix::io::Errno;
 
 use crate::fault::stall::Stall;
 use crate::reclaim::kept::Kept;
@@ -80,14 +81,21 @@ impl View {
         &self.shards
     }
 
-    /// The process's page tables; `None` if it is gone or the kernel does not let us.
+    /// The process's page tables; `None` if it is gone or the kernel does not let us. Where descriptors or memory are
+    /// short, the next call tries again.
     pub(crate) fn remote(&self) -> Option<&Remote> {
-        let open = || {
-            Remote::open(self.pid)
-                .inspect_err(|error| tracing::warn!(pid = self.pid, "Opening a VMM's page tables: {error}"))
-                .ok()
-        };
-        self.remote.get_or_init(open).as_ref()
+        if let Some(opened) = self.remote.get() {
+            return opened.as_ref();
+        }
+        let opened = Remote::open(self.pid);
+        if let Err(error) = &opened {
+            let errno = Errno::from_io_error(error);
+            if matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM)) {
+                return None;
+            }
+            tracing::warn!(pid = self.pid, "Opening a VMM's page tables: {error}");
+        }
+        self.remote.get_or_init(|| opened.ok()).as_ref()
     }
 
     /// Can the kernel record which of its pages were touched, of those registered for accesses?

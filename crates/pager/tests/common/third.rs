@@ -39,7 +39,7 @@ impl ThirdStore {
         !self.asked.lock().expect("asked").insert(handle)
     }
 
-    /// From now on it returns no page, or does again.
+    /// From now on it returns no page and takes none, or does again.
     pub fn set_silent(&self, silent: bool) {
         self.silent.store(silent, Ordering::Release);
     }
@@ -47,6 +47,10 @@ impl ThirdStore {
 
 impl Store for ThirdStore {
     fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        // A test that looks at pages elsewhere while it is silent must not find them here a moment later.
+        if self.silent.load(Ordering::Acquire) {
+            return PutOutcome::Busy;
+        }
         self.inner.put(key, bytes)
     }
 
