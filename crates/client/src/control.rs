@@ -85,6 +85,20 @@ impl State {
         self.last_number
     }
 
+    /// A new waiter, which has sent nothing yet.
+    fn add_waiter(&mut self, ranges: Vec<Range>) -> u64 {
+        let id = self.next_number();
+        self.waiters.push(Waiter { id, ranges, copies: Vec::new(), uncertain: false, done: None });
+        id
+    }
+
+    /// The waiter whose copy was taken back unread; the copy is struck. `None`: nobody waits for it.
+    fn strike(&mut self, seq: u64) -> Option<u64> {
+        let owner = self.waiters.iter_mut().find(|waiter| waiter.copies.contains(&seq))?;
+        owner.copies.retain(|copy| *copy != seq);
+        Some(owner.id)
+    }
+
     fn send_copy(&mut self, id: u64) {
         let Some(pair) = self.pair.clone() else { return };
         let seq = self.next_number();
@@ -114,10 +128,9 @@ impl State {
                 continue;
             };
             // One that nobody waits for is dropped.
-            let Some(owner) = self.waiters.iter_mut().find(|waiter| waiter.copies.contains(&seq)) else { continue };
-            owner.copies.retain(|copy| *copy != seq);
-            if owner.id != id && !again.contains(&owner.id) {
-                again.push(owner.id);
+            let Some(owner) = self.strike(seq) else { continue };
+            if owner != id && !again.contains(&owner) {
+                again.push(owner);
             }
         }
         again.into_iter().for_each(|owner| self.send_copy(owner));
@@ -157,7 +170,7 @@ impl ControlSocket {
         let mut state = lock(&self.state);
         for bytes in state.pair.replace(pair).map(|old| old.take_back()).unwrap_or_default() {
             if let Ok(ClientToEngine::Discard { seq, .. }) = wire::decode(&bytes) {
-                state.waiters.iter_mut().for_each(|waiter| waiter.copies.retain(|copy| *copy != seq));
+                state.strike(seq);
             }
         }
         for index in 0..state.waiters.len() {
@@ -195,8 +208,7 @@ impl ControlSocket {
     pub fn discard(&self, ranges: Vec<Range>, timeout: Duration, announce: impl Fn()) -> Result<(), DiscardError> {
         const FIRST_REPEAT: Duration = Duration::from_millis(200);
         let mut state = lock(&self.state);
-        let id = state.next_number();
-        state.waiters.push(Waiter { id, ranges, copies: Vec::new(), uncertain: false, done: None });
+        let id = state.add_waiter(ranges);
         let mut repeat_at = Instant::now();
         let mut deadline = repeat_at + timeout;
         let mut pause = FIRST_REPEAT.min(timeout);
@@ -243,6 +255,18 @@ mod tests {
         wire::decode(&message.bytes).expect("a message")
     }
 
+    /// Reply to every copy there is, as an engine does, until something is over.
+    fn reply_to_all(control: &ControlSocket, pair: &Pair, is_over: impl Fn() -> bool) {
+        while !is_over() {
+            if let Some(ClientToEngine::Discard { seq, .. }) =
+                pair.take_back().first().and_then(|bytes| wire::decode(bytes).ok())
+            {
+                control.discard_done(seq, Ok(()));
+            }
+            std::thread::yield_now();
+        }
+    }
+
     fn connected() -> (ControlSocket, Arc<Pair>) {
         let control = ControlSocket::default();
         let pair = Arc::new(Pair::new().expect("pair"));
@@ -272,16 +296,8 @@ mod tests {
             assert_eq!(ranges, [RANGE]);
             control.discard_done(first, Ok(()));
             assert!(second > first);
-            // Reply to every copy there is, as an engine does, until the waiter is done.
             control.discard_done(second, Ok(()));
-            while !waiting.is_finished() {
-                if let Some(ClientToEngine::Discard { seq, .. }) =
-                    pair.take_back().first().and_then(|bytes| wire::decode(bytes).ok())
-                {
-                    control.discard_done(seq, Ok(()));
-                }
-                std::thread::yield_now();
-            }
+            reply_to_all(&control, &pair, || waiting.is_finished());
             waiting.join().expect("no panic").expect("answered in the end");
         });
     }
@@ -307,11 +323,7 @@ mod tests {
     fn a_copy_that_is_sent_again_is_not_overtaken_by_the_reply_to_a_later_one() {
         let (control, pair) = connected();
         let mut state = lock(&control.state);
-        let [first, second] = [RANGE, (Hva(0x20000), 4096)].map(|range| {
-            let id = state.next_number();
-            state.waiters.push(Waiter { id, ranges: vec![range], copies: Vec::new(), uncertain: false, done: None });
-            id
-        });
+        let [first, second] = [RANGE, (Hva(0x20000), 4096)].map(|range| state.add_waiter(vec![range]));
         state.send_copy(first);
         let ClientToEngine::Discard { .. } = read(&pair) else { panic!("not a discard") };
         [second, first, second].into_iter().for_each(|id| state.send_copy(id));
@@ -345,14 +357,7 @@ mod tests {
                 assert!(!waiting.is_finished(), "nobody knows its result");
                 std::thread::yield_now();
             }
-            while !waiting.is_finished() {
-                if let Some(ClientToEngine::Discard { seq, .. }) =
-                    new.take_back().first().and_then(|bytes| wire::decode(bytes).ok())
-                {
-                    control.discard_done(seq, Ok(()));
-                }
-                std::thread::yield_now();
-            }
+            reply_to_all(control, &new, || waiting.is_finished());
             waiting.join().expect("no panic").expect("answered on the new socket");
         });
     }
@@ -367,14 +372,7 @@ mod tests {
             control.replace(new.clone());
             let ClientToEngine::Discard { seq, .. } = read(&new) else { panic!("not a discard") };
             control.discard_done(seq, Ok(()));
-            while !waiting.is_finished() {
-                if let Some(ClientToEngine::Discard { seq, .. }) =
-                    new.take_back().first().and_then(|bytes| wire::decode(bytes).ok())
-                {
-                    control.discard_done(seq, Ok(()));
-                }
-                std::thread::yield_now();
-            }
+            reply_to_all(&control, &new, || waiting.is_finished());
             waiting.join().expect("no panic").expect("answered on the new socket");
         });
     }

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ballast_api::UpgradeStage;
 use ballast_base::Bytes;
 use ballast_store::{Budget, FileOptions, FileStore};
+use ballast_testvm::Finally;
 use rustix::process::Signal;
 
 use common::guest::{Guest, moves};
@@ -119,13 +120,14 @@ fn a_discard_that_meets_an_upgrade_is_carried_out_and_not_refused() {
         }
         count
     });
+    let end = Finally(|| stop.store(true, Ordering::Relaxed));
     for round in 0..upgrades::count() {
         std::thread::sleep(moment(round));
         begin(&daemon, &if round % 2 == 0 { next_build() } else { this_build() });
         let now = ended(&daemon);
         assert_eq!(now.stage, UpgradeStage::Done, "{now:?}\n{}", daemon.log());
     }
-    stop.store(true, Ordering::Relaxed);
+    drop(end);
     assert!(joined("its last discard is carried out", discarding) > 0);
 }
 

@@ -172,24 +172,25 @@ fn closes_while_faults_wait() {
 }
 
 /// An engine was killed and left the lock of a page. The other one, beside it, is asked to discard that page and those
-/// before it. Returns the VM there and the client's end, once the discard has locked the first page.
-fn discards_what_a_dead_engine_has_locked(rig: &Rig) -> (Arc<Vm>, OwnedFd) {
+/// before it. Returns the rig, the VM there and the client's end, once the discard has locked the first page.
+fn discards_what_a_dead_engine_has_locked() -> (Rig, Arc<Vm>, OwnedFd) {
+    let rig = Rig::new(RAM, Bytes(64 * MIB), Duration::from_millis(2));
+    rig.fill_all();
     rig.vm.serve_faults_only();
-    let (next, client) = beside_with_client(rig, &rig.vm, rig.vm.stores.clone(), 2);
+    let (next, client) = beside_with_client(&rig, &rig.vm, rig.vm.stores.clone(), 2);
     let region = rig.vm.region(0).expect("region");
     let cell = region.granule(PageIdx(5)).cell();
     cell.reset(cell.load().locked());
     let ranges = vec![(Hva(rig.guest.addr() as u64), 64 * PAGE_SIZE as u64)];
     scm::send(&client, &wire::encode(&ClientToEngine::Discard { seq: 7, ranges }), &[]).expect("send");
     until("it locks what comes before", || region.word(PageIdx(0)).is_locked());
-    (next, client)
+    drop(region);
+    (rig, next, client)
 }
 
 #[test]
 fn a_discard_that_meets_the_lock_of_a_dead_engine_keeps_the_vm_from_nothing_and_is_carried_out_once_it_is_gone() {
-    let rig = Rig::new(RAM, Bytes(64 * MIB), Duration::from_millis(2));
-    rig.fill_all();
-    let (next, client) = discards_what_a_dead_engine_has_locked(&rig);
+    let (rig, next, client) = discards_what_a_dead_engine_has_locked();
     // What a client may ask for meanwhile waits until no page moves.
     next.set_may_pin();
     let region = rig.vm.region(0).expect("region");
@@ -205,9 +206,7 @@ fn a_discard_that_meets_the_lock_of_a_dead_engine_keeps_the_vm_from_nothing_and_
 
 #[test]
 fn an_engine_closes_a_vm_whose_discard_meets_the_lock_of_a_dead_engine() {
-    let rig = Rig::new(RAM, Bytes(64 * MIB), Duration::from_millis(2));
-    rig.fill_all();
-    let (next, _client) = discards_what_a_dead_engine_has_locked(&rig);
+    let (rig, next, _client) = discards_what_a_dead_engine_has_locked();
     next.stop();
     let region = rig.vm.region(0).expect("region");
     assert!((0..5).all(|page| !region.word(PageIdx(page)).is_locked()), "it leaves no lock");

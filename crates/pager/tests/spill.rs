@@ -64,6 +64,15 @@ fn wait_until_spilled(rig: &Rig) {
     });
 }
 
+/// A full VM, most of whose far pages are in a file store with faults on command.
+fn spilled_to_faulty() -> (Rig, Arc<Faults>) {
+    let (file, faults) = faulty();
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
+    rig.fill_all();
+    wait_until_spilled(&rig);
+    (rig, faults)
+}
+
 fn count_exactly(rig: &Rig) {
     rig.vm.hold(Hold::Shared, Some("counting".into()));
     rig.wait_for_quarantine();
@@ -137,11 +146,8 @@ fn discarded_pages_of_the_file_read_zeros_and_free_their_copies() {
 
 #[test]
 fn a_file_store_that_does_not_answer_delays_its_pages_and_no_others() {
-    let (file, faults) = faulty();
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
+    let (rig, faults) = spilled_to_faulty();
     let _release = Finally(|| faults.release());
-    rig.fill_all();
-    wait_until_spilled(&rig);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
     // Pages that are far in RAM now must not go to the file while they are looked at.
@@ -204,10 +210,7 @@ fn when_both_stores_are_full_reclaim_stops_with_an_event_and_loses_nothing() {
 
 #[test]
 fn a_page_that_the_file_lost_is_a_memory_error_and_an_event() {
-    let (file, faults) = faulty();
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
+    let (rig, faults) = spilled_to_faulty();
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let lost = (0..rig.pages).find(|page| in_file(&rig, *page)).expect("a page in the file");
     faults.lose(1);
@@ -285,10 +288,7 @@ fn pages_of_a_file_that_cannot_be_opened_wait_and_the_others_are_served() {
 
 #[test]
 fn a_store_that_stays_busy_while_all_pages_come_back_keeps_nobody_from_changing_the_layout() {
-    let (file, faults) = faulty();
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
-    rig.fill_all();
-    wait_until_spilled(&rig);
+    let (rig, faults) = spilled_to_faulty();
     let before = faults.calls().gets;
     faults.busy_gets(u64::MAX);
     let vm = rig.vm.clone();
@@ -307,11 +307,8 @@ fn a_store_that_stays_busy_while_all_pages_come_back_keeps_nobody_from_changing_
 
 #[test]
 fn a_discard_that_meets_a_page_whose_store_does_not_answer_lets_go_of_the_others_and_may_be_tried_again() {
-    let (file, faults) = faulty();
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
+    let (rig, faults) = spilled_to_faulty();
     let _release = Finally(|| faults.release());
-    rig.fill_all();
-    wait_until_spilled(&rig);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
     // Not the first of its run of pages that are locked together.

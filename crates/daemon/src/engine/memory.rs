@@ -61,8 +61,8 @@ fn say(served: &Served) -> bool {
     let state = served.vm.losses();
     let (ram, ram_damaged) = served.store.losses();
     let (file, file_damaged) = served.file.opened().map(|file| file.losses()).unwrap_or_default();
-    // Losses that were reported while two engines had the VM are not repaired yet.
-    let reopens = !state.is_empty() || served.vm.lost() > 0 || ram_damaged || file_damaged;
+    // Also those that were reported before, while two engines had the VM.
+    let reopens = served.vm.lost() > 0 || ram_damaged || file_damaged;
     // Nothing is to be done about a group's losses: each member finds its own when it touches the pages.
     let group = served.group.iter().flat_map(|member| member.group().losses());
     for what in state.into_iter().chain(ram).chain(group).chain(file) {

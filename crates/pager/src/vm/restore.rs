@@ -90,9 +90,9 @@ impl Vm {
     ) -> io::Result<()> {
         // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
         let mut layout = self.layout();
-        let memories = || match region.is_removed() {
-            true => Vec::new(),
-            false => views.iter().filter_map(|view| view.of_region(region)).collect::<Vec<_>>(),
+        let memories = || -> Vec<_> {
+            let views = views.iter().filter(|_| !region.is_removed());
+            views.filter_map(|view| view.of_region(region)).collect()
         };
         let mut all = memories();
         if all.is_empty() {
@@ -130,14 +130,12 @@ impl Vm {
                         }
                     }
                     // That process is gone, or does not map this part any more: try another one.
-                    Ok(Served::Gone) => match tried + 1 < all.len() {
-                        true => tried += 1,
-                        false => {
-                            let what = format!("no process of the VM maps page {page} any more");
-                            done = done.and(Err(io::Error::other(what)));
-                            break;
-                        }
-                    },
+                    Ok(Served::Gone) if tried + 1 < all.len() => tried += 1,
+                    Ok(Served::Gone) => {
+                        let what = format!("no process of the VM maps page {page} any more");
+                        done = done.and(Err(io::Error::other(what)));
+                        break;
+                    }
                     Err(error) => {
                         done = done.and(Err(error));
                         break;
