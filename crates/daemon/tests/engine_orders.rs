@@ -1,5 +1,6 @@
 //! Orders to an engine whose keeper is this test: an engine that has no descriptors left does not claim to serve a
-//! process. Needs root (userfaultfd).
+//! process; a region that was added while an order to open its VM was on its way comes with its own order. Needs root
+//! (userfaultfd).
 
 mod common;
 
@@ -46,8 +47,8 @@ impl Engine {
     }
 
     /// Give it an order that is reported, and wait for the result.
-    fn done(&self, order: &Order) -> Result<(), String> {
-        self.order(order, &[]);
+    fn done(&self, order: &Order, fds: &[BorrowedFd<'_>]) -> Result<(), String> {
+        self.order(order, fds);
         loop {
             let received = scm::receive(&self.socket).expect("receive").expect("it runs");
             if let Report::Done { result, .. } = wire::decode(&received.bytes).expect("a report") {
@@ -62,6 +63,12 @@ impl Drop for Engine {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// The order to open the VM, whose RAM is one file, with this many regions of its state file.
+fn open_with(stores: Vec<StoreFiles>, regions: u32) -> Order {
+    let (vmm, pinned) = ("test".into(), None);
+    Order::OpenVm { vm: VM, vmm, pinned, may_pin: false, stores, files: 1, beside: false, regions }
 }
 
 #[test]
@@ -81,10 +88,9 @@ fn an_engine_that_cannot_take_the_descriptors_of_a_process_says_that_it_does_not
     let process = Process::find(engine.child.id()).expect("stat").expect("it runs");
     state.name_engine(process.pid, process.start);
     let stores = vec![StoreFiles { store: RAM_STORE, count: 1 }];
-    let open =
-        Order::OpenVm { vm: VM, vmm: "test".into(), pinned: None, may_pin: false, stores, files: 1, beside: false };
+    let open = open_with(stores, 1);
     engine.order(&open, &[state.fd(), arena.as_fd(), ram.as_fd()]);
-    engine.done(&Order::Tell { seq: 1, vm: VM }).expect("it is open");
+    engine.done(&Order::Tell { seq: 1, vm: VM }, &[]).expect("it is open");
     let (control, _client) = scm::pair().expect("a pair");
     let spans = vec![(Span { hva: Hva(guest.addr() as u64), len: RAM }, 0)];
     let view = Order::AddView { vm: VM, pid: std::process::id(), uffd_features, spans, unserved_since_ns: None };
@@ -92,8 +98,46 @@ fn an_engine_that_cannot_take_the_descriptors_of_a_process_says_that_it_does_not
     // Its lowest three descriptors are open: there is no place for another one.
     assert!(common::limit_descriptors(engine.child.id(), "3"));
     engine.order(&view, &fds);
-    let why = engine.done(&Order::Tell { seq: 2, vm: VM }).expect_err("it does not serve that process");
+    let why = engine.done(&Order::Tell { seq: 2, vm: VM }, &[]).expect_err("it does not serve that process");
     assert!(why.contains("is not served"), "{why}");
     let reach = Order::Reach { seq: 3, vm: VM, pid: std::process::id(), regions: vec![0] };
-    engine.done(&reach).expect_err("it cannot touch pages that are far");
+    engine.done(&reach, &[]).expect_err("it cannot touch pages that are far");
+}
+
+#[test]
+fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_order_comes() {
+    let (uffd, uffd_features) = match Uffd::create(uffd::REQUIRED_FEATURES) {
+        Ok(made) => made,
+        Err(error) => return skip("native", error),
+    };
+    let dir = tempfile::tempdir().expect("a directory");
+    let engine = Engine::start(dir.path());
+    let (_store, arena) = RamStore::create(RamOptions::new(Budget::new(RAM))).expect("a store");
+    let state = StateFile::create(VM, "test").expect("a state file");
+    let ram = ["first", "second"].map(|name| memfd::create(name, RAM).expect("RAM"));
+    let guest = ram.each_ref().map(|file| Mapping::shared(file, 0, RAM.0 as usize).expect("mapped"));
+    // The keeper has sent the order when it adds the second one; the engine reads it afterwards.
+    for file in &ram {
+        let id = memfd::file_id(file).expect("stat");
+        state.add_region(&[id], &Extents::one(Bytes(0), RAM).expect("good"), None).expect("a region");
+    }
+    let process = Process::find(engine.child.id()).expect("stat").expect("it runs");
+    state.name_engine(process.pid, process.start);
+    let stores = vec![StoreFiles { store: RAM_STORE, count: 1 }];
+    let fds = [state.fd(), arena.as_fd(), ram[0].as_fd()];
+    let check = Order::CheckVm { seq: 1, vm: VM, stores: stores.clone(), files: 1, regions: 1 };
+    engine.done(&check, &fds).expect("all files that the order is about have come");
+    let check = Order::CheckVm { seq: 2, vm: VM, stores: stores.clone(), files: 1, regions: 2 };
+    engine.done(&check, &fds).expect_err("a file did not come");
+    engine.order(&open_with(stores, 1), &fds);
+    let (control, _client) = scm::pair().expect("a pair");
+    let span = |at: usize| Span { hva: Hva(guest[at].addr() as u64), len: RAM };
+    let (pid, spans) = (std::process::id(), vec![(span(0), 0)]);
+    let view = Order::AddView { vm: VM, pid, uffd_features, spans, unserved_since_ns: None };
+    engine.order(&view, &[uffd.as_fd(), control.as_fd()]);
+    let second = Order::AddRegion { vm: VM, pid, span: Some(span(1)), number: 1, files: 1 };
+    engine.order(&second, &[ram[1].as_fd()]);
+    engine.done(&Order::Tell { seq: 3, vm: VM }, &[]).expect("it is open, and all of it is served");
+    let reach = Order::Reach { seq: 4, vm: VM, pid, regions: vec![0, 1] };
+    engine.done(&reach, &[]).expect("the process is served in both regions");
 }

@@ -19,8 +19,9 @@ use crate::upgrading::Upgrading;
 /// The messages in this file. Version 6: the engine's settings are bytes. Version 7: counted descriptors, regions of
 /// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
 /// Version 9: two engines of one VM. Version 10: whether the keeper was replaced. Version 11: how
-/// long VMs had two engines. Version 12: two engines of a VM with any stores.
-pub const FORMAT: Format = Format { version: 12, least_reader: 7, oldest: 7 };
+/// long VMs had two engines. Version 12: two engines of a VM with any stores. Version 13: how many regions an order
+/// to open or check a VM is about.
+pub const FORMAT: Format = Format { version: 13, least_reader: 7, oldest: 7 };
 /// The first version that knows the orders and reports of an upgrade.
 const UPGRADES: u16 = 8;
 /// The first version of an engine that may serve a VM beside another one.
@@ -64,6 +65,9 @@ pub enum Order {
         /// Another engine serves its faults, and does nothing else for it ([`Order::ServeFaults`]): do no more than
         /// that either until [`Order::Alone`], and mend nothing.
         beside: bool,
+        /// How many regions the state file had; 0 from older keepers. Later ones, which may be in it by the time the
+        /// order is read, come with [`Order::AddRegion`].
+        regions: u32,
     },
     /// Serve the faults of this process. Descriptors: its userfaultfds in its order, then the control socket.
     AddView {
@@ -175,6 +179,8 @@ pub enum Order {
         stores: Vec<StoreFiles>,
         /// How many RAM files there are.
         files: u8,
+        /// How many regions the state file had; 0 from older keepers.
+        regions: u32,
     },
     /// Decide nothing more for the host, and answer no more requests: VMs are about to move from this engine or to it.
     /// Operations under way are finished. Answered by [`Report::Done`], after [`Report::Past`].
@@ -356,7 +362,7 @@ mod tests {
         let stores = vec![StoreFiles { store: 1, count: 1 }, StoreFiles { store: 2, count: 2 }];
         let begin = Begin { keeper_pid: 1, restarts: 2, since_unix_s: 3, settings: vec![4, 5] };
         let (vmm, pinned) = ("q".into(), Some("p".into()));
-        let open = Order::OpenVm { vm, vmm, pinned, may_pin: true, stores, files: 5, beside: true };
+        let open = Order::OpenVm { vm, vmm, pinned, may_pin: true, stores, files: 5, beside: true, regions: 6 };
         let add = Order::AddView { vm, pid: 1, uffd_features: 2, spans: vec![(span, 3)], unserved_since_ns: Some(4) };
         let keeper = Some(Err("k".into()));
         let (program, message) = ("p".into(), "m".into());
@@ -376,7 +382,7 @@ mod tests {
             Order::Serve,
             Order::Ping,
             Order::Note { vm: Some("v".into()), kind: "k".into(), message: "m".into() },
-            Order::CheckVm { seq: 1, vm, stores: vec![], files: 2 },
+            Order::CheckVm { seq: 1, vm, stores: vec![], files: 2, regions: 3 },
             Order::Rest { seq: 1 },
             Order::Resume,
             Order::HandOver { seq: 1, vm },
@@ -406,7 +412,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (12, SAID.to_owned()),
+            (13, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -421,13 +427,13 @@ mod tests {
     }
 
     const SAID: &str = "00010203020405 \
-        010707070707070707070707070707070701710101700102010102020501 \
+        01070707070707070707070707070707070171010170010201010202050106 \
         020707070707070707070707070707070701020180208040030104 \
         03070707070707070707070707070707070101802080400203 0401070707070707070707070707070707070203 \
         0501070707070707070707070707070707070172 060107070707070707070707070707070707 \
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
         090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d \
-        0e01070707070707070707070707070707070002 0f01 10 110107070707070707070707070707070707 \
+        0e0107070707070707070707070707070707000203 0f01 10 110107070707070707070707070707070707 \
         120107070707070707070707070707070707 13 140107 15010170000000000000016d0101016b00 1601010165 \
         17010707070707070707070707070707070701 1807070707070707070707070707070707 0001010165 \
         0101010165 02 03 \

@@ -379,7 +379,7 @@ impl Keeper {
 /// The order that has this engine open a VM, whose state file names that engine from now on.
 pub fn open_order(vm: &mut VmEntry, engine: Process) -> (Order, Vec<Arc<SentFd>>) {
     vm.name_engine(engine);
-    let (fds, files) = vm.descriptors();
+    let (fds, files, regions) = vm.descriptors();
     let order = Order::OpenVm {
         vm: vm.state.id(),
         vmm: vm.vmm.clone(),
@@ -388,6 +388,7 @@ pub fn open_order(vm: &mut VmEntry, engine: Process) -> (Order, Vec<Arc<SentFd>>
         stores: Files::counts(&vm.stores),
         files,
         beside: vm.at == At::Both,
+        regions,
     };
     (order, fds)
 }

@@ -144,8 +144,9 @@ impl VmEntry {
         self.state.epoch() > self.named_at
     }
 
-    /// The descriptors that travel with `OpenVm`, and how many of the last of these are RAM files.
-    pub fn descriptors(&self) -> (Vec<Arc<SentFd>>, u8) {
+    /// The descriptors that travel with `OpenVm`, how many of the last of these are RAM files, and how many regions
+    /// these belong to.
+    pub fn descriptors(&self) -> (Vec<Arc<SentFd>>, u8, u32) {
         let mut seen = HashSet::new();
         // The engine needs no files of an unplugged region, even if a process that could not be served still has it.
         let records = self.state.regions().into_iter().zip(&self.ram);
@@ -153,7 +154,7 @@ impl VmEntry {
         let ram: Vec<_> = live.flatten().filter(|(_, id)| seen.insert(*id)).collect();
         let stores = self.stores.iter().flat_map(Files::iter);
         let all = std::iter::once(&self.file).chain(stores).chain(ram.iter().map(|(fd, _)| fd));
-        (all.cloned().collect(), ram.len() as u8)
+        (all.cloned().collect(), ram.len() as u8, self.ram.len() as u32)
     }
 
     /// The bytes of files that are RAM of this VM, brought or still missing.

@@ -152,12 +152,12 @@ impl Keeper {
         let seq = self.ask(Asked::Begun);
         self.order_next(&Order::Rest { seq }, &[]);
         let checks: Vec<_> = self.vms.iter().filter(|vm| vm.is_handed_over()).map(check).collect();
-        for (vm, stores, files, fds) in checks {
+        for (vm, stores, files, regions, fds) in checks {
             let seq = self.ask(Asked::Check(vm));
             if let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) {
                 entry.question = Some(seq);
             }
-            self.order_next(&Order::CheckVm { seq, vm, stores, files }, &fds);
+            self.order_next(&Order::CheckVm { seq, vm, stores, files, regions }, &fds);
         }
         self.show_upgrade();
         self.tend_upgrade();
@@ -355,9 +355,9 @@ impl Keeper {
     }
 }
 
-type Check = (VmId, Vec<StoreFiles>, u8, Vec<Arc<SentFd>>);
+type Check = (VmId, Vec<StoreFiles>, u8, u32, Vec<Arc<SentFd>>);
 
 fn check(vm: &VmEntry) -> Check {
-    let (fds, files) = vm.descriptors();
-    (vm.state.id(), Files::counts(&vm.stores), files, fds)
+    let (fds, files, regions) = vm.descriptors();
+    (vm.state.id(), Files::counts(&vm.stores), files, regions, fds)
 }

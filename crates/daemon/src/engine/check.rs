@@ -14,8 +14,8 @@ use ballast_handover::arena;
 use ballast_handover::state_file::StateFile;
 use ballast_pager::vm::inspect::{Inspected, inspect};
 
+use super::order_files::{Files, ram_files, sent_regions, store_files};
 use super::shared::Engine;
-use super::vms::{Files, ram_files, store_files};
 
 impl Engine {
     /// Check this VM; see the head of this file.
@@ -27,6 +27,7 @@ impl Engine {
         id: VmId,
         stores: &[StoreFiles],
         files: u8,
+        regions: u32,
         fds: Vec<OwnedFd>,
     ) -> anyhow::Result<Inspected> {
         let mut fds = fds.into_iter();
@@ -42,7 +43,7 @@ impl Engine {
             arena::inspect(&arena::INDEX, index)?;
         }
         let ram = ram_files(fds.collect(), files)?;
-        for (number, record) in state.regions().iter().enumerate().filter(|(_, record)| !record.removed) {
+        for (number, record) in sent_regions(&state, regions).iter().enumerate().filter(|(_, record)| !record.removed) {
             let missing = record.files.iter().find(|wanted| ram.iter().all(|file| file.id != **wanted));
             ensure!(missing.is_none(), "region {number}: its RAM file {missing:?} did not come");
         }

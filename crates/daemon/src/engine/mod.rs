@@ -47,6 +47,7 @@ pub mod late;
 mod lending;
 mod make;
 mod memory;
+mod order_files;
 mod pin_check;
 pub mod pool;
 pub mod remote;

@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, GROUP_STORE, RAM_STORE, REMOTE_STORE};
 use ballast_base::wire::{self, StoreFiles, VmId};
@@ -29,6 +29,7 @@ use ballast_sys::{clock, memory_error, scm};
 
 use super::governor::operator;
 use super::late::{self, LateFile};
+use super::order_files::{Files, ram_files, sent_regions, store_files};
 use super::served::{KEPT, Served};
 use super::shared::{Closing, Engine, Unlists, mend};
 use super::views;
@@ -43,37 +44,7 @@ struct Opening {
     stores: Vec<StoreFiles>,
     files: u8,
     beside: bool,
-}
-
-/// The RAM files that came with an order; there must be as many as it says.
-pub(super) fn ram_files(fds: Vec<OwnedFd>, count: u8) -> anyhow::Result<Vec<RamFile>> {
-    anyhow::ensure!(fds.len() == usize::from(count), "{} RAM files came, and {count} were announced", fds.len());
-    fds.into_iter().map(RamFile::new).collect::<io::Result<_>>().context("Looking at RAM files")
-}
-
-/// The files of a VM's stores.
-pub(super) struct Files {
-    /// The arena of the RAM store.
-    pub arena: OwnedFd,
-    /// An opening of its own of its group's arena.
-    pub group: Option<OwnedFd>,
-    /// File and index of the file store.
-    pub file: Option<[OwnedFd; 2]>,
-}
-
-/// The files of the stores that came with an order.
-pub(super) fn store_files(stores: &[StoreFiles], fds: &mut impl Iterator<Item = OwnedFd>) -> anyhow::Result<Files> {
-    let (mut arena, mut group, mut file) = (None, None, None);
-    for StoreFiles { store, count } in stores {
-        let mut files = fds.by_ref().take(usize::from(*count));
-        match (*store, files.next(), files.next(), files.next()) {
-            (RAM_STORE, Some(only), None, None) => arena = Some(only),
-            (FILE_STORE, Some(place), Some(index), None) => file = Some([place, index]),
-            (GROUP_STORE, Some(only), None, None) => group = Some(only),
-            _ => bail!("{count} files came for store {store}, which this engine does not expect"),
-        }
-    }
-    Ok(Files { arena: arena.context("the arena is missing")?, group, file })
+    regions: u32,
 }
 
 /// Only serve this VM's faults from now on, from whatever store. `all`: the other engine can do so as well; an engine
@@ -113,13 +84,14 @@ impl Engine {
         let served = self.host.by_id(id);
         let _listed = served.as_ref().map(|served| served.vm.state.list_thread());
         let result = match (order, &served) {
-            (Order::OpenVm { vmm, pinned, may_pin, stores, files, beside, .. }, None) => {
-                let opened = self.open_vm(id, Opening { vmm, pinned, may_pin, stores, files, beside }, fds);
+            (Order::OpenVm { vmm, pinned, may_pin, stores, files, beside, regions, .. }, None) => {
+                let opening = Opening { vmm, pinned, may_pin, stores, files, beside, regions };
+                let opened = self.open_vm(id, opening, fds);
                 self.unopened(id, opened.as_ref().err().map(|error| format!("{error:#}")));
                 opened
             }
-            (Order::CheckVm { seq, stores, files, .. }, _) => {
-                let checked = self.check_vm(id, &stores, files, fds);
+            (Order::CheckVm { seq, stores, files, regions, .. }, _) => {
+                let checked = self.check_vm(id, &stores, files, regions, fds);
                 self.done(seq, checked.map(drop).map_err(|error| io::Error::other(format!("{error:#}"))))
             }
             (Order::Tell { seq, .. }, Some(served)) => {
@@ -227,7 +199,7 @@ impl Engine {
     fn open_vm(
         &self,
         id: VmId,
-        Opening { vmm, pinned, may_pin, stores, files, beside }: Opening,
+        Opening { vmm, pinned, may_pin, stores, files, beside, regions }: Opening,
         fds: Vec<OwnedFd>,
     ) -> anyhow::Result<()> {
         let mut fds = fds.into_iter();
@@ -294,7 +266,7 @@ impl Engine {
             }
             None => None,
         };
-        for _ in vm.state.regions() {
+        for _ in sent_regions(&vm.state, regions) {
             vm.open_region(&ram)?;
         }
         if epoch > 1 {
