@@ -174,6 +174,10 @@ impl ControlSocket {
             }
         }
         for index in 0..state.waiters.len() {
+            if state.waiters[index].done.is_some() {
+                // Its thread has not run since the reply: another copy would take effect after the discard is over.
+                continue;
+            }
             // A dead engine may have a thread that still works on one that it read.
             state.waiters[index].uncertain |= !state.waiters[index].copies.is_empty();
             state.waiters[index].copies.clear();
@@ -360,6 +364,21 @@ mod tests {
             reply_to_all(control, &new, || waiting.is_finished());
             waiting.join().expect("no panic").expect("answered on the new socket");
         });
+    }
+
+    #[test]
+    fn a_discard_that_is_over_is_not_sent_on_a_new_socket() {
+        let (control, old) = connected();
+        let mut state = lock(&control.state);
+        let id = state.add_waiter(vec![RANGE]);
+        state.send_copy(id);
+        drop(state);
+        let ClientToEngine::Discard { seq, .. } = read(&old) else { panic!("not a discard") };
+        control.discard_done(seq, Ok(()));
+        // Its thread has not run since.
+        let new = Arc::new(Pair::new().expect("pair"));
+        control.replace(new.clone());
+        assert!(new.take_back().is_empty(), "it would take effect after it is over");
     }
 
     #[test]

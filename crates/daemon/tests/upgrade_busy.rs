@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_api::UpgradeStage;
-use ballast_base::Bytes;
 use ballast_base::wire::KeeperToClient;
+use ballast_base::{Bytes, Hva};
 use ballast_client::Client;
 use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_testvm::Finally;
@@ -79,16 +79,35 @@ impl Tail {
     }
 }
 
-/// First touches and discards in turn, with reclaim in between: what is there is what was written, or zeros.
-fn touch_and_discard(ram: &Ram, client: &Client, stop: &AtomicBool) -> u64 {
-    let span = ram.info().span;
+/// Pages that a discarding thread has in a row; the next ones are the other thread's.
+const RUN: u64 = 64;
+
+/// Writes and discards in turn by one of two threads, each on runs of its own, with reclaim in between: what it wrote
+/// is there until it discards that, and then zeros are.
+fn write_and_discard(ram: &Ram, client: &Client, who: u64, stop: &AtomicBool) -> u64 {
+    let start = ram.info().span.hva;
+    let mut random = Rng::seeded("BALLAST_SEED");
+    let own: Vec<u64> = (0..PAGES).filter(|page| page / RUN % 2 == who).collect();
     let mut rounds = 0;
     while !stop.load(Ordering::Relaxed) {
-        ram.mark();
-        assert!((0..PAGES).all(|page| ram.is_marked(page)), "wrong bytes in round {rounds}");
-        client.discard(&[(span.hva, span.len.0)]).unwrap_or_else(|error| panic!("round {rounds}: {error}"));
-        assert!((0..PAGES).all(|page| !ram.is_marked(page)), "what was discarded is there in round {rounds}");
         rounds += 1;
+        let written = |page: u64| rounds << 32 | page << 1 | 1;
+        own.iter().for_each(|page| ram.set(*page, written(*page)));
+        let mut ranges = Vec::new();
+        for run in own.chunks(RUN as usize) {
+            let from = random.below(run.len());
+            let len = random.below(run.len() - from + 1);
+            if len > 0 {
+                ranges.push((run[from], len as u64));
+            }
+        }
+        let spans: Vec<_> = ranges.iter().map(|(page, len)| (Hva(start.0 + page * 4096), len * 4096)).collect();
+        client.discard(&spans).unwrap_or_else(|error| panic!("round {rounds}: {error}"));
+        for page in &own {
+            let is_gone = ranges.iter().any(|(from, len)| (*from..from + len).contains(page));
+            let expected = if is_gone { 0 } else { written(*page) };
+            assert_eq!(ram.get(*page), expected, "page {page} of thread {who} in round {rounds}: {ranges:?}");
+        }
     }
     rounds
 }
@@ -123,9 +142,13 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
     let [stop, is_away] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let ram = Ram::new(PAGES);
     let client = ram.vm(daemon, "discards").limit(PAGES * 4096 / 4).attach().expect("attached");
+    // Its RAM is unmapped last: the client unmaps pages of it until then.
+    let vm = Arc::new((client, ram));
     // Not scoped: a discard that no engine replies to waits for ever, and a scope with it.
-    let ends = stop.clone();
-    let discards = std::thread::spawn(move || touch_and_discard(&ram, &client, &ends));
+    let discards = [0, 1].map(|who| {
+        let (vm, ends) = (vm.clone(), stop.clone());
+        std::thread::spawn(move || write_and_discard(&vm.1, &vm.0, who, &ends))
+    });
     let (socket, ends, away) = (daemon.attach_socket(), stop.clone(), is_away.clone());
     let comes = std::thread::spawn(move || come_and_go(&socket, &away, &ends));
     // Also if an assertion fails here.
@@ -186,7 +209,7 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
     }
     println!("the longest time for which a VM moved and nobody served it: {gap_us} us");
     drop(end);
-    assert!(joined("the last discard is carried out", discards) > 0);
+    discards.into_iter().for_each(|thread| assert!(joined("the last discard is carried out", thread) > 0));
     assert!(joined("the last VM is attached", comes) > 0);
     running.into_iter().for_each(|guest| drop(guest.finish()));
 }

@@ -58,6 +58,16 @@ impl Ram {
         &self.map.words(page as usize * PAGE_SIZE, 1)[0]
     }
 
+    /// Writes the first word of a page.
+    pub fn set(&self, page: u64, value: u64) {
+        self.word(page).store(value, Ordering::Relaxed);
+    }
+
+    /// Reads the first word of a page.
+    pub fn get(&self, page: u64) -> u64 {
+        self.word(page).load(Ordering::Relaxed)
+    }
+
     /// Write a word of its own into each page.
     pub fn mark(&self) {
         for page in 0..self.map.len() as u64 / PAGE_SIZE as u64 {
