@@ -185,7 +185,9 @@ impl StateFile {
         if let Err(unreadable) = FORMAT.check(file.stamp()) {
             return invalid(unreadable.to_string());
         }
+        // In the opposite order to that in which a keeper adds a region: it may do so now.
         let (count, end) = (file.get(Field::RegionCount), file.get(Field::End));
+        let size = memfd::size(&file.fd)?.0;
         if count > MAX_REGIONS as u64 || end > size {
             return invalid(format!("it claims {count} regions in {end} of its {size} bytes"));
         }

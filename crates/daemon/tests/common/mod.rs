@@ -19,12 +19,16 @@ use std::time::{Duration, Instant};
 
 use ballast_api::{Client, HostStat, VmStat};
 pub use ballast_needs::missing;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
 /// A short quarantine, so that pages move all the time and whatever happens meets every state.
 pub const QUICK: &str = "quarantine_ms = 5\n";
 /// A guest of half-compressible data, both halves of its life busy: hot pages stay, the others go and come back.
 pub const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
+
+/// A killed engine is gone within this, unless a VMM that hangs keeps one of its threads.
+const GOES_WITHIN: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
 
 /// Varies a moment without depending on a clock's phase: 0 to 40 ms in odd steps.
 pub fn moment(round: u32) -> Duration {
@@ -172,11 +176,15 @@ impl Drop for Daemon {
         if std::thread::panicking() {
             eprintln!("keeper and engines wrote:\n{}\nVMs: {:#?}", self.log(), self.api.vms());
         }
-        let engine = self.engine_pid();
+        // All of them are gone in the end: else what they hold of their VMs, huge pages for instance, is missing in the
+        // next test.
+        let named = |pid: u32| pidfd_open(Pid::from_raw(pid as i32)?, PidfdFlags::empty()).ok();
+        let engines: Vec<_> = self.engines().into_iter().filter_map(named).collect();
         let _ = self.keeper.kill();
         let _ = self.keeper.wait();
-        if let Some(pid) = engine {
-            signal_process(pid, Signal::KILL);
+        for engine in engines {
+            let _ = pidfd_send_signal(&engine, Signal::KILL);
+            let _ = poll(&mut [PollFd::new(&engine, PollFlags::IN)], Some(&GOES_WITHIN));
         }
     }
 }
