@@ -20,7 +20,7 @@ use crate::sweep::Side;
 /// Percent of all RAM.
 const LEVELS: [u64; 4] = [100, 75, 60, 45];
 /// Percent of all RAM in a quick run.
-const QUICK: [u64; 3] = [100, 75, 60];
+const QUICK: [u64; 2] = [100, 60];
 /// At this level, in percent, all policies are measured. At the other levels below 100 there are Maestro's and ours.
 const SHORT: u64 = 60;
 

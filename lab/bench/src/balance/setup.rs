@@ -41,7 +41,13 @@ impl Scale {
     pub(super) fn of(bench: &Bench) -> Self {
         let s = Duration::from_secs;
         if bench.options.quick {
-            Self { ram_bytes: 32 * MIB, settle: s(2), window: s(1), windows: 2, store_ops: 10_000 }
+            Self {
+                ram_bytes: 32 * MIB,
+                settle: s(1),
+                window: Duration::from_millis(500),
+                windows: 2,
+                store_ops: 10_000,
+            }
         } else {
             Self { ram_bytes: 64 * MIB, settle: s(12), window: s(6), windows: 4, store_ops: 100_000 }
         }
