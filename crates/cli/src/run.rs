@@ -2,10 +2,12 @@
 //!
 //! Before: the operator's own command line. After: the same program in this process's place, with the preload library.
 //! Promise: a VMM that could not be managed is not started, and the error says why. Without `--add-memory-backend`
-//! and `--tiers` the command line is unchanged; QEMU gets one more monitor, for the preload library alone, and with
+//! and `--tiers` the command line is unchanged, but for three things at its end: QEMU gets one more monitor, for the
+//! preload library alone; a balloon device for free page reporting, unless `--no-balloon` declines it; and with
 //! `--agent` a virtio-serial port for the agent in the guest.
 
 mod command_line;
+mod free_pages;
 mod monitor;
 mod options;
 mod tiers;
@@ -18,13 +20,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, bail};
-use ballast_base::Bytes;
 use ballast_base::pool::{Nodes, Pages};
 use ballast_base::wire::check_name;
+use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_guest::{PORT, socket_name};
 use ballast_sys::memfd;
 
 use command_line::{Backing, Edit, inspect};
+use free_pages::{Reporting, reporting};
 use monitor::Monitor;
 use tiers::Tiers;
 
@@ -55,6 +58,9 @@ pub struct RunArgs {
     /// Give the guest a virtio-serial port for ballast-agent, which tells the host what is cold there. QEMU only
     #[arg(long, conflicts_with = "optional")]
     agent: bool,
+    /// Do not give QEMU's guest a balloon device to report its free memory with, which is then discarded, not stored
+    #[arg(long)]
+    no_balloon: bool,
     /// Run unmanaged, with a warning, if the keeper does not answer
     #[arg(long)]
     optional: bool,
@@ -92,6 +98,14 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         monitor = Some(Monitor::new().context("Making a monitor for QEMU")?);
         if args.agent {
             rest.extend(agent_port(&words)?.map(OsString::from));
+        }
+        // RAM that is held for a device, or locked, is not to be discarded.
+        if !args.no_balloon && args.pool.is_none() && !plan.is_pinned {
+            match reporting(&program.to_string_lossy(), &words, &is_huge_file) {
+                Reporting::Add(edits) => apply(&mut rest, edits.into()),
+                Reporting::Advise(note) => eprintln!("ballast: {note}"),
+                Reporting::Leave => {}
+            }
         }
     } else if args.agent {
         bail!("--agent is for QEMU; give another VMM the port as docs/agent.md says");
@@ -173,6 +187,14 @@ fn is_ram_file(path: &str) -> bool {
     let path = Path::new(path);
     let place = if path.exists() { path } else { path.parent().unwrap_or(path) };
     std::fs::File::open(place).is_ok_and(|file| memfd::check_ram_pages(file, 0, 0, 0).is_ok())
+}
+
+/// The same for a hugetlbfs alone.
+fn is_huge_file(path: &str) -> bool {
+    let path = Path::new(path);
+    let place = if path.exists() { path } else { path.parent().unwrap_or(path) };
+    let page = std::fs::File::open(place).ok().and_then(|file| memfd::ram_page(file).ok().flatten());
+    page.is_some_and(|page| page.0 > PAGE_SIZE as u64)
 }
 
 /// The preload library: `$BALLAST_PRELOAD`, else beside this program, else in `../lib/ballast`.

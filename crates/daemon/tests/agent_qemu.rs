@@ -1,7 +1,7 @@
 //! The agent in a real guest: Debian's 6.12 kernel under unmodified QEMU and `ballast run --agent`.
 //!
 //! Needs QEMU and the image of `scripts/agent-image.sh`. Under TCG a boot takes ten seconds or more, so one boot
-//! carries all claims. What the guests do is in `scripts/guest/agent-test` and `tier-test`.
+//! carries all claims. What the guests do is in `scripts/guest/agent-test`, `free-test` and `tier-test`.
 
 mod common;
 
@@ -69,6 +69,33 @@ fn a_debian_guest_tells_what_is_cold_and_that_goes_and_the_agent_may_die_and_com
     until_reporting("it reports again", &|agent| agent.reports > reports + 1);
     let after = daemon.vm("guest");
     assert!(after.far_bytes > 32 * MIB && after.poisoned_bytes == 0, "{after:?}");
+    guest.tell("compare").expect("its console");
+    assert_eq!(guest.wait_run(TIMEOUT).expect("it ends"), 0, "{}", guest.serial_log());
+}
+
+#[test]
+fn what_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
+    if missing("qemu", qemu_missing()) || missing("agent-image", image().err()) {
+        return;
+    }
+    /// Part of the 96 MiB of the program: the kernel reports free blocks of 2 MiB and more.
+    const MOST: u64 = 80 * MIB;
+    let daemon = Daemon::start("quarantine_ms = 500\n");
+    let mut guest = booted(&daemon, &[], |guest| guest.memory(Bytes(320 * MIB)).run("free-test"));
+    assert_eq!(guest.answer(TIMEOUT).expect("it fills a file"), "kept");
+    until("the guest reports what the boot left", || daemon.vm("guest").reclaim.discarded_pages > 0);
+    guest.tell("start the program").expect("its console");
+    assert_eq!(guest.answer(TIMEOUT).expect("the program fills its memory"), "filled");
+    let filled = daemon.vm("guest").resident_bytes;
+    guest.tell("end the program").expect("its console");
+    until("the host has it back", || daemon.vm("guest").resident_bytes <= filled - MOST);
+    let after = daemon.vm("guest");
+    assert_eq!((after.far_bytes, after.zero_bytes, after.reclaim.zapped_pages), (0, 0, 0), "{after:?}");
+
+    // What the guest keeps is evicted as ever, and comes back.
+    let limit = after.resident_bytes - 48 * MIB;
+    daemon.api.set_limit("guest", Some(limit)).expect("limit");
+    until("it is within its limit", || daemon.vm("guest").resident_bytes <= limit);
     guest.tell("compare").expect("its console");
     assert_eq!(guest.wait_run(TIMEOUT).expect("it ends"), 0, "{}", guest.serial_log());
 }

@@ -38,6 +38,8 @@ pub struct Plan {
     pub notes: Vec<String>,
     /// From `-name`.
     pub name: Option<String>,
+    /// An option locks guest RAM or holds it for a device, so that nothing can be taken from the VM.
+    pub is_pinned: bool,
 }
 
 /// A size as `-m` takes it: a bare number is MiB.
@@ -68,6 +70,7 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
         return Err(reason);
     }
     plan.notes.extend(options.iter().filter_map(note));
+    plan.is_pinned = plan.notes.iter().any(|note| note.contains(PINNED));
 
     // Every backend that becomes guest RAM.
     let backend = all("machine").filter_map(|machine| machine.get("memory-backend")).next_back();
@@ -221,11 +224,14 @@ fn refusal(option: &Opt) -> Option<String> {
     }
 }
 
+/// In the notes about options that hold guest RAM.
+const PINNED: &str = "class pinned";
+
 /// A note for the operator about this option.
 fn note(option: &Opt) -> Option<String> {
     let pinned = |why: &str| {
         Some(format!(
-            "`-{} {}`: {why}; the VM will be of class pinned, and nothing is taken from it",
+            "`-{} {}`: {why}; the VM will be of {PINNED}, and nothing is taken from it",
             option.name, option.text
         ))
     };
@@ -401,7 +407,7 @@ mod tests {
             "-device virtio-gpu-pci,blob=on",
         ] {
             let plan = planned(&format!("{ram} {words}"), false).expect(words);
-            assert!(plan.notes.len() == 1 && plan.notes[0].contains("class pinned"), "{words}: {:?}", plan.notes);
+            assert!(plan.notes.len() == 1 && plan.is_pinned, "{words}: {:?}", plan.notes);
         }
         let quiet =
             "-netdev tap,id=n,vhost=on -device virtio-net-pci,netdev=n -chardev stdio,id=c -overcommit mem-lock=off";
