@@ -140,4 +140,7 @@ fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_
     engine.done(&Order::Tell { seq: 3, vm: VM }, &[]).expect("it is open, and all of it is served");
     let reach = Order::Reach { seq: 4, vm: VM, pid, regions: vec![0, 1] };
     engine.done(&reach, &[]).expect("the process is served in both regions");
+    let pin = |vm| Order::Pin { seq: 5, vm, reason: "test".into() };
+    engine.done(&pin(VM), &[]).expect("all of its pages are there");
+    engine.done(&pin(VmId([6; 16])), &[]).expect_err("whether pages of a VM that is not open are far is unknown");
 }

@@ -20,7 +20,7 @@ use crate::upgrading::Upgrading;
 /// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
 /// Version 9: two engines of one VM. Version 10: whether the keeper was replaced. Version 11: how
 /// long VMs had two engines. Version 12: two engines of a VM with any stores. Version 13: how many regions an order
-/// to open or check a VM is about.
+/// to open or check a VM is about, and which one is unplugged.
 pub const FORMAT: Format = Format { version: 13, least_reader: 7, oldest: 7 };
 /// The first version that knows the orders and reports of an upgrade.
 const UPGRADES: u16 = 8;
@@ -105,6 +105,8 @@ pub enum Order {
         pid: u32,
         /// Where it is mapped.
         hva: Hva,
+        /// One more than its number; 0 from older keepers. [`Order::AddView`] may come without it.
+        region: u32,
     },
     /// Keep all pages resident from now on. Answered by [`Report::Done`] when they are: a VMM that is about to pin its
     /// memory must not find pages that are far, or on their way.
@@ -372,7 +374,7 @@ mod tests {
             open,
             add,
             Order::AddRegion { vm, pid: 1, span: Some(span), number: 2, files: 3 },
-            Order::RemoveRegion { seq: 1, vm, pid: 2, hva: Hva(3) },
+            Order::RemoveRegion { seq: 1, vm, pid: 2, hva: Hva(3), region: 4 },
             Order::Pin { seq: 1, vm, reason: "r".into() },
             Order::MayPin { seq: 1, vm },
             Order::Reach { seq: 1, vm, pid: 2, regions: vec![3] },
@@ -429,7 +431,7 @@ mod tests {
     const SAID: &str = "00010203020405 \
         01070707070707070707070707070707070171010170010201010202050106 \
         020707070707070707070707070707070701020180208040030104 \
-        03070707070707070707070707070707070101802080400203 0401070707070707070707070707070707070203 \
+        03070707070707070707070707070707070101802080400203 040107070707070707070707070707070707020304 \
         0501070707070707070707070707070707070172 060107070707070707070707070707070707 \
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
         090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d \

@@ -138,7 +138,7 @@ impl Keeper {
             control: Arc::new(control),
             spans,
         };
-        let order = add_view(pid, &view, None);
+        let order = add_view(pid, &view, &[], None);
         self.clients.get_mut(&key).ok_or("this client is gone")?.view = Some(view);
         tracing::info!(vm = name, id = %vm, pid, regions = attach.regions.len(), "attached");
         if let Some(escrow) = escrow {
@@ -250,6 +250,11 @@ impl Keeper {
             return Err(format!("region {} is mapped by this process already", span.hva));
         }
         let number = known.map_or_else(|| entry.append(&ram), Ok)?;
+        if self.unplugs_of(vm).iter().any(|(.., unplugged)| *unplugged == number) {
+            self.answer(key, &KeeperToClient::Later("this RAM is about to be unplugged".into()), &[]);
+            return Ok(());
+        }
+        let entry = self.entry_of(key)?;
         entry.bring(number, ram.files);
         if let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) {
             view.spans.push((*span, number));
@@ -281,6 +286,12 @@ impl Keeper {
         let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) else { return };
         let Some(at) = view.spans.iter().position(|(span, _)| span.hva == hva) else { return };
         let (_, number) = view.spans.remove(at);
+        // An engine that has not opened the VM, or that another process still has it from, did not remove it: whoever
+        // opens the VM next needs its files.
+        let is_removed = |vm: &VmEntry| vm.state.regions().get(number as usize).is_some_and(|record| record.removed);
+        if !self.vm(vm).is_some_and(is_removed) {
+            return;
+        }
         // Another process may continue it.
         let mut spans = self.clients.values().filter_map(|client| client.view.as_ref()).filter(|view| view.vm == vm);
         if spans.any(|view| view.spans.iter().any(|(_, other)| *other == number)) {

@@ -176,7 +176,10 @@ impl Keeper {
             ClientToKeeper::Attach(attach) => self.attach(key, &attach, fds),
             ClientToKeeper::AddRegion { region, files } => self.add_region(key, region, files, fds),
             ClientToKeeper::RemoveRegion(hva) => {
-                self.ask_engine(key, Answer::Ok, |seq, vm, pid| Order::RemoveRegion { seq, vm, pid, hva })
+                let view = self.clients[&key].view.as_ref().ok_or("attach first")?;
+                let span = view.spans.iter().find(|(span, _)| span.hva == hva);
+                let region = span.map_or(0, |(_, number)| number + 1);
+                self.ask_engine(key, Answer::Ok, |seq, vm, pid| Order::RemoveRegion { seq, vm, pid, hva, region })
             }
             ClientToKeeper::Pin(reason) => {
                 if reason.len() > 256 {

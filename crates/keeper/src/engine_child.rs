@@ -9,7 +9,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::{self, VmId};
+use ballast_base::Hva;
+use ballast_base::wire::{self, Span, VmId};
 use ballast_handover::orders::{Begin, Order, Report};
 use ballast_handover::sleep::{self, Sleeper};
 use ballast_sys::priority::{run_beside, run_first};
@@ -25,7 +26,7 @@ use crate::fence::{self, Left};
 use crate::keeper::{Keeper, SOON};
 use crate::regions::{At, Fenced, VmEntry};
 use crate::store_files::Files;
-use crate::waiting::{Closing, Making, UNASKED};
+use crate::waiting::{Asked, Closing, Making, UNASKED};
 
 /// How long the API of a new engine waits for VMs that threads of dead engines still use. They take milliseconds, or as
 /// long as the kernel takes.
@@ -214,11 +215,22 @@ impl Keeper {
             self.order(&Order::HandOver { seq: UNASKED, vm: id }, &[]);
         }
         self.order(&order, &fds);
-        let orders: Vec<_> = self.views_of(id).map(|(pid, view)| add_view(pid, view, unserved_since_ns)).collect();
+        let of = |(pid, view)| add_view(pid, view, &self.unplugs_of(id), unserved_since_ns);
+        let orders: Vec<_> = self.views_of(id).map(of).collect();
         for (order, fds) in orders {
             self.order(&order, &fds);
         }
         self.order_pending(id);
+    }
+
+    /// RAM of this VM that processes wait to unplug: process, address, number. They may have unmapped it, and mapped
+    /// something else there.
+    pub(crate) fn unplugs_of(&self, id: VmId) -> Vec<(u32, Hva, u32)> {
+        let of = |asked: &Asked| match asked.order {
+            Order::RemoveRegion { vm, pid, hva, region, .. } if vm == id => Some((pid, hva, region.checked_sub(1)?)),
+            _ => None,
+        };
+        self.pending.values().filter_map(of).collect()
     }
 
     /// Give the engine that has this VM the orders that clients wait for, unless another one serves the VM as well: the
@@ -331,10 +343,14 @@ impl Keeper {
             return self.answers_for_another(who);
         }
         let Some(asked) = self.pending.remove(&seq) else { return self.closed(seq) };
-        let is_moving =
-            |vm: VmId| self.vm(vm).is_some_and(|vm| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..)));
+        let is_opening = |vm| self.upgrade.as_ref().is_some_and(|upgrade| upgrade.opening.contains_key(&vm));
+        let is_moving = |id: VmId| {
+            let moves = |vm: &VmEntry| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..));
+            self.vm(id).is_some_and(moves) || is_opening(id)
+        };
         if result.is_err() && asked.order.vm().is_some_and(is_moving) {
-            // It failed because the VM moves to the next engine, which is asked again.
+            // It failed because the VM moves, or the next engine has not opened it: the one that has it in the end is
+            // asked again.
             self.pending.insert(seq, asked);
             return;
         }
@@ -393,13 +409,19 @@ pub fn open_order(vm: &mut VmEntry, engine: Process) -> (Order, Vec<Arc<SentFd>>
     (order, fds)
 }
 
-/// The order that has a process served, and its descriptors.
-pub fn add_view(pid: u32, view: &ClientView, unserved_since_ns: Option<u64>) -> (Order, Vec<Arc<SentFd>>) {
+/// The order that has a process served where it maps RAM that it has not unplugged, and its descriptors.
+pub fn add_view(
+    pid: u32,
+    view: &ClientView,
+    unplugged: &[(u32, Hva, u32)],
+    unserved_since_ns: Option<u64>,
+) -> (Order, Vec<Arc<SentFd>>) {
+    let is_there = |(span, number): &&(Span, u32)| !unplugged.contains(&(pid, span.hva, *number));
     let order = Order::AddView {
         vm: view.vm,
         pid,
         uffd_features: view.uffd_features,
-        spans: view.spans.clone(),
+        spans: view.spans.iter().filter(is_there).copied().collect(),
         unserved_since_ns,
     };
     (order, view.uffds.iter().chain([&view.control]).cloned().collect())

@@ -14,13 +14,16 @@ use ballast_sys::process::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::admit::{Escrow, Ram};
+use crate::client::{Client, ClientView};
 use crate::closer::SentFd;
+use crate::engine_child::{add_view, open_order};
 use crate::fence;
 use crate::keeper::Keeper;
 use crate::options::Options;
 use crate::regions::VmEntry;
 use crate::run::listen;
 use crate::store_files::Files;
+use crate::waiting::{Answer, Asked};
 
 /// A keeper whose engine sleeps, and the directory of that program.
 fn keeper() -> (Keeper, tempfile::TempDir) {
@@ -49,6 +52,18 @@ pub(crate) fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
         resume,
         stores: Vec::new(),
     }
+}
+
+/// A process with a view of this VM, which maps region 0 at 0; and the other end of its socket.
+fn process_of(keeper: &mut Keeper, vm: VmId, pid: u32) -> (u64, OwnedFd) {
+    let (ours, theirs) = ballast_sys::scm::pair().expect("socket pair");
+    let sent = |fd| SentFd::new(fd, 0, keeper.closer.clone());
+    let (control, _) = ballast_sys::scm::pair().expect("socket pair");
+    let spans = vec![(Span { hva: Hva(0), len: Bytes(1 << 20) }, 0)];
+    let view = ClientView { vm, uffds: Vec::new(), uffd_features: 0, control: Arc::new(sent(control)), spans };
+    let (socket, since, key) = (sent(ours), Instant::now(), u64::from(pid));
+    keeper.clients.insert(key, Client { socket, pid, uid: 0, view: Some(view), since, faults: 0, pending: 1 });
+    (key, theirs)
 }
 
 /// 1 MiB of RAM in a file whose identity is not checked.
@@ -306,4 +321,43 @@ fn a_client_that_returns_as_one_vm_waits_for_the_ram_of_another_vm_that_is_closi
         keeper.must_wait(vm, &of(&files)).expect("another VM's");
     }
     assert_eq!(keeper.must_wait(None, &of(&[(1, 1 << 20), (2, 8 << 20)])), None, "another part of the files");
+}
+
+#[test]
+fn a_region_that_no_engine_has_removed_keeps_its_files_and_a_removed_one_does_not() {
+    let (mut keeper, _dir) = keeper();
+    let vm = new_vm(&mut keeper, "web");
+    let region = ram(&keeper, FileId { dev: 1, ino: 2 }, 0);
+    keeper.vms[0].append(&region).expect("a region");
+    keeper.vms[0].bring(0, region.files);
+    for is_removed in [false, true] {
+        let (key, _socket) = process_of(&mut keeper, vm, 7);
+        let order = Order::RemoveRegion { seq: 1, vm, pid: 7, hva: Hva(0), region: 1 };
+        let asked = Asked { client: key, order, answer: Answer::Ok };
+        if is_removed {
+            keeper.vms[0].state.remove_region(0);
+        }
+        keeper.answered(&asked, Ok(()));
+        assert!(keeper.clients[&key].view.as_ref().expect("a view").spans.is_empty());
+        let engine = Process { pid: 1, start: 1 };
+        let (Order::OpenVm { files, .. }, _) = open_order(&mut keeper.vms[0], engine) else { panic!("another order") };
+        assert_eq!((keeper.vms[0].ram[0].is_none(), files), (is_removed, u8::from(!is_removed)));
+    }
+}
+
+#[test]
+fn the_next_engine_is_not_told_of_memory_that_a_process_waits_to_unplug() {
+    let (mut keeper, _dir) = keeper();
+    let vm = new_vm(&mut keeper, "web");
+    let (key, _socket) = process_of(&mut keeper, vm, 7);
+    let order = Order::RemoveRegion { seq: 1, vm, pid: 7, hva: Hva(0), region: 1 };
+    keeper.pending.insert(1, Asked { client: key, order, answer: Answer::Ok });
+    let unplugged = keeper.unplugs_of(vm);
+    assert_eq!(unplugged, [(7, Hva(0), 0)]);
+    let view = keeper.clients[&key].view.as_ref().expect("a view");
+    let spans = |pid| match add_view(pid, view, &unplugged, None).0 {
+        Order::AddView { spans, .. } => spans.len(),
+        order => panic!("{order:?}"),
+    };
+    assert_eq!((spans(7), spans(8)), (0, 1), "another process has not unplugged it");
 }

@@ -495,9 +495,20 @@ fn a_region_that_one_process_unmaps_stays_for_the_others() {
     // Where the other process maps it does not matter: it touches nothing.
     let elsewhere = Hva(0x10_0000_0000);
     rig.vm.add_view(other.clone(), &mapped_at(elsewhere, RAM)).expect("view");
-    assert_eq!(rig.vm.remove_region(&other, elsewhere).expect("unmap"), None, "the region is still mapped");
+    assert_eq!(rig.vm.remove_region(&other, elsewhere, None).expect("unmap"), None, "the region is still mapped");
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "the other process's unmap destroyed the guest's memory");
-    assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("unplug"), Some(0));
+    assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64), None).expect("unplug"), Some(0));
+}
+
+#[test]
+fn a_region_is_unplugged_by_its_number_if_the_view_came_without_it() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    let address = Hva(rig.guest.addr() as u64);
+    rig.view.remove_span(address);
+    assert_eq!(rig.vm.remove_region(&rig.view, address, Some(0)).expect("unplug"), Some(0));
+    assert!(rig.vm.region(0).expect("its number stays").is_removed() && rig.vm.state.regions()[0].removed);
 }
 
 #[test]
@@ -506,7 +517,7 @@ fn an_unplugged_region_is_not_counted_as_registered() {
     rig.fill_all();
     rig.squeeze(LIMIT);
     assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), RAM.0);
-    rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("unplug");
+    rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64), None).expect("unplug");
     assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), 0);
 }
 
@@ -516,13 +527,13 @@ fn nobody_has_the_files_of_a_region_that_was_unplugged() {
     rig.fill_all();
     rig.squeeze(LIMIT);
     let worked_with = rig.vm.region(0).expect("region");
-    rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("unplug");
+    rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64), None).expect("unplug");
     let now = rig.vm.region(0).expect("its number stays");
     assert!(now.is_removed() && now.files().is_empty(), "{:?}", now.files());
     assert!(worked_with.is_removed() && worked_with.pages().0 == 0);
     until("those that worked with it have finished", || std::sync::Arc::strong_count(&worked_with) == 1);
     assert_eq!((rig.vm.size().0, rig.vm.lost()), (0, 0));
-    assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("once"), None);
+    assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64), None).expect("once"), None);
 }
 
 #[test]

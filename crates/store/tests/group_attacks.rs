@@ -188,3 +188,32 @@ fn a_flipped_bit_anywhere_in_a_shared_blob_never_gives_other_bytes_and_costs_no_
     }
     assert!(seen.contains("Corrupt"), "{seen:?}");
 }
+
+#[test]
+fn two_engines_that_find_the_arena_new_lay_it_out_once() {
+    let options = || RamOptions { max_slabs: SLABS, ..RamOptions::new(Budget::new(Bytes(16 << 20))) };
+    for round in 0..500 {
+        let arena = arena::create().expect("memfd");
+        let together = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            let engines = [HONEST, HOSTILE].map(|vm| {
+                let (arena, together) = (&arena, &together);
+                scope.spawn(move || {
+                    together.wait();
+                    let group = Group::open(arena, options()).expect("a group");
+                    let member = join(&group, arena, vm, true);
+                    let content = u64::from(vm.0[0]);
+                    let handle = stored(member.put(key(vm, 0), &bytes(content)));
+                    (group, member, vm, handle)
+                })
+            });
+            let opened = engines.map(|engine| engine.join().expect("no panic"));
+            for (_, member, vm, handle) in &opened {
+                let mut page = bytes(0);
+                let got = member.get(key(*vm, 0), *handle, &mut page);
+                assert!(matches!(got, GetOutcome::Found), "round {round}: {got:?}");
+                assert!(page == bytes(u64::from(vm.0[0])), "round {round}: wrong bytes");
+            }
+        });
+    }
+}

@@ -56,8 +56,8 @@ impl Host {
         self.all().into_iter().find(|served| served.vm.state.id() == id)
     }
 
-    /// The VM of this name.
+    /// The VM of this name; of several, the last: an earlier one is about to be closed.
     pub fn by_name(&self, name: &str) -> Option<Arc<Served>> {
-        self.all().into_iter().find(|served| served.vm.state.name() == name)
+        self.all().into_iter().rfind(|served| served.vm.state.name() == name)
     }
 }

@@ -117,16 +117,13 @@ impl Engine {
                 }
                 added
             }
-            (Order::RemoveRegion { seq, pid, hva, .. }, Some(served)) => {
+            (Order::RemoveRegion { seq, pid, hva, region, .. }, Some(served)) => {
                 let view = served.vm.views().into_iter().find(|view| view.pid == pid);
-                let removed = view.map_or(Ok(None), |view| served.vm.remove_region(&view, hva));
+                let removed = view.map_or(Ok(None), |view| served.vm.remove_region(&view, hva, region.checked_sub(1)));
                 self.done(seq, removed.map(|_| ()))
             }
             (Order::Pin { seq, reason, .. }, Some(served)) => self.restore(served, Hold::Pinned, reason, seq),
             (Order::Reach { seq, pid, regions, .. }, Some(served)) => self.reach(served, seq, pid, &regions),
-            (Order::Reach { seq, .. }, None) => {
-                self.done(seq, Err(io::Error::other("the VM could not be opened, so its processes are not served")))
-            }
             (Order::MayPin { seq, .. }, Some(served)) => {
                 served.vm.set_may_pin();
                 self.done(seq, Ok(()))
@@ -138,9 +135,10 @@ impl Engine {
                 served.forget_pid(pid);
                 Ok(())
             }
-            // Nothing is reclaimed from a VM that is not open, so their request is met.
-            (Order::RemoveRegion { seq, .. } | Order::Pin { seq, .. } | Order::MayPin { seq, .. }, None) => {
-                self.done(seq, Ok(()))
+            // Nothing is reclaimed from a VM that is not open. An earlier engine may have left pages far.
+            (Order::RemoveRegion { seq, .. } | Order::MayPin { seq, .. }, None) => self.done(seq, Ok(())),
+            (Order::Reach { seq, .. } | Order::Pin { seq, .. }, None) => {
+                self.done(seq, Err(io::Error::other("the VM could not be opened, so its pages do not come back")))
             }
             (Order::RemoveView { .. } | Order::Alone { .. }, None) => Ok(()),
             (_, served) => {
@@ -156,7 +154,10 @@ impl Engine {
     /// The engine that served this VM as well has closed it: do all the rest for it, too.
     fn alone(&self, served: &Arc<Served>) -> anyhow::Result<()> {
         let owns = served.vm.own_stores().context("Reading what its words name");
-        served.vm.start().context("Starting its workers")?;
+        // It was started already if it was opened again for a memory error, after the other engine had closed it.
+        if !served.vm.is_alone() {
+            served.vm.start().context("Starting its workers")?;
+        }
         self.mapper_scan.send(served.clone()).context("Requesting a scan for foreign mappers")?;
         if served.vm.lost() > 0 {
             memory_error::notify();
@@ -339,8 +340,13 @@ impl Engine {
         } else if served.vm.is_held_for(Hold::Kept) {
             served.restore(Hold::Kept, KEPT.into(), |_| ())?;
         }
+        self.request_scan(served)
+    }
+
+    /// Request the scan for which reclaim is held ([`Served::hold_unchecked`]).
+    fn request_scan(&self, served: &Arc<Served>) -> anyhow::Result<()> {
         if served.vm.state.leaving().is_some() {
-            // That engine may map its RAM. The look is requested when it is gone, and until then reclaim is held.
+            // That engine may map its RAM: the scan is requested when it is gone.
             return Ok(());
         }
         self.mapper_scan.send(served.clone()).context("Requesting a scan for foreign mappers")
@@ -356,7 +362,10 @@ impl Engine {
     ) -> anyhow::Result<()> {
         let vm = &served.vm;
         if vm.region(number).is_none() {
+            // A scan that is under way does not look at its files.
+            served.hold_unchecked();
             let opened = vm.open_region(files)?;
+            self.request_scan(served)?;
             anyhow::ensure!(opened == number, "region {number} came before region {opened}");
         }
         let view = vm.views().into_iter().find(|view| view.pid == pid);

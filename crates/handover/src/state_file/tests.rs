@@ -115,3 +115,25 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_file_is_opened_while_regions_are_added_to_it() {
+    for _ in 0..50 {
+        let state = StateFile::create(VmId([3; 16]), "test").expect("made");
+        let file = memfd::create("ballast-test-ram", Bytes(0)).expect("memfd");
+        let id = memfd::file_id(&file).expect("stat");
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for number in 0..MAX_REGIONS as u64 {
+                    let extents = Extents::one(Bytes(number << 20), Bytes(1 << 20)).expect("good");
+                    state.add_region(&[id], &extents, None).expect("a region");
+                }
+            });
+            let regions = || {
+                let fd = state.fd().try_clone_to_owned().expect("dup");
+                StateFile::open(fd).expect("a region that is about to be added is in nobody's way").regions().len()
+            };
+            while regions() < MAX_REGIONS {}
+        });
+    }
+}

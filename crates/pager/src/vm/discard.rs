@@ -102,15 +102,19 @@ impl Vm {
         not_healed.map_or(Ok(()), Err)
     }
 
-    /// RAM is about to be unplugged: forgets its far pages.
-    pub fn remove_region(&self, view: &View, start: Hva) -> io::Result<Option<u32>> {
+    /// RAM is about to be unplugged: forgets its far pages. `number`: its number, for a view that came without it.
+    /// Returns its number if no process has it any more.
+    ///
+    /// # Errors
+    /// Its memory could not be freed.
+    pub fn remove_region(&self, view: &View, start: Hva, number: Option<u32>) -> io::Result<Option<u32>> {
         let _layout = self.memory.change_layout();
-        let Some(number) = view.remove_span(start) else { return Ok(None) };
+        let Some(number) = view.remove_span(start).or(number) else { return Ok(None) };
         if self.views().iter().any(|other| other.base(number).is_some()) {
             // Only this process has unplugged it.
             return Ok(None);
         }
-        if let Some(region) = self.region(number) {
+        if let Some(region) = self.region(number).filter(|region| !region.is_removed()) {
             self.discard_run(&region, region.range(), false)?;
             self.stats().sub(Counter::RegisteredBytes, region.registered().0);
             region.remove();

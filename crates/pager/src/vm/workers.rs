@@ -61,6 +61,11 @@ impl<F: FnMut(Instant) -> Next + Send> Task for VmTask<F> {
 const MOST_PANICS: u32 = 3;
 
 impl Vm {
+    /// Does this engine serve the VM without another one, so that all of its workers were started?
+    pub fn is_alone(&self) -> bool {
+        self.life.is_alone()
+    }
+
     /// Starts the workers of the VM. Each view that is added later starts its own.
     ///
     /// # Errors

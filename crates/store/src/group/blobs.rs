@@ -27,6 +27,8 @@ use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store
 const ASK_EVERY: Duration = Duration::from_secs(1);
 /// Replaces a member's word: the list of members was lost with the arena's header.
 const UNKNOWN: u64 = u64::MAX;
+/// Another engine lays out a new arena within this.
+const LAID_OUT_WITHIN: Duration = Duration::from_secs(2);
 
 /// The contents of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -70,9 +72,20 @@ impl Group {
     /// It is no such arena, or has a layout that this program cannot read.
     pub fn open(arena: impl AsFd, options: RamOptions) -> io::Result<Arc<Self>> {
         let reopen = || memfd::reopen(arena.as_fd(), true);
-        let fd = reopen()?;
-        if ballast_handover::arena::is_new(&fd)? {
-            ballast_handover::arena::format(arena::GROUP.layout, &fd, options.max_slabs)?;
+        let (fd, file) = (reopen()?, reopen()?);
+        // Another engine may find it new as well: the one that is alone lays it out.
+        let begun = Instant::now();
+        while ballast_handover::arena::is_new(&fd)? {
+            if presence::alone(&file, ENGINES)? {
+                if ballast_handover::arena::is_new(&fd)? {
+                    ballast_handover::arena::format(arena::GROUP.layout, &fd, options.max_slabs)?;
+                }
+                break;
+            }
+            if begun.elapsed() > LAID_OUT_WITHIN {
+                return Err(io::Error::new(io::ErrorKind::TimedOut, "a process that has a group's new arena keeps it"));
+            }
+            std::thread::yield_now();
         }
         let id = memfd::file_id(&fd)?;
         let opened = Arena::open(&arena::GROUP, fd)?;
@@ -85,7 +98,6 @@ impl Group {
         let mut seed = [0; 16];
         let [low, high] = [id.dev, id.ino].map(u64::to_le_bytes);
         seed.iter_mut().zip(low.into_iter().chain(high)).for_each(|(seed, byte)| *seed = byte);
-        let file = reopen()?;
         // Waits for an engine that sweeps, which takes milliseconds.
         presence::announce_after(&file, ENGINES)?;
         Ok(Arc::new(Self {
