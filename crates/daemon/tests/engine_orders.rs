@@ -7,6 +7,7 @@ mod common;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use ballast_base::store::RAM_STORE;
 use ballast_base::wire::{self, Span, StoreFiles, VmId};
@@ -26,14 +27,15 @@ const RAM: Bytes = Bytes(16 * PAGE_SIZE as u64);
 /// An engine of this build.
 struct Engine {
     child: Child,
-    socket: OwnedFd,
+    /// `None` when its keeper is gone.
+    socket: Option<OwnedFd>,
 }
 
 impl Engine {
     fn start(dir: &std::path::Path) -> Self {
         let (socket, theirs) = scm::pair().expect("a pair");
         let child = Command::new(env!("CARGO_BIN_EXE_ballastd")).arg("engine").stdin(Stdio::from(theirs)).spawn();
-        let engine = Self { child: child.expect("an engine"), socket };
+        let engine = Self { child: child.expect("an engine"), socket: Some(socket) };
         let api = UnixListener::bind(dir.join("api.sock")).expect("a socket");
         let config = Config { runtime_dir: dir.to_owned(), ..Config::default() };
         let settings = wire::encode(&Settings::of(&config));
@@ -42,15 +44,23 @@ impl Engine {
         engine
     }
 
+    fn socket(&self) -> &OwnedFd {
+        self.socket.as_ref().expect("its keeper lives")
+    }
+
+    fn process(&self) -> Process {
+        Process::find(self.child.id()).expect("stat").expect("it runs")
+    }
+
     fn order(&self, order: &Order, fds: &[BorrowedFd<'_>]) {
-        scm::send(&self.socket, &wire::encode(order), fds).expect("it listens");
+        scm::send(self.socket(), &wire::encode(order), fds).expect("it listens");
     }
 
     /// Give it an order that is reported, and wait for the result.
     fn done(&self, order: &Order, fds: &[BorrowedFd<'_>]) -> Result<(), String> {
         self.order(order, fds);
         loop {
-            let received = scm::receive(&self.socket).expect("receive").expect("it runs");
+            let received = scm::receive(self.socket()).expect("receive").expect("it runs");
             if let Report::Done { result, .. } = wire::decode(&received.bytes).expect("a report") {
                 return result;
             }
@@ -81,11 +91,8 @@ fn an_engine_that_cannot_take_the_descriptors_of_a_process_says_that_it_does_not
     let engine = Engine::start(dir.path());
     let ram = memfd::create("ballast-test-ram", RAM).expect("RAM");
     let guest = Mapping::shared(&ram, 0, RAM.0 as usize).expect("mapped");
-    let (_store, arena) = RamStore::create(RamOptions::new(Budget::new(RAM))).expect("a store");
-    let state = StateFile::create(VM, "test").expect("a state file");
-    let id = memfd::file_id(&ram).expect("stat");
-    state.add_region(&[id], &Extents::one(Bytes(0), RAM).expect("good"), None).expect("a region");
-    let process = Process::find(engine.child.id()).expect("stat").expect("it runs");
+    let (state, arena) = vm_of(&ram);
+    let process = engine.process();
     state.name_engine(process.pid, process.start);
     let stores = vec![StoreFiles { store: RAM_STORE, count: 1 }];
     let open = open_with(stores, 1);
@@ -121,7 +128,7 @@ fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_
         let id = memfd::file_id(file).expect("stat");
         state.add_region(&[id], &Extents::one(Bytes(0), RAM).expect("good"), None).expect("a region");
     }
-    let process = Process::find(engine.child.id()).expect("stat").expect("it runs");
+    let process = engine.process();
     state.name_engine(process.pid, process.start);
     let stores = vec![StoreFiles { store: RAM_STORE, count: 1 }];
     let fds = [state.fd(), arena.as_fd(), ram[0].as_fd()];
@@ -143,4 +150,87 @@ fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_
     let pin = |vm| Order::Pin { seq: 5, vm, reason: "test".into() };
     engine.done(&pin(VM), &[]).expect("all of its pages are there");
     engine.done(&pin(VmId([6; 16])), &[]).expect_err("whether pages of a VM that is not open are far is unknown");
+}
+
+/// A VM of one region that no engine has opened, and its arena.
+fn vm_of(ram: &OwnedFd) -> (StateFile, OwnedFd) {
+    let (_store, arena) = RamStore::create(RamOptions::new(Budget::new(RAM))).expect("a store");
+    let state = StateFile::create(VM, "test").expect("a state file");
+    let id = memfd::file_id(ram).expect("stat");
+    state.add_region(&[id], &Extents::one(Bytes(0), RAM).expect("good"), None).expect("a region");
+    (state, arena)
+}
+
+/// The order that has the engine serve this process; it came with no RAM.
+fn view_of(pid: u32, uffd_features: u64) -> Order {
+    Order::AddView { vm: VM, pid, uffd_features, spans: Vec::new(), unserved_since_ns: None }
+}
+
+#[test]
+fn an_engine_whose_keeper_died_closes_no_vm_of_whose_processes_it_was_not_told_until_no_process_has_its_ram() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut engine = Engine::start(dir.path());
+    let ram = memfd::create("ballast-test-ram", RAM).expect("RAM");
+    let (state, arena) = vm_of(&ram);
+    let process = engine.process();
+    state.name_engine(process.pid, process.start);
+    engine.order(
+        &open_with(vec![StoreFiles { store: RAM_STORE, count: 1 }], 1),
+        &[state.fd(), arena.as_fd(), ram.as_fd()],
+    );
+    engine.done(&Order::Tell { seq: 1, vm: VM }, &[]).expect("it is open");
+    let mut vmm = Command::new("sleep").arg("1000").stdin(Stdio::from(ram)).spawn().expect("a process");
+    engine.socket = None;
+    // Some of its turns: nothing tells that it does nothing.
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(engine.child.try_wait().expect("wait").is_none(), "it has closed the VM of a process that lives");
+    vmm.kill().expect("kill it");
+    vmm.wait().expect("reap it");
+    common::until("the engine ends", || engine.child.try_wait().expect("wait").is_some());
+}
+
+#[test]
+fn of_two_engines_whose_keeper_died_both_end_when_the_vm_is_gone() {
+    let uffd_features = match Uffd::create(uffd::REQUIRED_FEATURES) {
+        Ok((_, features)) => features,
+        Err(error) => return skip("native", error),
+    };
+    for (is_followed, one_dies) in [(false, false), (true, false), (false, true)] {
+        let dirs = [(); 2].map(|()| tempfile::tempdir().expect("a directory"));
+        let mut engines = dirs.each_ref().map(|dir| Engine::start(dir.path()));
+        let ram = memfd::create("ballast-test-ram", RAM).expect("RAM");
+        let (state, arena) = vm_of(&ram);
+        let fds = [state.fd(), arena.as_fd(), ram.as_fd()];
+        let mut vmm = Command::new("sleep").arg("1000").spawn().expect("a process");
+        let (control, client) = scm::pair().expect("a pair");
+        let serve = |engine: &Engine, order: &Order| {
+            engine.order(order, &fds);
+            let (uffd, _) = Uffd::create(uffd::REQUIRED_FEATURES).expect("a userfaultfd");
+            engine.order(&view_of(vmm.id(), uffd_features), &[uffd.as_fd(), control.as_fd()]);
+        };
+        let stores = vec![StoreFiles { store: RAM_STORE, count: 1 }];
+        let [old, next] = engines.each_ref().map(Engine::process);
+        state.name_engine(old.pid, old.start);
+        serve(&engines[0], &open_with(stores.clone(), 1));
+        engines[0].done(&Order::ServeFaults { seq: 1, vm: VM, all: true }, &[]).expect("it can");
+        state.name_beside(next.pid, next.start);
+        let Order::OpenVm { vm, vmm: name, pinned, may_pin, stores, files, regions, .. } = open_with(stores, 1) else {
+            panic!("another order")
+        };
+        serve(&engines[1], &Order::OpenVm { vm, vmm: name, pinned, may_pin, stores, files, beside: true, regions });
+        if is_followed {
+            engines[1].done(&Order::Tell { seq: 2, vm: VM }, &[]).expect("it serves the process");
+            assert!(state.is_followed());
+        }
+        if one_dies {
+            engines[1].child.kill().expect("kill it");
+        }
+        engines.iter_mut().for_each(|engine| engine.socket = None);
+        vmm.kill().expect("kill it");
+        vmm.wait().expect("reap it");
+        drop((client, ram));
+        for engine in &mut engines {
+            common::until("the engine ends", || engine.child.try_wait().expect("wait").is_some());
+        }
+    }
 }

@@ -19,8 +19,6 @@ use anyhow::{Context, bail};
 use ballast_base::Bytes;
 use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report};
-use ballast_pager::vm::view::View;
-use ballast_pager::vm::{Hold, Vm};
 use ballast_store::Budget;
 use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
@@ -48,6 +46,7 @@ mod lending;
 mod make;
 mod memory;
 mod order_files;
+mod orphan;
 mod pin_check;
 pub mod pool;
 pub mod remote;
@@ -62,8 +61,6 @@ mod write_back;
 
 /// How long the API waits for VMs to be opened: a VM of hundreds of GiB takes a second or two.
 const OPENING: Duration = Duration::from_secs(3);
-/// How often an engine without keeper checks whether any VM is left.
-const ORPHAN_POLLS_EVERY: Duration = Duration::from_millis(200);
 
 /// Take orders until the keeper is gone and no VM is left.
 pub fn run() -> anyhow::Result<()> {
@@ -161,11 +158,6 @@ fn serve_api(listener: OwnedFd, shown: Arc<Shown>, reader_gid: Option<u32>, gate
         });
     })?;
     Ok(())
-}
-
-/// Is this process gone? If only faults are served, no thread listens to its client any more.
-fn is_gone(vm: &Vm, view: &View) -> bool {
-    view.peer().is_disconnected() || vm.is_stopping() && matches!(Process::find(view.pid), Ok(None))
 }
 
 /// Do this if no order to rest or to go on has come since the one of this number.
@@ -345,61 +337,5 @@ impl Orders {
             }
         })?;
         Ok(())
-    }
-
-    /// The keeper is gone in the middle of an upgrade: VMs that another engine serves beside this one are closed here.
-    /// The others are served on.
-    fn leave_to_followers(&mut self) {
-        let me = (self.engine.me.pid, self.engine.me.start);
-        for served in self.engine.host.all() {
-            let state = &served.vm.state;
-            if state.leaving() == Some(me) && state.is_followed() {
-                let (engine, id) = (self.engine.clone(), served.vm.state.id());
-                let given = self.workers().give_last(id, move || drop(engine.part_with_vm(id)));
-                if let Err(error) = given {
-                    tracing::error!("Closing VM {id}: {error}");
-                }
-            }
-        }
-    }
-
-    /// The keeper is gone. Serve faults until the next keeper's engine ends us, or until no VM is left.
-    fn serve_as_orphan(&mut self) {
-        tracing::error!("the keeper is gone: serving faults, reclaiming nothing, until another one comes");
-        let (host, events) = (self.engine.host.clone(), self.engine.events.clone());
-        events.add(None, "keeper-gone", "the keeper is gone; reclaim is paused until ballastd runs again".into());
-        // It may have gone in the middle of an upgrade.
-        self.begin_rest();
-        self.gate.open();
-        if self.api.is_some()
-            && !host.all().is_empty()
-            && let Err(error) = self.serve()
-        {
-            tracing::error!("Answering the API: {error:#}");
-        }
-        // Some may not be open yet. The next keeper knows of us from their state files.
-        let mut done = self.workers().all_so_far();
-        loop {
-            self.leave_to_followers();
-            let is_over = done.is_over();
-            let vms = host.all();
-            if is_over && vms.is_empty() {
-                tracing::info!("no VM is left: ending");
-                return;
-            }
-            for served in vms {
-                served.vm.hold(Hold::Orphaned, Some("ballastd is not running".into()));
-                // The keeper may have gone before it told the engine beside another one of the VM's processes.
-                let may_close = is_over && served.vm.state.leaving().is_none();
-                if may_close && served.vm.views().iter().all(|view| is_gone(&served.vm, view)) {
-                    let id = served.vm.state.id();
-                    if let Err(error) = self.close(id, None) {
-                        tracing::error!("Closing VM {id}: {error}");
-                    }
-                    done = self.workers().all_so_far();
-                }
-            }
-            std::thread::sleep(ORPHAN_POLLS_EVERY);
-        }
     }
 }

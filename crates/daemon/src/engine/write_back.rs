@@ -28,6 +28,11 @@ const POLL_EVERY: Duration = Duration::from_secs(1);
 /// Pause before memory is asked for again.
 const PAUSE: Duration = Duration::from_millis(100);
 
+/// Is this process, which started the engine, alive?
+fn is_parent(pid: u32) -> bool {
+    rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() as u32 == pid)
+}
+
 impl Engine {
     fn all_closing(&self) -> MutexGuard<'_, HashMap<VmId, Closing>> {
         self.closing.lock().unwrap_or_else(PoisonError::into_inner)
@@ -153,6 +158,12 @@ impl Engine {
         }
     }
 
+    /// Which process can reach RAM of this VM, in words, if one can.
+    pub(super) fn is_reachable(&self, served: &Served) -> Option<String> {
+        let regions: Vec<_> = served.vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
+        self.reachable(&regions, &served.pids()).1
+    }
+
     /// The regions whose files a process can reach, and how. `pids`: the VM's processes.
     fn reachable(&self, regions: &[Arc<Region>], pids: &[u32]) -> (Vec<Arc<Region>>, Option<String>) {
         let linked: Vec<_> = regions
@@ -162,7 +173,9 @@ impl Engine {
             .filter(|region| !region.files().iter().all(|file| self.host.pool.has(file.id)))
             .collect();
         let by_name = (!linked.is_empty()).then(|| "its RAM file still has a name".to_owned());
-        let ours = HashSet::from([self.me.pid, self.host.begin.keeper_pid]);
+        // The number of a keeper that died may be another process's by now.
+        let keeper = Some(self.host.begin.keeper_pid).filter(|keeper| is_parent(*keeper));
+        let ours: HashSet<_> = keeper.into_iter().chain([self.me.pid]).collect();
         let mut reachable: Vec<_> = linked.into_iter().cloned().collect();
         let mut who = by_name;
         let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));

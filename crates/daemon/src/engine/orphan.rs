@@ -1,0 +1,101 @@
+//! An engine whose keeper is gone: it serves faults until the next keeper ends it, or until no VM is left.
+//!
+//! Before: the socket to the keeper was closed. After: this process is killed, or has closed its last VM and ends.
+//! Threads: the one that took orders; VMs are closed by their workers.
+//! Promise: a VM is closed only when its processes are gone. Of two engines that an upgrade left with a VM, one closes
+//! it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ballast_pager::vm::view::View;
+use ballast_pager::vm::{Hold, Vm};
+use ballast_sys::process::Process;
+
+use super::Orders;
+use super::served::Served;
+
+/// Time between checks whether VMs are gone.
+const POLLS_EVERY: Duration = Duration::from_millis(200);
+
+/// Is this process gone? If only faults are served, no thread listens to its client any more.
+fn is_gone(vm: &Vm, view: &View) -> bool {
+    view.peer().is_disconnected() || vm.is_stopping() && matches!(Process::find(view.pid), Ok(None))
+}
+
+impl Orders {
+    /// Are the processes of this VM gone? The keeper may have gone before it told this engine of them: then no process
+    /// may have its RAM.
+    fn are_gone(&self, served: &Served) -> bool {
+        match &served.vm.views()[..] {
+            [] => self.engine.is_reachable(served).is_none(),
+            views => views.iter().all(|view| is_gone(&served.vm, view)),
+        }
+    }
+
+    /// The keeper is gone in the middle of an upgrade: this engine closes a VM that another one serves as well, if that
+    /// one serves every process of it, or if none is left. Otherwise it is served on.
+    ///
+    /// `all_done`: every order was carried out. No keeper names engines meanwhile: it would need a process of the VM,
+    /// and it ends this engine first.
+    fn leave(&self, served: &Arc<Served>, all_done: bool) {
+        let state = &served.vm.state;
+        let (me, other) = (self.engine.me, state.engine().map(|(pid, start)| Process { pid, start }));
+        let (is_followed, leaves) = (state.is_followed(), state.leaving() == Some((me.pid, me.start)));
+        let is_over = || is_followed || all_done && self.are_gone(served);
+        if !leaves || !is_over() {
+            return;
+        }
+        if !is_followed && other.is_none_or(Process::is_dying) {
+            // It is closed here, as if nobody had been to follow.
+            return state.name_engine(me.pid, me.start);
+        }
+        let (engine, id, served) = (self.engine.clone(), state.id(), served.clone());
+        let part = move || {
+            drop(engine.part_with_vm(id));
+            // The other one closes it when it is alone.
+            served.vm.state.has_left();
+        };
+        if let Err(error) = self.workers().give_last(id, part) {
+            tracing::error!("Closing VM {id}: {error}");
+        }
+    }
+
+    /// The keeper is gone. Serve faults until the next keeper's engine ends us, or until no VM is left.
+    pub(super) fn serve_as_orphan(&mut self) {
+        tracing::error!("the keeper is gone: serving faults, reclaiming nothing, until another one comes");
+        let (host, events) = (self.engine.host.clone(), self.engine.events.clone());
+        events.add(None, "keeper-gone", "the keeper is gone; reclaim is paused until ballastd runs again".into());
+        // It may have gone in the middle of an upgrade.
+        self.begin_rest();
+        self.gate.open();
+        if self.api.is_some()
+            && !host.all().is_empty()
+            && let Err(error) = self.serve()
+        {
+            tracing::error!("Answering the API: {error:#}");
+        }
+        // Some may not be open yet. The next keeper knows of us from their state files.
+        let mut done = self.workers().all_so_far();
+        loop {
+            let is_over = done.is_over();
+            let vms = host.all();
+            if is_over && vms.is_empty() {
+                tracing::info!("no VM is left: ending");
+                return;
+            }
+            for served in vms {
+                served.vm.hold(Hold::Orphaned, Some("ballastd is not running".into()));
+                self.leave(&served, is_over);
+                if is_over && served.vm.state.leaving().is_none() && self.are_gone(&served) {
+                    let id = served.vm.state.id();
+                    if let Err(error) = self.close(id, None) {
+                        tracing::error!("Closing VM {id}: {error}");
+                    }
+                    done = self.workers().all_so_far();
+                }
+            }
+            std::thread::sleep(POLLS_EVERY);
+        }
+    }
+}
