@@ -286,8 +286,8 @@ impl Keeper {
         let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) else { return };
         let Some(at) = view.spans.iter().position(|(span, _)| span.hva == hva) else { return };
         let (_, number) = view.spans.remove(at);
-        // An engine that has not opened the VM, or that another process still has it from, did not remove it: whoever
-        // opens the VM next needs its files.
+        // An engine that has not opened the VM, or that another process still has it from, did not remove it: the
+        // engine that opens the VM next needs its files.
         let is_removed = |vm: &VmEntry| vm.state.regions().get(number as usize).is_some_and(|record| record.removed);
         if !self.vm(vm).is_some_and(is_removed) {
             return;
