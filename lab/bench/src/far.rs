@@ -214,7 +214,8 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let valkey = Valkey::start(Layout { maxmemory: Bytes(GIB), tls: true, ..Layout::default() })
         .context("Starting a cluster")?;
     let (count, repetitions) = if bench.options.quick { (4096, 2) } else { (16_384, 5) };
-    for data in bench.options.data() {
+    let all = bench.options.data();
+    for data in all.into_iter().take(if bench.options.quick { 1 } else { usize::MAX }) {
         let mut row = bench.row(data.name());
         row.fact("data", data.name());
         row.fact("pages", count as u64);

@@ -241,7 +241,7 @@ fn far_compares_the_cluster_with_ram_disk_and_bare_connections() {
         return skip("o_direct", error);
     }
     let rows = rows(&["far", "--dir", dir.path().to_str().expect("a plain path")]);
-    assert_eq!(rows.len(), 2);
+    assert_eq!(rows.len(), 1, "a quick bench has one kind of pages");
     for row in &rows {
         for name in ["ram", "file", "far", "far_tls", "bare"] {
             for figure in ["get_us_p50", "get_us_p99", "run64_us_per_page", "spill_pages_per_s"] {
