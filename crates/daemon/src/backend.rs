@@ -155,7 +155,7 @@ impl Backend for Shown {
     }
 
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError> {
-        let served = self.host.by_name(name).ok_or(ChangeError::NotFound)?;
+        let served = self.host.attached(name).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
         if let Some(limit) = patch.limit_bytes {
             self.check_limit(&served, limit.map(Bytes)).map_err(ChangeError::Invalid)?;
@@ -203,7 +203,7 @@ impl Backend for Shown {
     }
 
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError> {
-        let served = self.host.by_name(name).ok_or(ChangeError::NotFound)?;
+        let served = self.host.attached(name).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
         // The word first: an engine that takes over now continues with it.
         let was = vm.state.kept();

@@ -26,8 +26,7 @@ fn forty_vms_that_fault_and_then_idle_have_no_more_threads_than_the_cpus_allow()
     let name = |number: usize| format!("vm-{number}");
     let attach = |(number, ram): (usize, &Ram)| ram.vm(&daemon, &name(number)).attach().expect("attach");
     let _clients: Vec<_> = rams.iter().enumerate().map(attach).collect();
-    // The keeper has answered; the engine may still be opening the last ones.
-    (0..rams.len()).for_each(|number| drop(daemon.vm(&name(number))));
+    // The keeper has answered; the engine may still be opening the last ones, and waits for them.
     (0..rams.len()).for_each(|number| drop(daemon.api.set_limit(&name(number), Some(LIMIT)).expect("a limit")));
     for _ in 0..2 {
         (0..rams.len()).for_each(|number| {

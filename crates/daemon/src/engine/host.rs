@@ -4,6 +4,7 @@
 //! Threads: any; the list is locked for a moment.
 
 use std::sync::{Arc, RwLock};
+use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_handover::orders::Begin;
@@ -17,6 +18,9 @@ use super::served::Served;
 use super::upgrades::Upgrades;
 use crate::events::Events;
 use crate::settings::Settings;
+
+/// A VM whose VMM was told that it is attached is open within this, unless the engine is far behind.
+const OPENS_WITHIN: Duration = Duration::from_secs(1);
 
 /// The state of one engine.
 #[derive(Debug)]
@@ -59,5 +63,18 @@ impl Host {
     /// The VM of this name; of several, the last: an earlier one is about to be closed.
     pub fn by_name(&self, name: &str) -> Option<Arc<Served>> {
         self.all().into_iter().rfind(|served| served.vm.state.name() == name)
+    }
+
+    /// The same, for a caller that may just have started the VM: a VMM is attached before the engine has opened the VM.
+    /// Waits up to a second for one that is not known.
+    pub fn attached(&self, name: &str) -> Option<Arc<Served>> {
+        let begun = Instant::now();
+        loop {
+            let known = self.by_name(name);
+            if known.is_some() || begun.elapsed() > OPENS_WITHIN {
+                return known;
+            }
+            std::thread::sleep(OPENS_WITHIN / 1000);
+        }
     }
 }
