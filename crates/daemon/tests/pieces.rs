@@ -21,7 +21,8 @@ type Piece<'a> = (&'a OwnedFd, u64, u64);
 fn vm(daemon: &Daemon, name: &str, pieces: &[Piece<'_>]) -> (Client, Ram) {
     let mapped: Vec<_> = pieces.iter().map(|(fd, first, count)| (fd, first * PAGE, (count * PAGE) as usize)).collect();
     let map = Mapping::shared_pieces(&mapped).expect("map");
-    let ram = Ram { fd: pieces[0].0.try_clone().expect("dup"), map };
+    let ram = Ram::mapped(pieces[0].0.try_clone().expect("dup"), map);
+    ram.announce();
     ram.mark();
     let extent = |(fd, first, count): &Piece<'_>| {
         let fd = fd.try_clone().expect("dup");

@@ -111,8 +111,6 @@ fn a_discard_that_meets_an_upgrade_is_carried_out_and_not_refused() {
     // Not scoped: a discard that no engine replies to waits for ever, and a scope with it.
     let ends = stop.clone();
     let discarding = std::thread::spawn(move || {
-        // The RAM goes last: the client unmaps pages of it until then.
-        let (ram, client) = (ram, client);
         let mut count = 0;
         while !ends.load(Ordering::Relaxed) {
             ram.mark();

@@ -1,5 +1,5 @@
 //! Engine and keeper change while everything goes on at once: first touches, evictions, restores, spills, decisions of
-//! a policy, discards, attaches and ends of VMs; with pages in RAM, on a disk and in a cluster. One round in two
+//! a policy, discards, plugs, attaches and ends of VMs; with pages in RAM, on a disk and in a cluster. One round in two
 //! somebody is killed, at a stage that the log tells: each pair of the two comes once in 64 upgrades. Not one operation
 //! fails, and no byte is wrong. Needs root (userfaultfd); `BALLAST_UPGRADES` sets how many (default 12), `BALLAST_SEED`
 //! repeats a run, `BALLAST_NEXT` names the `ballastd` of another build (`scripts/next-build.sh`).
@@ -9,11 +9,11 @@ mod common;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_api::UpgradeStage;
-use ballast_base::wire::KeeperToClient;
+use ballast_base::wire::{KeeperToClient, MAX_REGIONS};
 use ballast_base::{Bytes, Hva};
 use ballast_client::Client;
 use ballast_store::{Budget, FileOptions, FileStore};
@@ -29,6 +29,8 @@ use common::{Daemon, joined, kill, until, upgrades};
 const POLICY: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
 /// Pages of the VM that this process is.
 const PAGES: u64 = 2048;
+/// Pages of a VM that plugs memory, and of what it plugs.
+const PLUGGED: u64 = 256;
 
 /// What the log says when an upgrade has come so far. Not each is said in each upgrade.
 const STAGES: [&str; 8] = [
@@ -112,6 +114,34 @@ fn write_and_discard(ram: &Ram, client: &Client, who: u64, stop: &AtomicBool) ->
     rounds
 }
 
+/// A VM plugs memory and unplugs it again, twice an upgrade because it has few regions in its life, held to a third of
+/// it: what it wrote is there. Only while there is no keeper it may have to do without.
+fn plug_and_unplug(client: &Client, ram: &Ram, rounds: &AtomicU64, is_away: &AtomicBool, stop: &AtomicBool) -> u64 {
+    ram.mark();
+    let mut plugged = 0;
+    while !stop.load(Ordering::Relaxed) {
+        if plugged >= (2 * rounds.load(Ordering::Relaxed)).min(MAX_REGIONS as u64 - 1) {
+            assert!((0..PLUGGED).all(|page| ram.is_marked(page)), "wrong pages after {plugged} plugs");
+            std::thread::sleep(Duration::from_millis(1));
+            continue;
+        }
+        let was_away = is_away.load(Ordering::Acquire);
+        let more = Ram::new(PLUGGED);
+        let (fd, span) = (more.fd.try_clone().expect("dup"), more.info().span);
+        let added = client.add_region(fd, span.hva, span.len, Bytes(0));
+        more.mark();
+        for ram in [ram, &more, ram, &more] {
+            let wrong = (0..PLUGGED).filter(|page| !ram.is_marked(*page)).count();
+            assert_eq!(wrong, 0, "wrong pages after {plugged} plugs; the last: {added:?}");
+        }
+        let removed = client.remove_region(span.hva);
+        let may_fail = was_away || is_away.load(Ordering::Acquire);
+        assert!(added.is_ok() && removed.is_ok() || may_fail, "after {plugged} plugs: {added:?}, {removed:?}");
+        plugged += 1;
+    }
+    plugged
+}
+
 /// VMs that come and go. Only while there is no keeper one may have to come again.
 fn come_and_go(socket: &Path, is_away: &AtomicBool, stop: &AtomicBool) -> u64 {
     let mut came = 0;
@@ -142,7 +172,6 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
     let [stop, is_away] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let ram = Ram::new(PAGES);
     let client = ram.vm(daemon, "discards").limit(PAGES * 4096 / 4).attach().expect("attached");
-    // Its RAM is unmapped last: the client unmaps pages of it until then.
     let vm = Arc::new((client, ram));
     // Not scoped: a discard that no engine replies to waits for ever, and a scope with it.
     let discards = [0, 1].map(|who| {
@@ -151,10 +180,16 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
     });
     let (socket, ends, away) = (daemon.attach_socket(), stop.clone(), is_away.clone());
     let comes = std::thread::spawn(move || come_and_go(&socket, &away, &ends));
+    let ram = Ram::new(PLUGGED);
+    let client = ram.vm(daemon, "plugs").limit(PLUGGED * 4096 * 2 / 3).attach().expect("attached");
+    let rounds = Arc::new(AtomicU64::new(0));
+    let (ends, away, begun) = (stop.clone(), is_away.clone(), rounds.clone());
+    let plugs = std::thread::spawn(move || plug_and_unplug(&client, &ram, &begun, &away, &ends));
     // Also if an assertion fails here.
     let end = Finally(|| stop.store(true, Ordering::Relaxed));
     let (mut gap_us, mut deaths) = (0, Vec::new());
     for round in 0..upgrades {
+        rounds.fetch_add(1, Ordering::Relaxed);
         let program = if round % 2 == 0 { next_build() } else { this_build() };
         let mut tail = Tail::of(daemon);
         let old = daemon.host().engine_pid;
@@ -211,6 +246,7 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
     drop(end);
     discards.into_iter().for_each(|thread| assert!(joined("the last discard is carried out", thread) > 0));
     assert!(joined("the last VM is attached", comes) > 0);
+    assert!(joined("the last plug is over", plugs) > 0);
     running.into_iter().for_each(|guest| drop(guest.finish()));
 }
 

@@ -1,10 +1,11 @@
 //! A client that says exactly what a test wants it to say: the attach protocol by hand.
 
 use std::fs::File;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ballast_base::wire::{self, Attach, ClientToKeeper, KeeperToClient, RegionInfo, Span, StoreFiles, VmId};
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
@@ -33,7 +34,18 @@ pub fn userfaultfd() -> Uffd {
 /// Guest RAM in a file, mapped here.
 pub struct Ram {
     pub fd: OwnedFd,
-    pub map: Mapping,
+    pub map: ManuallyDrop<Mapping>,
+    /// The client that VMMs link has it. That unmaps pages of it as long as this process lives, whatever is there.
+    is_announced: AtomicBool,
+}
+
+impl Drop for Ram {
+    fn drop(&mut self) {
+        if !*self.is_announced.get_mut() {
+            // SAFETY: nothing uses it after this.
+            unsafe { ManuallyDrop::drop(&mut self.map) };
+        }
+    }
 }
 
 impl Ram {
@@ -45,7 +57,18 @@ impl Ram {
     /// The RAM in this file.
     pub fn of(fd: OwnedFd) -> Self {
         let len = memfd::size(&fd).expect("stat").0;
-        Self { map: Mapping::shared(&fd, 0, len as usize).expect("map"), fd }
+        let map = Mapping::shared(&fd, 0, len as usize).expect("map");
+        Self::mapped(fd, map)
+    }
+
+    /// RAM that is mapped already, this file among others.
+    pub fn mapped(fd: OwnedFd, map: Mapping) -> Self {
+        Self { map: ManuallyDrop::new(map), fd, is_announced: AtomicBool::new(false) }
+    }
+
+    /// The client of this process is about to have it.
+    pub fn announce(&self) {
+        self.is_announced.store(true, Ordering::Relaxed);
     }
 
     pub fn info(&self) -> RegionInfo {
@@ -105,6 +128,7 @@ impl Ram {
 
     /// One region more of a VM.
     pub fn join(&self, vm: Builder) -> Builder {
+        self.announce();
         let Span { hva, len } = self.info().span;
         vm.region(self.fd.try_clone().expect("dup"), hva, len, Bytes(0))
     }
