@@ -37,6 +37,7 @@ impl Engine {
         let child = Command::new(env!("CARGO_BIN_EXE_ballastd")).arg("engine").stdin(Stdio::from(theirs)).spawn();
         let engine = Self { child: child.expect("an engine"), socket: Some(socket) };
         let api = UnixListener::bind(dir.join("api.sock")).expect("a socket");
+        api.set_nonblocking(true).expect("as the keeper's");
         let config = Config { runtime_dir: dir.to_owned(), ..Config::default() };
         let settings = wire::encode(&Settings::of(&config));
         let begin = Begin { keeper_pid: std::process::id(), restarts: 0, since_unix_s: 0, settings };

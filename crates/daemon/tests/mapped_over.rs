@@ -5,10 +5,11 @@ mod common;
 
 use std::os::fd::AsFd;
 
+use ballast_api::UpgradeStage;
 use ballast_base::{Hva, PAGE_SIZE};
 use ballast_client::Client;
 use common::raw::{Ram, no_uffd};
-use common::{Daemon, QUICK, until};
+use common::{Daemon, QUICK, until, upgrades};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
 const PAGES: u64 = 16 << 10;
@@ -103,4 +104,35 @@ fn what_is_mapped_over_before_it_is_watched_keeps_its_chunk_and_no_other() {
     assert_eq!(kept_events(&daemon), 1);
     let wrong = (0..PAGES).filter(|page| *page != 100 && !ram.is_marked(*page)).count();
     assert_eq!(wrong, 0, "pages with wrong bytes\n{}", daemon.log());
+}
+
+#[test]
+fn a_vm_with_something_in_its_ram_that_is_no_ram_is_served_by_the_next_engine_and_by_an_upgrade() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start(QUICK);
+    let ram = Ram::new(PAGES);
+    ram.mark();
+    let client = ram.vm(&daemon, "web").may_pin(false).attach().expect("attach");
+    until("it is served", || daemon.api.vm("web").is_ok());
+    daemon.api.set_limit("web", Some(LIMIT)).expect("limit");
+    until("the limit holds", || held(&daemon));
+    // All of it is registered by now. No page of what is mapped over is wanted any more.
+    let holes = [3, 100, 8191, 8192, PAGES - 1];
+    holes.iter().for_each(|page| map_over(&client, &ram, *page, 1, With::Nothing));
+    let check = |when: &str| {
+        let wrong = (0..PAGES).filter(|page| !holes.contains(page) && !ram.is_marked(*page)).count();
+        assert_eq!(wrong, 0, "pages with wrong bytes {when}\n{}", daemon.log());
+        until("the limit holds", || held(&daemon));
+    };
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    check("after a takeover");
+    upgrades::begin(&daemon, &upgrades::this_build());
+    let now = upgrades::ended(&daemon);
+    assert_eq!(now.stage, UpgradeStage::Done, "{now:?}\n{}", daemon.log());
+    check("after an upgrade");
+    client.bring_back("the test asks").expect("all pages come back");
+    assert_eq!(daemon.vm("web").far_bytes, 0);
 }

@@ -53,6 +53,10 @@ static void deed(const char *what) {
         fflush(stdout);
         return;
     }
+    if (!strcmp(what, "munmap")) {
+        say(munmap(ram, pages * PAGE) ? "not unmapped" : "unmapped");
+        return;
+    }
     if (!strcmp(what, "clone")) {
         static char stack[64 << 10];
         child = clone(wait_for_the_end, stack + sizeof stack, CLONE_VM, NULL);

@@ -4,6 +4,7 @@
 mod common;
 
 use std::os::fd::AsFd;
+use std::os::fd::AsRawFd;
 
 use ballast_api::VmStatus;
 use ballast_base::wire::{ClientToKeeper, KeeperToClient};
@@ -270,4 +271,26 @@ fn a_dump_of_a_vmm_is_whole_after_an_operator_had_its_memory_restored_and_the_li
     restore(&["--end"]);
     until("its limit is held again", || daemon.vm("core").resident_bytes <= LIMIT);
     assert_eq!(vmm.ask("verify"), "wrong 0");
+}
+
+#[test]
+fn ram_that_a_vmm_unmaps_is_in_its_file_if_that_has_a_name_or_another_process_has_it() {
+    let Some(program) = Program::compile() else { return };
+    let Some(file) = file_in_tmpfs() else { return };
+    let daemon = Daemon::start(QUICK);
+    // By its name.
+    let mut vmm = program.start(&daemon, "named", file.to_str().expect("text"), PAGES);
+    squeeze(&daemon, "named");
+    assert_eq!(vmm.ask("munmap"), "unmapped");
+    assert_eq!(wrong_pages(&file), 0, "{}", daemon.log());
+    vmm.kill();
+    // Without a name, by another process: this one.
+    let mut vmm = program.start(&daemon, "held", file.to_str().expect("text"), PAGES);
+    let held = std::fs::File::open(&file).expect("open the RAM");
+    std::fs::remove_file(&file).expect("remove its name");
+    squeeze(&daemon, "held");
+    assert_eq!(vmm.ask("munmap"), "unmapped");
+    let path = std::path::PathBuf::from(format!("/proc/self/fd/{}", held.as_raw_fd()));
+    assert_eq!(wrong_pages(&path), 0, "{}", daemon.log());
+    vmm.kill();
 }

@@ -325,12 +325,16 @@ fn bring<'a>(
             // The caller has moves to book. The next fault meets the same error.
             Err(_) => break,
         };
-        for at in &run[..filled.min(run.len())] {
+        let filled = &run[..filled.min(run.len())];
+        // All of their words first: a store that panics must leave none that says Far of a page that is mapped.
+        for at in filled {
             let Some(mut lock) = held[*at].take() else { continue };
-            let (from, (key, handle)) = (lock.word(), names[*at]);
+            let from = lock.word();
             lock.set(Word::new(State::Resident, 0));
-            moves.push((key.page, Move { from, to: lock.word() }));
-            drop(lock);
+            moves.push((names[*at].0.page, Move { from, to: lock.word() }));
+        }
+        for at in filled {
+            let (key, handle) = names[*at];
             store.free(key, handle);
         }
     }

@@ -512,6 +512,16 @@ fn a_region_is_unplugged_by_its_number_if_the_view_came_without_it() {
 }
 
 #[test]
+fn pages_of_a_region_that_no_process_is_known_to_map_are_not_said_to_be_back() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    rig.view.remove_span(Hva(rig.guest.addr() as u64));
+    let why = rig.vm.restore().expect_err("what is far stays far");
+    assert!(why.to_string().contains("region 0"), "{why}");
+}
+
+#[test]
 fn an_unplugged_region_is_not_counted_as_registered() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();

@@ -69,8 +69,9 @@ fn split(vm: &Vm, view: &View, spans: &[(Span, u32)]) -> Split {
     let (mut good, mut bad) = Split::default();
     for (span, number) in spans {
         let region = vm.region(*number);
-        match region.map_or(Ok(()), |region| view.at(&region, span.hva).register_as_flagged(&region)) {
-            Ok(()) => good.push((*span, *number)),
+        match region.map_or(Ok(Vec::new()), |region| view.at(&region, span.hva).register_as_flagged(&region)) {
+            // What is mapped over it is found again when the view is added.
+            Ok(_) => good.push((*span, *number)),
             Err(error) => bad.push((*number, error)),
         }
     }

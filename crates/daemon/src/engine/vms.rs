@@ -119,8 +119,8 @@ impl Engine {
             }
             (Order::RemoveRegion { seq, pid, hva, region, .. }, Some(served)) => {
                 let view = served.vm.views().into_iter().find(|view| view.pid == pid);
-                let removed = view.map_or(Ok(None), |view| served.vm.remove_region(&view, hva, region.checked_sub(1)));
-                self.done(seq, removed.map(|_| ()))
+                let unplug = |view: Arc<View>| self.unplug(served, &view, hva, region.checked_sub(1));
+                self.done(seq, view.map_or(Ok(()), unplug))
             }
             (Order::Pin { seq, reason, .. }, Some(served)) => self.restore(served, Hold::Pinned, reason, seq),
             (Order::Reach { seq, pid, regions, .. }, Some(served)) => self.reach(served, seq, pid, &regions),

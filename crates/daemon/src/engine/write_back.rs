@@ -1,4 +1,5 @@
-//! The far pages of a VM whose processes are gone: dropped, or written back because its RAM files outlive them.
+//! The far pages of a VM whose processes are gone, or of RAM that is unplugged: dropped, or written back because their
+//! files outlive that.
 //!
 //! Before: the keeper ordered the VM closed, and its workers have ended. After: no process can ever reach its RAM
 //! files, or its far pages are in them again.
@@ -8,14 +9,17 @@
 //! hand its memory on has it brought back first (see `preload`).
 
 use std::collections::{HashMap, HashSet};
+use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
-use ballast_base::{Bytes, PageCount};
+use ballast_base::{Bytes, Hva, PageCount};
 use ballast_handover::mappers;
+use ballast_pager::vm::Hold;
 use ballast_pager::vm::region::Region;
+use ballast_pager::vm::view::View;
 use ballast_sys::meminfo;
 
 use super::served::Served;
@@ -110,7 +114,7 @@ impl Engine {
     ) -> Option<Vec<Arc<Region>>> {
         let (vm, name) = (&served.vm, served.vm.state.name());
         let pids = served.pids();
-        let (reachable, who) = self.reachable(regions, &pids);
+        let (reachable, who) = self.reachable(regions, &pids, &[]);
         let Some(who) = who else { return Some(Vec::new()) };
         let event = |kind: &str, message: String| self.events.add(Some(name.clone()), kind, message);
         event("writing-back", format!("the process of VM {name} is gone, but {who}: {} go back into it", far.bytes()));
@@ -119,7 +123,7 @@ impl Engine {
             loop {
                 if looked.elapsed() > POLL_EVERY {
                     looked = Instant::now();
-                    if self.reachable(&reachable, &pids).1.is_none() {
+                    if self.reachable(&reachable, &pids, &[]).1.is_none() {
                         return false;
                     }
                 }
@@ -158,14 +162,42 @@ impl Engine {
         }
     }
 
+    /// RAM of a process is about to be unplugged. If others have its file, its far pages go back into it first.
+    pub(super) fn unplug(&self, served: &Served, view: &View, start: Hva, number: Option<u32>) -> io::Result<()> {
+        let vm = &served.vm;
+        let known = view.find(start).map(|(number, _)| number).or(number);
+        let region = known.and_then(|number| vm.region(number)).filter(|region| !region.is_removed());
+        let is_last = |region: &Region| {
+            !vm.views().iter().any(|other| other.pid != view.pid && other.base(region.number).is_some())
+        };
+        let returned = match region.filter(|region| is_last(region) && self.others_have(served, region)) {
+            Some(region) => vm.return_region(&region, &mut || !vm.is_stopping()),
+            None => Ok(()),
+        };
+        let removed = returned.and_then(|()| vm.remove_region(view, start, number).map(drop));
+        vm.hold(Hold::Unplug, None);
+        removed
+    }
+
+    /// Has anybody the file of a region that has far pages, other than the processes of the VM?
+    fn others_have(&self, served: &Served, region: &Arc<Region>) -> bool {
+        let regions = std::slice::from_ref(region);
+        // A table that is lost does not tell.
+        if served.vm.far_in(regions).is_ok_and(|far| far.0 == 0) {
+            return false;
+        }
+        self.reachable(regions, &[], &served.pids()).1.is_some()
+    }
+
     /// Which process can reach RAM of this VM, in words, if one can.
     pub(super) fn is_reachable(&self, served: &Served) -> Option<String> {
         let regions: Vec<_> = served.vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
-        self.reachable(&regions, &served.pids()).1
+        self.reachable(&regions, &served.pids(), &[]).1
     }
 
-    /// The regions whose files a process can reach, and how. `pids`: the VM's processes.
-    fn reachable(&self, regions: &[Arc<Region>], pids: &[u32]) -> (Vec<Arc<Region>>, Option<String>) {
+    /// The regions whose files a process can reach, and how. `suspects`: processes that had them; `but`: processes that
+    /// do not count.
+    fn reachable(&self, regions: &[Arc<Region>], suspects: &[u32], but: &[u32]) -> (Vec<Arc<Region>>, Option<String>) {
         let linked: Vec<_> = regions
             .iter()
             .filter(|region| region.files().iter().any(|file| file.links().is_ok_and(|links| links > 0)))
@@ -175,7 +207,7 @@ impl Engine {
         let by_name = (!linked.is_empty()).then(|| "its RAM file still has a name".to_owned());
         // The number of a keeper that died may be another process's by now.
         let keeper = Some(self.host.begin.keeper_pid).filter(|keeper| is_parent(*keeper));
-        let ours: HashSet<_> = keeper.into_iter().chain([self.me.pid]).collect();
+        let ours: HashSet<_> = keeper.into_iter().chain([self.me.pid]).chain(but.iter().copied()).collect();
         let mut reachable: Vec<_> = linked.into_iter().cloned().collect();
         let mut who = by_name;
         let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));
@@ -183,7 +215,7 @@ impl Engine {
             .filter(|region| {
                 // A process that cannot be examined may have it.
                 let files = region.files().iter().map(|file| file.id).collect();
-                let holder = mappers::holder(&files, &ours, pids).unwrap_or(Some(self.me));
+                let holder = mappers::holder(&files, &ours, suspects).unwrap_or(Some(self.me));
                 if let Some(process) = holder {
                     who.get_or_insert_with(|| format!("process {} still has its RAM file", mappers::name(process)));
                 }

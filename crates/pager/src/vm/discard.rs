@@ -1,23 +1,26 @@
 //! Discards of the VMM: a balloon, free page reporting, an unplug.
 //!
-//! Before: a client asks, and waits. After: far copies and memory are gone, and the next touch reads zeros.
+//! Before: a client asks, and waits. After: far copies and memory are gone, and the next touch reads zeros; after an
+//! unplug, what is in the file stays.
 //! Threads: any; an unplug excludes all threads that move pages. Promise: it discards only what was asked for: ends are
 //! rounded inward.
 
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::wire;
+use ballast_base::wire::{self, Span};
 use ballast_base::{Hva, PAGE_SIZE, PageIdx, PageRange};
+use ballast_store::PageBytes;
 use ballast_sys::uffd::FillOutcome;
 
-use super::Vm;
+use super::{Hold, Vm};
 use crate::run::pool::pause;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
 use ballast_page::discard::discard;
-use ballast_page::memory::Mapped;
+use ballast_page::memory::{Backing, Holds, Mapped, Punched, ReadOutcome};
 
 /// How long a discard waits for a page that is locked, while another engine serves the VM as well. The lock may be one
 /// that a killed engine has left: then it goes when this engine has closed the VM and opens it again, which a discard
@@ -28,6 +31,36 @@ const LOCKED_FOR: Duration = Duration::from_millis(20);
 const LOCKED_FOR_LONG: Duration = Duration::from_secs(2);
 /// How long the healing of a poisoned page waits for memory.
 const HEALS_FOR: Duration = Duration::from_secs(1);
+
+/// What a discard frees.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Frees {
+    /// Memory and copies.
+    Memory,
+    /// Copies only.
+    Copies,
+}
+
+/// A region whose memory stays in its file.
+struct Unpunched<'a>(&'a Region);
+
+impl Backing for Unpunched<'_> {
+    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
+        self.0.read(first, out)
+    }
+
+    fn holds(&self, pages: PageRange) -> io::Result<Holds> {
+        self.0.holds(pages)
+    }
+
+    fn punch(&self, _: PageRange) -> io::Result<Punched> {
+        Ok(Punched::Gone)
+    }
+
+    fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()> {
+        self.0.write(page, bytes)
+    }
+}
 
 impl Vm {
     /// The VMM frees these ranges: drops far copies and memory. Addresses are those of `view`. Ranges outside the VM's
@@ -43,12 +76,12 @@ impl Vm {
             let Some(region) = self.region(number) else { continue };
             let end = first.0.saturating_add(len / PAGE_SIZE as u64).min(region.pages().0);
             let first = (first.0 + u64::from(start.page_start() != *start)).next_multiple_of(region.granule_pages());
-            self.discard_run(&region, PageRange::new(PageIdx(first), region.first_of(PageIdx(end))), true)?;
+            self.discard_run(&region, PageRange::new(PageIdx(first), region.first_of(PageIdx(end))), Frees::Memory)?;
         }
         Ok(())
     }
 
-    fn discard_run(&self, region: &Region, pages: PageRange, is_tried_again: bool) -> io::Result<()> {
+    fn discard_run(&self, region: &Region, pages: PageRange, frees: Frees) -> io::Result<()> {
         /// Pages whose locks are held together.
         const BATCH: u64 = 512;
         let views = self.views();
@@ -88,13 +121,18 @@ impl Vm {
                 if self.is_stopping() {
                     return Err(io::ErrorKind::Interrupted.into());
                 }
+                let is_tried_again = frees == Frees::Memory;
                 let limit = if is_tried_again && !self.life.is_alone() { LOCKED_FOR } else { LOCKED_FOR_LONG };
                 if begun.elapsed() > limit {
                     return Err(io::ErrorKind::WouldBlock.into());
                 }
                 region.check_table()
             };
-            let done = discard(region.region_key(), run, granule_of, region, &self.stores, wait, heal)?;
+            let (key, stores) = (region.region_key(), &self.stores);
+            let done = match frees {
+                Frees::Memory => discard(key, run, granule_of, region, stores, wait, heal),
+                Frees::Copies => discard(key, run, granule_of, &Unpunched(region), stores, wait, |_| Ok(())),
+            }?;
             region.take_back(run);
             self.ledger().discarded(&done);
             not_healed = done.not_healed.or(not_healed);
@@ -102,11 +140,24 @@ impl Vm {
         not_healed.map_or(Ok(()), Err)
     }
 
-    /// RAM is about to be unplugged: forgets its far pages. `number`: its number, for a view that came without it.
-    /// Returns its number if no process has it any more.
+    /// Far pages of RAM that is about to be unplugged are wanted by others who have its file: brings them back into it.
+    /// Nothing is reclaimed from then on, until that hold is taken back.
     ///
     /// # Errors
-    /// Its memory could not be freed.
+    /// As for [`Vm::write_back`]. Some may be back.
+    pub fn return_region(&self, region: &Arc<Region>, go_on: &mut dyn FnMut() -> bool) -> io::Result<()> {
+        self.hold(Hold::Unplug, Some("RAM of it is about to be unplugged".into()));
+        // Every batch under way has seen the hold.
+        drop(self.memory.change_layout());
+        self.write_back(std::slice::from_ref(region), go_on).map(drop)
+    }
+
+    /// RAM is about to be unplugged: forgets its far pages. What is in its file stays there: others may have the file,
+    /// and the kernel frees it when nobody has it. `number`: its number, for a view that came without it. Returns its
+    /// number if no process has it any more.
+    ///
+    /// # Errors
+    /// A page is locked for long, or a table is lost. The view still has the region.
     pub fn remove_region(&self, view: &View, start: Hva, number: Option<u32>) -> io::Result<Option<u32>> {
         let _layout = self.memory.change_layout();
         let Some(number) = view.remove_span(start).or(number) else { return Ok(None) };
@@ -115,7 +166,11 @@ impl Vm {
             return Ok(None);
         }
         if let Some(region) = self.region(number).filter(|region| !region.is_removed()) {
-            self.discard_run(&region, region.range(), false)?;
+            if let Err(error) = self.discard_run(&region, region.range(), Frees::Copies) {
+                let len = region.pages().bytes();
+                view.add_span(Span { hva: start, len }, number);
+                return Err(error);
+            }
             self.stats().sub(Counter::RegisteredBytes, region.registered().0);
             region.remove();
             self.state.remove_region(number);

@@ -100,10 +100,12 @@ pub enum Hold {
     HugePages,
     /// A process maps it in which nothing can be zapped.
     NoZap,
+    /// RAM is about to be unplugged, and others want its far pages in its file.
+    Unplug,
 }
 
 impl Hold {
-    const COUNT: usize = 7;
+    const COUNT: usize = 8;
 }
 
 /// Something an operator should know.

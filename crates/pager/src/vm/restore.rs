@@ -94,9 +94,17 @@ impl Vm {
             let views = views.iter().filter(|_| !region.is_removed());
             views.filter_map(|view| view.of_region(region)).collect()
         };
+        // Without a process that maps it, what is far stays so.
+        let are_back = || {
+            let is_far = |page| matches!(region.word(page).state(), State::Far | State::Restoring);
+            match region.is_removed() || !region.granules(pages).any(is_far) {
+                true => Ok(()),
+                false => Err(io::Error::other(format!("no process is known to map region {}", region.number))),
+            }
+        };
         let mut all = memories();
         if all.is_empty() {
-            return Ok(());
+            return are_back();
         }
         let mut done = Ok(());
         for page in region.granules(pages) {
@@ -125,8 +133,11 @@ impl Vm {
                         let goes_on = wait();
                         layout = self.layout();
                         (all, tried) = (memories(), 0);
-                        if !goes_on || all.is_empty() {
+                        if !goes_on {
                             return done;
+                        }
+                        if all.is_empty() {
+                            return done.and(are_back());
                         }
                     }
                     // That process is gone, or does not map this part any more: try another one.

@@ -244,8 +244,35 @@ impl RegionView<'_> {
     }
 
     /// Registers what is registered for the region's other views: before any page of it can be far for this one.
-    pub fn register_as_flagged(&self, region: &Region) -> io::Result<()> {
-        region.registered_chunks().try_for_each(|(chunk, flag)| self.register(chunk, Registered::of(flag)))
+    /// Returns the pages that are not: the VMM has mapped something over them that is no RAM, so no thread of it wants
+    /// them here.
+    ///
+    /// # Errors
+    /// The kernel refuses, or more parts are mapped over than a VMM has a reason for.
+    pub fn register_as_flagged(&self, region: &Region) -> io::Result<Vec<PageRange>> {
+        let mut holes = Vec::new();
+        for (chunk, flag) in region.registered_chunks() {
+            self.register_around(chunk, Registered::of(flag), &mut holes)?;
+        }
+        Ok(holes)
+    }
+
+    /// Registers those of these pages that are RAM, by halves; adds the others to `holes`.
+    fn register_around(&self, pages: PageRange, how: Registered, holes: &mut Vec<PageRange>) -> io::Result<()> {
+        /// Each costs some twenty calls.
+        const MOST_HOLES: usize = 4096;
+        let Err(error) = self.register(pages, how) else { return Ok(()) };
+        if error.kind() != io::ErrorKind::InvalidInput || holes.len() >= MOST_HOLES {
+            return Err(error);
+        }
+        let granules = pages.count() * PAGE_SIZE as u64 / self.granule;
+        if granules <= 1 {
+            holes.push(pages);
+            return Ok(());
+        }
+        let middle = PageIdx(pages.start().0 + granules / 2 * self.granule / PAGE_SIZE as u64);
+        self.register_around(PageRange::new(pages.start(), middle), how, holes)?;
+        self.register_around(PageRange::new(middle, pages.end()), how, holes)
     }
 
     /// Has the kernel watch for touches of these pages, or stop. Pages that are not registered for accesses (the

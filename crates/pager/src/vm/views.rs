@@ -32,7 +32,7 @@ impl Vm {
         // Before any of its pages could be picked.
         self.hold_for_peers(Some(&view));
         for region in self.regions() {
-            register_as_flagged(&region, &view)?;
+            self.register_as_flagged(&region, &view)?;
             for (chunk, _) in region.registered_chunks() {
                 coalesce::learn(&view, &region, chunk);
             }
@@ -72,7 +72,14 @@ impl Vm {
         let _layout = self.memory.change_layout();
         view.add_span(span, number);
         self.memory.next_generation();
-        self.region(number).map_or(Ok(()), |region| register_as_flagged(&region, view))
+        self.region(number).map_or(Ok(()), |region| self.register_as_flagged(&region, view))
+    }
+
+    /// Registers what is registered of this region with a view that is new, but for what the VMM has mapped over it.
+    fn register_as_flagged(&self, region: &Region, view: &View) -> io::Result<()> {
+        let Some(memory) = view.of_region(region) else { return Ok(()) };
+        memory.register_as_flagged(region)?.into_iter().for_each(|pages| self.keep(view, region, pages));
+        Ok(())
     }
 
     /// A process that mapped this VM's RAM is gone.
@@ -131,8 +138,11 @@ impl Vm {
     }
 
     /// The same, if the kernel can. Returns false if the VMM has mapped something in these chunks that is no RAM and
-    /// that the kernel will not register: then the chunks are kept.
+    /// that the kernel will not register: then the chunks are kept. Also if no process is known to map the region.
     pub(crate) fn register_or_keep(&self, region: &Region, pages: PageRange) -> io::Result<bool> {
+        if self.views().iter().all(|view| view.base(region.number).is_none()) {
+            return Ok(false);
+        }
         let Err(error) = self.register(region, pages) else { return Ok(true) };
         if error.kind() != io::ErrorKind::InvalidInput {
             return Err(error);
@@ -230,8 +240,4 @@ impl Vm {
         }
         Ok(())
     }
-}
-
-fn register_as_flagged(region: &Region, view: &View) -> io::Result<()> {
-    view.of_region(region).map_or(Ok(()), |memory| memory.register_as_flagged(region))
 }

@@ -57,6 +57,9 @@ impl<F: FnMut(Instant) -> Next + Send> Task for VmTask<F> {
     }
 }
 
+/// The worker that carries out discards of clients.
+const DISCARD: &str = "discard";
+
 /// Panics of a worker after which it stays down.
 const MOST_PANICS: u32 = 3;
 
@@ -118,7 +121,7 @@ impl Vm {
     /// Carries out discards of clients, unless that is done already. The clients wait for it.
     fn start_discards(self: &Arc<Self>) -> io::Result<()> {
         if self.life.begins_discards() {
-            self.add_task("discard", Some(&self.mail.discards.notifier), DiscardWorker::new, DiscardWorker::run)?;
+            self.add_task(DISCARD, Some(&self.mail.discards.notifier), DiscardWorker::new, DiscardWorker::run)?;
         }
         Ok(())
     }
@@ -195,7 +198,8 @@ impl Vm {
         }
         let reason = format!("the {kind} worker panicked {MOST_PANICS} times; it stays down");
         self.report("worker-panic", reason.clone());
-        if !matches!(serves, Serves::Nobody) {
+        // A discard that nobody carries out keeps the VMM's thread that asked, and all others that want its locks.
+        if !matches!(serves, Serves::Nobody) || kind == DISCARD {
             self.fail_stop(&reason);
         }
         false
