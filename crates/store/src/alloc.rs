@@ -191,12 +191,23 @@ impl Allocator {
 
     /// Take a free slab into use for `class`, with one slot reserved; `None` if the budget or the arena is used up.
     fn activate(&self, class: usize) -> Option<u32> {
-        // A slab that still waits to be punched is reused without that, and is the next one taken.
+        let charge = self.slab_charge();
+        // A slab that still waits to be punched is reused without that, if the budget would grant another one.
         let emptied = lock(&self.to_punch).pop_back();
         if let Some(number) = emptied {
-            self.make_free(number);
+            self.account.adjust(-charge);
+            if !self.account.try_charge(charge) {
+                self.account.adjust(charge);
+                self.retire(number..number + 1);
+                return None;
+            }
+            self.arena.slab(number).retired();
+            if self.arena.slab(number).activate(class) {
+                return Some(number);
+            }
+            self.arena.held_sub();
+            self.account.adjust(-charge);
         }
-        let charge = self.slab_charge();
         if !self.account.try_charge(charge) {
             return None;
         }

@@ -113,6 +113,23 @@ fn memory_given_back_later_is_charged_until_then_used_again_first_and_gone_after
 }
 
 #[test]
+fn memory_that_waits_to_be_given_back_is_given_back_when_the_budget_is_too_small_to_use_it_again() {
+    let budget = Budget::new(Bytes(64 * MIB));
+    let later = RamOptions { punch_later: true, ..options(&budget, Codec::Lz4) };
+    let (store, fd) = RamStore::create(later).expect("create");
+    let handles: Vec<_> = (0..300).map(|page| put(&store, page, &pages::incompressible(page))).collect();
+    handles.iter().enumerate().for_each(|(page, handle)| store.free(key(page as u64), *handle));
+    budget.set_limit(Bytes(0));
+    let header = memfd::resident(&fd).expect("stat").bytes().0 - budget.used().0;
+    while budget.used().0 > 0 {
+        let refused = store.put(key(0), &pages::incompressible(0));
+        assert!(matches!(refused, PutOutcome::Full), "{refused:?}");
+        assert_eq!(memfd::resident(&fd).expect("stat").bytes().0, budget.used().0 + header);
+    }
+    store.validate().expect("valid");
+}
+
+#[test]
 fn the_arenas_of_a_thousand_vms_fit_into_one_process() {
     // A process has 128 TiB of addresses, and an index of a file store takes half as much as the smallest arena.
     let slabs = RamOptions::slabs_for(Bytes(1 << 30));
