@@ -1,7 +1,7 @@
 //! A report: runs of pages, what is in them and how hot they are.
 //!
 //! Before: `damon` says how hot ranges are, `memory` what each page holds. After: a bounded number of runs, the
-//! cheapest to lose first within each level.
+//! cheapest to lose first within each level: free ones, then those that were not accessed for longest.
 //! Units: pages. Promise: no page is in two runs; of free memory a reserve is never told, so that the guest's next
 //! allocations find pages that the host has; pages that were restored recently are not cold.
 
@@ -18,6 +18,8 @@ use crate::memory;
 pub const MOST_RUNS: usize = 16 << 10;
 /// Aggregations of DAMON's without an access after which memory is cold: 2 s.
 const COLD_AGE: u32 = 10;
+/// Cold memory is ordered by its age in steps that are each four times as long: up to 8 s, 32 s, 2 min, and more.
+const OLDEST: u8 = 3;
 /// Free pages that are not reported: 1/N of memory, within these (Blowfish, section 4.6, leaves 100 MB).
 const FREE_PART: u64 = 32;
 const FREE_LEAST: u64 = 16 << 8;
@@ -28,12 +30,29 @@ const FREE_RUN: u32 = 16;
 const BACK: Duration = Duration::from_secs(30);
 const BACK_MOST: usize = 64 << 10;
 
-/// Returns the heat of a range.
-pub fn level(range: &Range) -> u8 {
-    match (range.accesses, range.age) {
-        (0, COLD_AGE..) => COLD,
-        (0, _) => 1,
-        (accesses, _) => 2 + (accesses.min(MOST_ACCESSES) * u32::from(HOTTEST - 2) / MOST_ACCESSES) as u8,
+/// Heat of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Heat {
+    /// As the host is told.
+    level: u8,
+    /// Order within the level, the oldest first.
+    rank: u8,
+}
+
+impl Heat {
+    const COLDEST: Self = Self { level: COLD, rank: 0 };
+
+    /// Returns the heat of a range.
+    pub fn of(range: &Range) -> Self {
+        let level = match (range.accesses, range.age) {
+            (0, age @ COLD_AGE..) => {
+                let step = (age / COLD_AGE).ilog(4).min(OLDEST.into()) as u8;
+                return Self { level: COLD, rank: OLDEST - step };
+            }
+            (0, _) => 1,
+            (accesses, _) => 2 + (accesses.min(MOST_ACCESSES) * u32::from(HOTTEST - 2) / MOST_ACCESSES) as u8,
+        };
+        Self { level, rank: 0 }
     }
 }
 
@@ -59,30 +78,37 @@ impl Back {
 /// A report in the making.
 #[derive(Debug, Default)]
 pub struct Sorting {
-    runs: Vec<Run>,
+    /// With the rank of each.
+    runs: Vec<(u8, Run)>,
     head: Option<Kind>,
 }
 
 impl Sorting {
-    /// Adds a page with these flags in a range of this level; `None`: its heat is unknown. Pages come in ascending
-    /// order.
-    pub fn page(&mut self, page: u64, flags: u64, level: Option<u8>, back: &Back, now: Instant) {
+    /// Adds a page with these flags in a range of this heat; `None`: it is unknown. Pages come in ascending order.
+    pub fn page(&mut self, page: u64, flags: u64, heat: Option<Heat>, back: &Back, now: Instant) {
         let class = memory::class(flags, self.head);
         self.head = class;
         let Some(kind) = class else { return };
-        let level = match (kind, level) {
-            (Kind::Free, _) => COLD,
+        let Heat { level, rank } = match (kind, heat) {
+            (Kind::Free, _) => Heat::COLDEST,
             (_, None) => return,
-            (_, Some(level)) if back.has(page, now) => level.max(HOTTEST / 2),
-            (_, Some(level)) => level,
+            (_, Some(heat)) if back.has(page, now) => heat.max(Heat { level: HOTTEST / 2, rank: 0 }),
+            (_, Some(heat)) => heat,
         };
-        ballast_guest::run::push(&mut self.runs, Run { page, count: 1, kind, level });
+        match self.runs.last_mut() {
+            Some((same, last)) if *same == rank && last.end() == page && (last.kind, last.level) == (kind, level) => {
+                last.count += 1;
+            }
+            _ => self.runs.push((rank, Run { page, count: 1, kind, level })),
+        }
     }
 
     /// Returns at most `most` runs to report, for a guest with this much memory, `free` of it free.
     pub fn finish(self, total: u64, free: u64, most: usize) -> Vec<Run> {
         let reserve = (total / FREE_PART).clamp(FREE_LEAST, FREE_MOST);
-        let (mut of_nobody, mut runs): (Vec<_>, Vec<_>) = self.runs.into_iter().partition(|run| run.kind == Kind::Free);
+        let (of_nobody, mut runs): (Vec<_>, Vec<_>) =
+            self.runs.into_iter().partition(|(_, run)| run.kind == Kind::Free);
+        let mut of_nobody: Vec<Run> = of_nobody.into_iter().map(|(_, run)| run).collect();
         of_nobody.retain(|run| run.count >= FREE_RUN);
         of_nobody.sort_unstable_by_key(|run| std::cmp::Reverse(run.count));
         let mut left = free.saturating_sub(reserve);
@@ -97,10 +123,10 @@ impl Sorting {
         let mut least = 1;
         while runs.len() > most {
             least *= 2;
-            runs.retain(|run| run.count >= least);
+            runs.retain(|(_, run)| run.count >= least);
         }
-        runs.sort_unstable_by_key(|run| (run.level, run.kind, run.page));
-        of_nobody.extend(runs);
+        runs.sort_unstable_by_key(|(rank, run)| (run.level, *rank, run.kind, run.page));
+        of_nobody.extend(runs.into_iter().map(|(_, run)| run));
         of_nobody
     }
 }
@@ -121,8 +147,10 @@ mod tests {
 
     #[test]
     fn memory_is_cold_after_seconds_without_an_access_and_hotter_the_more_often_it_was_seen_accessed() {
-        let levels = [(0, 99), (0, 3), (1, 99), (10, 0), (MOST_ACCESSES, 0), (u32::MAX, 0)];
-        assert_eq!(levels.map(|(accesses, age)| level(&range(accesses, age))), [0, 1, 2, 8, 15, 15]);
+        let ranges = [(0, 99), (0, 3), (1, 99), (10, 0), (MOST_ACCESSES, 0), (u32::MAX, 0)];
+        assert_eq!(ranges.map(|(accesses, age)| Heat::of(&range(accesses, age)).level), [0, 1, 2, 8, 15, 15]);
+        let ages = [10, 39, 40, 160, 640, u32::MAX];
+        assert_eq!(ages.map(|age| Heat::of(&range(0, age)).rank), [3, 3, 2, 1, 0, 0], "the oldest first");
     }
 
     #[test]
@@ -130,17 +158,19 @@ mod tests {
         let (mut back, now) = (Back::default(), Instant::now());
         back.add(&Run::of(1, 1), now);
         let mut report = Sorting::default();
-        for (page, flags) in [(0, LRU | ANON), (1, LRU | ANON), (2, LRU), (3, 0)] {
-            report.page(page, flags, Some(COLD), &back, now);
+        let (young, old) = (Heat { level: COLD, rank: 1 }, Heat::COLDEST);
+        for (page, flags, heat) in
+            [(0, LRU | ANON, young), (1, LRU | ANON, young), (2, LRU, young), (3, 0, old), (4, LRU | ANON, old)]
+        {
+            report.page(page, flags, Some(heat), &back, now);
         }
         for page in 100..200 {
             report.page(page, BUDDY, None, &back, now);
         }
         let told = report.finish(1 << 18, (1 << 13) + 64, 99);
         let told: Vec<_> = told.iter().map(|run| (run.page, run.count, run.kind, run.level)).collect();
-        let expected =
-            [(100, 64, Kind::Free, 0), (2, 1, Kind::FileClean, 0), (0, 1, Kind::Anon, 0), (1, 1, Kind::Anon, 7)];
-        assert_eq!(told, expected);
+        let anon = |page, level| (page, 1, Kind::Anon, level);
+        assert_eq!(told, [(100, 64, Kind::Free, 0), anon(4, 0), (2, 1, Kind::FileClean, 0), anon(0, 0), anon(1, 7)]);
     }
 
     #[test]
@@ -165,7 +195,8 @@ mod tests {
         ) {
             let mut report = Sorting::default();
             for (page, flags) in flags.iter().enumerate() {
-                report.page(page as u64, *flags, Some((page % 16) as u8), &Back::default(), Instant::now());
+                let heat = Heat { level: (page % 16) as u8, rank: (page % 3) as u8 };
+                report.page(page as u64, *flags, Some(heat), &Back::default(), Instant::now());
             }
             let mut told = report.finish(1 << 16, free, 64);
             prop_assert!(told.len() <= 64);

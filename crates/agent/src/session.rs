@@ -18,7 +18,7 @@ use crate::damon::Damon;
 use crate::memory::{self, Flags};
 use crate::port::Port;
 use crate::prove::Proof;
-use crate::report::{self, Back, Sorting};
+use crate::report::{self, Back, Heat, Sorting};
 use crate::services::Services;
 use crate::tiering::Tiering;
 use crate::{files, vital};
@@ -309,8 +309,8 @@ impl<'a> Guest<'a> {
         for piece in &self.ram {
             let told = flags.each(*piece, |page, flags| {
                 while next.next_if(|range| range.end <= page).is_some() {}
-                let level = next.peek().filter(|range| range.page <= page).map(|range| report::level(range));
-                report.page(page, flags, level, &self.back, now);
+                let heat = next.peek().filter(|range| range.page <= page).map(|range| Heat::of(range));
+                report.page(page, flags, heat, &self.back, now);
             });
             if let Err(error) = told {
                 self.note = format!("reading /proc/kpageflags: {error}");

@@ -1,13 +1,14 @@
-//! A report as runs to take, the cheapest first.
+//! A report as runs to take, in the order of the guest's.
 //!
 //! Before: a guest has reported the heat and the contents of its memory. After: the reclaim worker takes candidates
 //! from here, each run once a report.
 //! Units: pages of regions. Promise: a bounded number of runs; no page twice in a report; proposed pages are in the
 //! file, Resident and unlocked, as with any other source.
 //!
-//! Within a level of heat come free pages first, then clean ones of files, which the guest could read again, then dirty
-//! ones, then programs' (Blowfish, section 4.4: *free memory first*). A free page is copied out like any other: only
-//! the guest says that its bytes are not needed, and that may change at any moment.
+//! Within a level of heat the agent names free pages first, then those that were not accessed for longest, of these the
+//! clean ones of files, which the guest could read again, then dirty ones, then programs' (Blowfish, section 4.4: *free
+//! memory first*). A free page is copied out like any other: only the guest says that its bytes are not needed, and
+//! that may change at any moment.
 
 use ballast_base::{PageIdx, PageRange};
 use ballast_guest::run::COLD;
@@ -27,7 +28,8 @@ const MOST_EXAMINED: u64 = 1 << 18;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Hint {
     level: u8,
-    kind: Kind,
+    /// Its place in the report.
+    order: usize,
     region: u32,
     pages: PageRange,
 }
@@ -52,11 +54,12 @@ pub(crate) struct Hints {
 
 impl Hints {
     /// The runs of a report.
-    pub fn new(mut report: Vec<Run>, places: &Places) -> (Self, Tally) {
+    pub fn new(report: Vec<Run>, places: &Places) -> (Self, Tally) {
         let mut tally = Tally::default();
+        let mut report: Vec<(Run, usize)> = report.into_iter().zip(0..).collect();
         report.sort_unstable();
         let (mut runs, mut end) = (Vec::with_capacity(report.len()), 0u64);
-        for run in report {
+        for (run, order) in report {
             // Pages that were named before do not count again.
             let twice = end.saturating_sub(run.page).min(run.count.into());
             end = end.max(run.end());
@@ -65,7 +68,7 @@ impl Hints {
             for (region, pages) in places.parts(fresh) {
                 known += pages.count();
                 if runs.len() < MOST_RUNS {
-                    runs.push(Hint { level: run.level, kind: run.kind, region, pages });
+                    runs.push(Hint { level: run.level, order, region, pages });
                 }
             }
             tally.rejected += u64::from(run.count) - known;
@@ -189,12 +192,12 @@ mod tests {
     }
 
     #[test]
-    fn the_cheapest_of_what_is_cold_goes_first_and_what_is_warm_only_if_it_must() {
+    fn what_is_cold_goes_first_in_the_order_of_the_report_and_what_is_warm_only_if_it_must() {
         let report = vec![
             run(100, 4, Kind::Anon, 9),
-            run(104, 4, Kind::Anon, COLD),
             run(108, 4, Kind::Free, COLD),
             run(112, 4, Kind::FileClean, COLD),
+            run(104, 4, Kind::Anon, COLD),
         ];
         let (mut hints, tally) = Hints::new(report, &places());
         assert_eq!(tally, Tally { cold: 12, free: 4, rejected: 0 });
