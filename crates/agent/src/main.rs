@@ -111,10 +111,12 @@ fn main() -> ExitCode {
         let options = options(std::env::args().skip(1))?;
         if options.undo {
             damon::undo();
+            services::undo();
             return Ok(());
         }
         files::handle_signals();
         damon::undo();
+        services::undo();
         let tiering = match options.tiering {
             true => Some(tiering::start(options.settings).map_err(|error| format!("starting tiering: {error}"))?),
             false => None,

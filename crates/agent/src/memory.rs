@@ -41,6 +41,7 @@ const HUGETLB: u64 = 1 << 17;
 const UNEVICTABLE: u64 = 1 << 18;
 const POISONED: u64 = 1 << 19;
 const NO_PAGE: u64 = 1 << 20;
+const THP: u64 = 1 << 22;
 const OFFLINE: u64 = 1 << 23;
 
 /// Returns the content of a page, if it is reported. `head` is the class of the last page that is no tail of a compound
@@ -66,6 +67,11 @@ pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
         _ if flags & DIRTY != 0 => Kind::FileDirty,
         _ => Kind::FileClean,
     })
+}
+
+/// Is it a part of a huge page that the kernel made by itself?
+pub fn is_huge(flags: u64) -> bool {
+    flags & THP != 0
 }
 
 /// /proc/kpageflags.

@@ -1,75 +1,230 @@
-//! Kernel services that touch far pages (Blowfish, section 4.5): khugepaged and compaction, counted and tuned.
+//! Kernel services that touch far pages (Blowfish, section 4.5): khugepaged and compaction, attributed and tuned.
 //!
-//! Before: the host says whether to tune them. After: they touch less memory that no program uses.
-//! Promise: settings are as before when tuning ends, also when this is dropped.
+//! Before: the host says which pages were restored, and whether to tune the services. After: it knows about how many of
+//! these were restored for a service; tuned services touch less memory that no program uses.
+//! Units: pages. Promise: settings are as before when tuning ends, also when this is dropped. A note below /run has the
+//! next start, or `--undo`, do that for an agent that was killed.
 //!
-//! Blowfish patches both: khugepaged skips what is mostly unused, compaction skips what is far. A stock kernel has
-//! knobs for the first: `max_ptes_none` (a huge page is made only if most of it is present already) and the scan rate.
-//! For the second it can only compact less in advance.
+//! Blowfish patches both: khugepaged skips what is mostly unused, compaction skips what is far. A stock kernel copies
+//! what it merges or moves wherever it is, so all that helps is that it does so more rarely: a lower scan rate, a huge
+//! page only where most of it is present (`max_ptes_none`), no compaction in advance or for khugepaged (`defrag`).
+//!
+//! *Attribution.* When khugepaged merges pages or compaction moves them, it reads the old pages, which are free then,
+//! and writes the new ones. So a restored page that a moment later is free, or a part of a huge page, counts as
+//! restored for a service, up to the number of pages that both have copied meanwhile by the kernel's counters. A page
+//! that a program reads and then frees at that moment is counted as well.
+
+use std::fs;
+use std::path::PathBuf;
 
 use ballast_guest::message::Tick;
+use ballast_guest::{Kind, Run};
 
 use crate::files;
+use crate::memory::{self, Flags};
 
-const THP: &str = "/sys/kernel/mm/transparent_hugepage/khugepaged";
-const COMPACTION: &str = "/proc/sys/vm/compaction_proactiveness";
+const THP: &str = "sys/kernel/mm/transparent_hugepage/khugepaged";
+const COMPACTION: &str = "proc/sys/vm/compaction_proactiveness";
+const VMSTAT: &str = "proc/vmstat";
+/// File with the settings before, one a line: the file, a blank, its value.
+const NOTE: &str = "run/ballast-agent.services";
+/// Pages of a huge page.
+const HUGE: u64 = 512;
 
 /// Settings while tuned. At most an eighth of a huge page may be absent, instead of nearly all of it. Half as many
-/// pages are scanned in four times the time. Memory is compacted on demand only.
+/// pages are scanned in four times the time.
 const TUNED: [(&str, &str); 4] =
-    [("max_ptes_none", "64"), ("pages_to_scan", "2048"), ("scan_sleep_millisecs", "40000"), ("", "0")];
-
-fn path(name: &str) -> String {
-    if name.is_empty() { COMPACTION.into() } else { format!("{THP}/{name}") }
-}
+    [("max_ptes_none", "64"), ("pages_to_scan", "2048"), ("scan_sleep_millisecs", "40000"), ("defrag", "0")];
 
 /// The guest's services.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Services {
-    /// Settings before: file and value.
-    before: Vec<(String, String)>,
+    /// Directory that holds `sys`, `proc` and `run`.
+    root: PathBuf,
+    is_tuned: bool,
+    /// Pages that services had read and written at the last look, and those of the time before it that no restore is
+    /// attributed to.
+    copied: Option<u64>,
+    left: u64,
+    /// Restores that were attributed.
+    restores: u64,
+}
+
+impl Default for Services {
+    fn default() -> Self {
+        Self::below("/".into())
+    }
+}
+
+/// Restores the settings that a killed agent did not restore.
+pub fn undo() {
+    Services::default().untune();
 }
 
 impl Services {
+    fn below(root: PathBuf) -> Self {
+        Self { root, is_tuned: false, copied: None, left: 0, restores: 0 }
+    }
+
     /// Tunes them, or restores their settings.
     pub fn tune(&mut self, tune: bool) {
-        if tune != self.before.is_empty() {
+        if tune == self.is_tuned {
             return;
         }
         if !tune {
-            for (file, value) in self.before.drain(..) {
-                if let Err(error) = files::write(file, value) {
-                    eprintln!("ballast-agent: {error}");
-                }
-            }
-            return;
+            return self.untune();
         }
-        for (name, value) in TUNED {
-            // A kernel without one of them has nothing to tune there.
-            let file = path(name);
-            if let Ok(before) = files::read(&file)
-                && files::write(&file, value).is_ok()
-            {
-                self.before.push((file, before));
+        let wanted = TUNED.iter().map(|(name, value)| (format!("{THP}/{name}"), *value));
+        // A kernel without one of them has nothing to tune there.
+        let before = |file: String| Some((files::read(self.root.join(&file)).ok()?, file));
+        let all: Vec<_> = wanted
+            .chain([(COMPACTION.to_owned(), "0")])
+            .filter_map(|(file, value)| before(file).map(|(before, file)| (file, before, value)))
+            .collect();
+        let note: String = all.iter().map(|(file, before, _)| format!("{file} {before}\n")).collect();
+        // Without the note, a killed agent would leave them tuned.
+        if let Err(error) = files::write(self.root.join(NOTE), note) {
+            return eprintln!("ballast-agent: {error}");
+        }
+        for (file, _, value) in all {
+            match files::write(self.root.join(file), value) {
+                Ok(()) => self.is_tuned = true,
+                Err(error) => eprintln!("ballast-agent: {error}"),
             }
+        }
+        if !self.is_tuned {
+            self.untune();
         }
     }
 
-    /// Returns their counters since boot.
-    pub fn count(&self, tick: &mut Tick) {
-        let stat = files::read("/proc/vmstat").unwrap_or_default();
-        let number = |name: &str| {
-            let line = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-            line.and_then(|number| number.parse().ok()).unwrap_or(0)
-        };
-        tick.collapsed = number("thp_collapse_alloc");
-        tick.compacted = number("compact_migrate_scanned");
-        tick.tuned = !self.before.is_empty();
+    fn untune(&mut self) {
+        self.is_tuned = false;
+        let note = self.root.join(NOTE);
+        let Ok(before) = fs::read_to_string(&note) else { return };
+        for (file, value) in before.lines().filter_map(|line| line.split_once(' ')) {
+            if let Err(error) = files::write(self.root.join(file), value) {
+                eprintln!("ballast-agent: {error}");
+            }
+        }
+        let _ = fs::remove_file(note);
     }
+
+    /// The host restored these pages during the last second or so.
+    pub fn restored(&mut self, runs: &[Run], flags: &Flags) {
+        let mut found = 0;
+        for run in runs {
+            let told = flags.each((run.page, run.end()), |_, flags| {
+                let is_free = memory::class(flags, None) == Some(Kind::Free);
+                found += u64::from(is_free || memory::is_huge(flags));
+            });
+            if told.is_err() {
+                return;
+            }
+        }
+        self.attribute(found);
+    }
+
+    fn attribute(&mut self, found: u64) {
+        let stat = self.vmstat();
+        // Each is read where it was and written where it is. Compaction counts both; pages that are moved between nodes
+        // are not among them.
+        let copied = 2 * number(&stat, "thp_collapse_alloc") * HUGE + number(&stat, "compact_isolated");
+        let fresh = copied.saturating_sub(self.copied.replace(copied).unwrap_or(copied));
+        let taken = found.min(fresh + self.left);
+        self.left = (fresh + self.left - taken).min(fresh);
+        self.restores += taken;
+    }
+
+    fn vmstat(&self) -> String {
+        files::read(self.root.join(VMSTAT)).unwrap_or_default()
+    }
+
+    /// Returns their counters since boot. Once a tick.
+    pub fn count(&mut self, tick: &mut Tick) {
+        self.attribute(0);
+        let stat = self.vmstat();
+        tick.collapsed = number(&stat, "thp_collapse_alloc");
+        tick.compacted = number(&stat, "compact_isolated");
+        tick.service_restores = self.restores;
+        tick.tuned = self.is_tuned;
+    }
+}
+
+/// The counter of this name.
+fn number(stat: &str, name: &str) -> u64 {
+    let line = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    line.and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
 impl Drop for Services {
     fn drop(&mut self) {
-        self.tune(false);
+        if self.is_tuned {
+            self.untune();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Files as a kernel has them, without `defrag`.
+    fn guest() -> (tempfile::TempDir, Vec<(PathBuf, String)>) {
+        let root = tempfile::tempdir().expect("a directory");
+        let thp = ["max_ptes_none 511", "pages_to_scan 4096", "scan_sleep_millisecs 10000"]
+            .map(|file| format!("{THP}/{file}"));
+        let mut all = Vec::new();
+        for file in thp.into_iter().chain([format!("{COMPACTION} 20"), "run/other x".into()]) {
+            let (file, value) = file.split_once(' ').expect("two words");
+            let file = root.path().join(file);
+            fs::create_dir_all(file.parent().expect("in a directory")).expect("a directory");
+            fs::write(&file, value).expect("a file");
+            all.push((file, value.to_owned()));
+        }
+        (root, all)
+    }
+
+    fn now(files: &[(PathBuf, String)]) -> Vec<(PathBuf, String)> {
+        files.iter().map(|(file, _)| (file.clone(), files::read(file).expect("it is there"))).collect()
+    }
+
+    #[test]
+    fn settings_are_as_before_when_tuning_ends_however_the_agent_ends() {
+        let (root, before) = guest();
+        let agent = || Services::below(root.path().into());
+        let values = |files: &[(PathBuf, String)]| files.iter().map(|(_, value)| value.clone()).collect::<Vec<_>>();
+        let mut services = agent();
+        services.tune(true);
+        services.tune(true);
+        assert_eq!(values(&now(&before)), ["64", "2048", "40000", "0", "x"]);
+        services.tune(false);
+        assert_eq!(now(&before), before, "it was told");
+        services.tune(true);
+        drop(services);
+        assert_eq!(now(&before), before, "it ended");
+        let mut killed = agent();
+        killed.tune(true);
+        std::mem::forget(killed);
+        agent().untune();
+        assert_eq!(now(&before), before, "it was killed");
+        agent().untune();
+        assert!(!root.path().join(NOTE).exists() && !root.path().join(THP).join("defrag").exists());
+    }
+
+    #[test]
+    fn no_more_restores_are_attributed_than_pages_were_copied_meanwhile() {
+        let (root, _) = guest();
+        let mut services = Services::below(root.path().into());
+        let mut copied = |collapsed: u64, isolated: u64, found| {
+            let stat = format!("thp_collapse_alloc {collapsed}\ncompact_isolated {isolated}\n");
+            fs::write(root.path().join(VMSTAT), stat).expect("a file");
+            let before = services.restores;
+            services.attribute(found);
+            services.restores - before
+        };
+        assert_eq!(copied(7, 100, 50), 0, "what was before the first look");
+        assert_eq!(copied(7, 120, 50), 20);
+        assert_eq!(copied(8, 120, 900), 900, "512 pages, read and written");
+        assert_eq!((copied(8, 120, 0), copied(8, 120, 100)), (0, 0), "too long ago");
     }
 }

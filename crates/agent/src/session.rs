@@ -182,6 +182,9 @@ impl<'a> Guest<'a> {
                     self.back.add(run, now);
                     self.restores += u64::from(run.count);
                 }
+                if let Some(flags) = &self.flags {
+                    self.services.restored(&runs, flags);
+                }
             }
         }
     }

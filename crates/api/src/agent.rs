@@ -66,6 +66,14 @@ pub struct AgentStat {
     pub free_bytes: u64,
     /// Restored pages that the agent was told about.
     pub restored_pages: u64,
+    /// Part of them, about: restored because khugepaged or compaction of the guest's kernel copied them.
+    pub service_restored_pages: u64,
+    /// These services are tuned, so that they copy less.
+    pub services_tuned: bool,
+    /// Huge pages that khugepaged made since the guest booted.
+    pub collapsed_huge_pages: u64,
+    /// Pages that compaction isolated since then: those to be moved, and the places for them.
+    pub compacted_pages: u64,
     /// Parts of guest-physical memory.
     pub pieces: u32,
     /// Parts that the guest has proved.

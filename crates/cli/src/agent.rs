@@ -34,6 +34,14 @@ pub fn screen(vm: &VmStat) -> String {
         agent.pieces,
         count(agent.restored_pages)
     );
+    if agent.service_restored_pages > 0 || agent.services_tuned {
+        let tuned = if agent.services_tuned { "tuned, to copy less" } else { "not tuned" };
+        let _ = writeln!(
+            text,
+            "  khugepaged and compaction: {tuned}; about {} of these pages were restored for them",
+            count(agent.service_restored_pages)
+        );
+    }
     let rejected = [agent.rejected_messages, agent.rejected_pages, agent.garbage_bytes, agent.times_ignored];
     if rejected != [0; 4] {
         let [messages, pages, bytes, times] = rejected.map(count);

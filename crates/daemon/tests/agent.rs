@@ -277,3 +277,37 @@ fn an_agent_is_told_what_to_hold_and_the_next_engine_goes_on_with_it() {
     assert_eq!(told(&mut agent), (1, 0));
     drop(client);
 }
+
+#[test]
+fn an_agent_is_asked_to_tune_its_kernel_when_restores_for_its_services_matter_and_until_nothing_is_far() {
+    if no_uffd() {
+        return;
+    }
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(QUICK);
+    let port = port_of(std::process::id());
+    let ram = Ram::new(PAGES);
+    let (_client, mut fake) = proved(&daemon, &port, &ram, "tuned");
+    daemon.api.set_limit("tuned", Some(48 * MIB)).expect("limit");
+    until("something is far", || {
+        fake.stay_alive();
+        daemon.vm("tuned").far_bytes > 8 * MIB
+    });
+    let mut service_restores = 0;
+    let mut until_asked = |services: bool, tuned: bool| {
+        loop {
+            service_restores += 100;
+            let restores = 2 * service_restores;
+            fake.say(&ToHost::Tick(Tick { total: PAGES, restores, service_restores, tuned, ..Tick::default() }));
+            if let Some(ToGuest::Hello(wanted)) = fake.hear_soon() {
+                return assert_eq!((wanted.services, wanted.reports), (services, true));
+            }
+        }
+    };
+    until_asked(true, false);
+    daemon.api.set_limit("tuned", None).expect("limit");
+    all_is_there(&ram);
+    until_asked(false, true);
+    let shown = agent_of(&daemon, "tuned");
+    assert!(shown.services_tuned && shown.service_restored_pages >= 200, "{shown:?}");
+}

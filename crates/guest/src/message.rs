@@ -98,7 +98,7 @@ pub struct Tick {
     pub nodes: Vec<Node>,
     /// Huge pages that khugepaged made since boot.
     pub collapsed: u64,
-    /// Pages that compaction moved since boot.
+    /// Pages that compaction isolated since boot: those to be moved, and the places for them.
     pub compacted: u64,
     /// Restores reported by the host during the work of such a service.
     pub service_restores: u64,

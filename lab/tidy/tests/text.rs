@@ -114,7 +114,7 @@ const PAGES: [(&str, usize); 14] = [
     ("docs/pool.md", 1200),
     ("docs/metrics.md", 1500),
     ("docs/performance.md", 1500),
-    ("docs/agent.md", 900),
+    ("docs/agent.md", 950),
     ("docs/dedup.md", 500),
     ("docs/remote.md", 950),
     ("docs/upgrade.md", 800),

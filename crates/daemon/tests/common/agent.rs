@@ -121,7 +121,7 @@ impl Fake {
         self.say(&ToHost::Report { number: self.reports, last: true, runs });
     }
 
-    /// The next frame; `None` when the engine has hung up.
+    /// The next frame; `None` when the engine has hung up, or nothing has come in the time of the stream.
     pub fn hear_frame(&mut self) -> Option<ballast_guest::Frame> {
         let mut buffer = [0; 4096];
         loop {
@@ -132,10 +132,20 @@ impl Fake {
             }
             match self.stream.read(&mut buffer) {
                 Ok(0) => return None,
-                Err(error) if error.kind() == ErrorKind::ConnectionReset => return None,
+                Err(error) if matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::WouldBlock) => {
+                    return None;
+                }
                 count => self.frames.push(&buffer[..count.expect("read")]),
             }
         }
+    }
+
+    /// The next message, if one comes within a second.
+    pub fn hear_soon(&mut self) -> Option<ToGuest> {
+        self.stream.set_read_timeout(Some(Duration::from_secs(1))).expect("a timeout");
+        let frame = self.hear_frame();
+        self.stream.set_read_timeout(None).expect("no timeout");
+        frame.and_then(|frame| ToGuest::decode(&frame).expect("it speaks sense"))
     }
 
     pub fn hear(&mut self) -> Option<ToGuest> {

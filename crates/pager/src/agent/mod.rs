@@ -11,6 +11,7 @@
 //! | `places` | guest-physical pages to pages of regions, proved |
 //! | `hints` | a report as runs to take, the cheapest first |
 //! | `trust` | whether pages that are called cold stay far |
+//! | `services` | whether the guest's kernel services are to be tuned |
 //! | `told` | state shared by the agent's worker, reclaim and the API |
 //! | `channel` | the socket |
 //! | `worker` | the conversation: a task of the VM |
@@ -19,6 +20,7 @@ pub(crate) mod bucket;
 pub(crate) mod channel;
 pub(crate) mod hints;
 pub(crate) mod places;
+pub(crate) mod services;
 pub mod told;
 pub(crate) mod trust;
 pub(crate) mod worker;

@@ -193,7 +193,7 @@ impl Told {
         self.balloon.lock().expect("no panic while held").adopted.entry(node).or_insert(pages);
     }
 
-    /// A page was restored that a reporting agent should know of.
+    /// A page was restored that an agent should know of.
     pub(crate) fn restored(&self, place: (u32, PageIdx)) {
         let mut restored = self.restored.lock().expect("no panic while held");
         if restored.len() < RESTORED {

@@ -24,9 +24,11 @@ use super::bucket::{Bucket, MESSAGE};
 use super::channel::{Channel, Read};
 use super::hints::{Hints, MOST_RUNS};
 use super::places::Places;
+use super::services::Services;
 use super::told::{State, Told};
 use crate::run::queue::Next;
 use crate::vm::Vm;
+use crate::vm::stats::Counter;
 
 /// Interval of the agent's messages about the guest, and of this worker's checks.
 const TICK: Duration = Duration::from_secs(1);
@@ -69,6 +71,16 @@ struct Link {
     prove_at: Instant,
     /// Pages of each node that it was told to hold.
     balloon: BTreeMap<u32, u64>,
+    services: Services,
+}
+
+impl Link {
+    /// Sends a hello: what the agent is to do. A later one of the session replaces it.
+    fn hello(&mut self) -> bool {
+        let tick_ms = TICK.as_millis() as u32;
+        let wanted = Wanted { tick_ms, reports: true, services: self.services.is_wanted() };
+        self.channel.send(&ToGuest::Hello(wanted).frame(self.session))
+    }
 }
 
 /// The worker of an agent.
@@ -159,7 +171,7 @@ impl AgentWorker {
         false
     }
 
-    fn begin(&mut self, mut channel: Channel, now: Instant) -> bool {
+    fn begin(&mut self, channel: Channel, now: Instant) -> bool {
         let (mut session, mut nonce) = ([0; 8], [0; NONCE]);
         for bytes in [&mut session[..], &mut nonce[..]] {
             match rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty()) {
@@ -171,9 +183,7 @@ impl AgentWorker {
             }
         }
         let session = u64::from_le_bytes(session);
-        let tick_ms = TICK.as_millis() as u32;
-        channel.send(&ToGuest::Hello(Wanted { tick_ms, reports: true, services: false }).frame(session));
-        self.link = Some(Link {
+        let link = self.link.insert(Link {
             channel,
             session,
             nonce,
@@ -184,7 +194,9 @@ impl AgentWorker {
             parts: Parts::default(),
             prove_at: now,
             balloon: BTreeMap::new(),
+            services: Services::default(),
         });
+        link.hello();
         // Another process may map the guest's memory at other addresses.
         self.places = self.told_places();
         (self.pause, self.tick_at) = (POLL, now);
@@ -296,6 +308,10 @@ impl AgentWorker {
                         self.told.adopt_balloon(node.node, node.ballooned);
                     }
                 }
+                let has_far = self.vm.stats().get(Counter::Far) > 0;
+                if link.services.look(&tick, has_far, now) {
+                    link.hello();
+                }
                 let mut shown = self.told.show();
                 (shown.tick, shown.heard) = (tick, Some(now));
             }
@@ -373,6 +389,8 @@ impl AgentWorker {
         places.take_after(&self.places);
         self.places = places;
         self.judge(now);
+        // Those of a time without an agent are told to nobody.
+        let back = self.told.take_restored();
         let Some(link) = &mut self.link else { return };
         let last = link.ticked.unwrap_or(link.since);
         if now.saturating_duration_since(last) > AGAIN {
@@ -397,7 +415,6 @@ impl AgentWorker {
                 link.balloon.insert(node, pages);
             }
         }
-        let back = self.told.take_restored();
         let mut pages: Vec<u64> =
             back.into_iter().filter_map(|(region, page)| self.places.guest_page(region, page)).collect();
         pages.sort_unstable();

@@ -46,14 +46,15 @@ impl Candidates {
     pub fn take_note(&mut self, limit: Bytes, now: Instant) {
         let vm = &self.vm;
         let (agent, trust) = (&vm.mail.agent, &mut self.trust);
-        let is_reporting = agent.is_reporting();
+        // Also one that is ignored: it says which were restored for services of its kernel.
+        let has_port = agent.has_port();
         self.history.take_note(&vm.mail.refaults, limit.pages_floor().0, now, |place| {
             trust.restored(place, now);
-            if is_reporting {
+            if has_port {
                 agent.restored(place);
             }
         });
-        if !agent.has_port() {
+        if !has_port {
             return;
         }
         let verdict = trust.judge(&Table::of(vm), now);
