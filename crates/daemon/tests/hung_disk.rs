@@ -7,9 +7,11 @@ mod common;
 use std::path::Path;
 
 use ballast_api::{UpgradeStage, VmStatus};
+use ballast_base::Bytes;
 use ballast_testvm::fuse::Fuse;
 
 use common::guest::Guest;
+use common::raw::Ram;
 use common::upgrades::{begin, ended, request, this_build};
 use common::{BUSY, Daemon, QUICK, missing, until};
 
@@ -112,4 +114,33 @@ fn vms_that_come_while_the_disk_hangs_have_no_file_store_and_wait_for_nobody() {
         };
         of_late("gone") > of_late("spill-unavailable")
     });
+}
+
+#[test]
+fn all_of_a_vm_is_to_come_back_while_the_disk_hangs_and_its_memory_is_plugged_and_freed_meanwhile() {
+    let Some(fuse) = disk() else { return };
+    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let ram = Ram::new(4096);
+    ram.mark();
+    let client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
+    until("pages are on the disk", || daemon.api.vm("mine").is_ok_and(|vm| vm.far_file_bytes > 4 << 20));
+    let hangs = fuse.hold_on();
+    daemon.api.restore("mine").expect("asked for");
+    until("it waits for the disk", || daemon.vm("mine").status == VmStatus::Blocked);
+    for _ in 0..3 {
+        let more = Ram::new(256);
+        let span = more.info().span;
+        client.add_region(more.fd.try_clone().expect("dup"), span.hva, span.len, Bytes(0)).expect("plugged");
+        // The keeper replies before the engine has it.
+        until("the engine has it", || daemon.vm("mine").size_bytes == (4096 + 256) * 4096);
+        more.mark();
+        client.discard(&[(span.hva, span.len.0 / 2)]).expect("freed");
+        assert!((0..256).all(|page| more.is_marked(page) == (page >= 128)));
+        client.remove_region(span.hva).expect("unplugged");
+    }
+    Guest::start(&daemon, "other", "--workload uniform --ram 16M --limit 8M").finish();
+    assert!(daemon.vm("mine").far_file_bytes > 0, "the disk hangs");
+    drop(hangs);
+    until("all is back", || daemon.vm("mine").far_bytes == 0);
+    assert!((0..4096).all(|page| ram.is_marked(page)), "{}", daemon.log());
 }
