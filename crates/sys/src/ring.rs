@@ -201,8 +201,8 @@ impl Ring {
     /// Take the results of transfers that are over, and release those that were abandoned.
     pub fn reap(&mut self) {
         if self.flights.iter().flatten().any(|flight| flight.late.is_some()) {
-            // The kernel notes completions only in a call that asks for them, and nobody waits for these. Without this a
-            // ring that is full of them would stay so.
+            // The kernel notes completions only in a call that asks for them, and nobody waits for these. Without this
+            // a ring that is full of them would stay so.
             let _ = self.uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&Timespec::new()));
         }
         let mut late = Vec::new();
