@@ -29,7 +29,7 @@ root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 mkdir -p "$root/bin" "$root/lib/modules"
 for program in ballast-agent tier-guest; do strip -o "$root/bin/$program" "$programs/$program"; done
-cp scripts/guest/*-test scripts/guest/agent-load "$root/bin/"
+cp scripts/guest/*-test scripts/guest/*-load "$root/bin/"
 cp "$out"/drivers/* "$root/lib/modules/"
 {
     cat "$guest/initrd.img"

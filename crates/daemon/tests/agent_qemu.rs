@@ -14,24 +14,13 @@ use ballast_testvm::qemu::{Builder, Image, QemuGuest, qemu_missing};
 use common::{Daemon, missing, until};
 
 const TIMEOUT: Duration = Duration::from_secs(240);
-/// Kernel and initrd with the agent.
-fn image() -> Result<Image, String> {
-    let whole = Image::find().map_err(|error| error.to_string())?;
-    let folder = whole.kernel.with_file_name("agent");
-    let image = Image { kernel: folder.join("vmlinuz"), initrd: folder.join("initrd.img") };
-    match image.kernel.is_file() && image.initrd.is_file() {
-        true => Ok(image),
-        false => Err("no guest with an agent in target/guest/agent; run scripts/agent-image.sh".into()),
-    }
-}
-
 /// A guest that `ballast run --agent` with these options has booted.
 fn booted(daemon: &Daemon, options: &[&str], with: impl FnOnce(Builder) -> Builder) -> QemuGuest {
     let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
     let (ballast, attach) = (ballast.to_string_lossy(), daemon.attach_socket());
     let attach = attach.to_string_lossy();
     let words = [&[&*ballast, "run", "--agent"], options, &["--name", "guest", "--attach-socket", &attach, "--"]];
-    let builder = QemuGuest::builder().name("guest").image(image().expect("looked at above"));
+    let builder = QemuGuest::builder().name("guest").image(Image::find_with_agent().expect("looked at above"));
     let prefix = words.concat().into_iter().map(str::to_owned);
     let mut guest = with(builder).prefix(prefix).spawn().expect("QEMU starts");
     guest.wait_ready(TIMEOUT).expect("the guest boots");
@@ -40,7 +29,7 @@ fn booted(daemon: &Daemon, options: &[&str], with: impl FnOnce(Builder) -> Build
 
 #[test]
 fn a_debian_guest_tells_what_is_cold_and_that_goes_and_the_agent_may_die_and_come_again() {
-    if missing("qemu", qemu_missing()) || missing("agent-image", image().err()) {
+    if missing("qemu", qemu_missing()) || missing("agent-image", Image::find_with_agent().err()) {
         return;
     }
     let daemon = Daemon::start("quarantine_ms = 500\n[heat]\ntrack = \"auto\"\n");
@@ -75,7 +64,7 @@ fn a_debian_guest_tells_what_is_cold_and_that_goes_and_the_agent_may_die_and_com
 
 #[test]
 fn what_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
-    if missing("qemu", qemu_missing()) || missing("agent-image", image().err()) {
+    if missing("qemu", qemu_missing()) || missing("agent-image", Image::find_with_agent().err()) {
         return;
     }
     /// Part of the 96 MiB of the program: the kernel reports free blocks of 2 MiB and more.
@@ -106,7 +95,7 @@ fn balloon(bytes: u64) -> VmPatch {
 
 #[test]
 fn a_guest_with_tiers_moves_what_is_hot_to_the_fast_one_and_the_host_is_told() {
-    if missing("qemu", qemu_missing()) || missing("agent-image", image().err()) {
+    if missing("qemu", qemu_missing()) || missing("agent-image", Image::find_with_agent().err()) {
         return;
     }
     let daemon = Daemon::start("quarantine_ms = 500\n");

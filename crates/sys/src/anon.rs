@@ -71,6 +71,11 @@ impl Anon {
         unsafe { &*self.base.as_ptr().add(offset).cast::<AtomicU64>() }
     }
 
+    /// Let the kernel use huge pages for it from now on (`MADV_HUGEPAGE`); khugepaged then makes some.
+    pub fn huge(&self) -> io::Result<()> {
+        self.advise(Advice::LinuxHugepage)
+    }
+
     /// Have the kernel reclaim all of the mapping now (`MADV_PAGEOUT`), on the calling thread.
     pub fn page_out(&self) -> io::Result<()> {
         self.advise(Advice::LinuxPageOut)

@@ -13,6 +13,7 @@
 //!   └─────────────────────►   guest (floor)
 //! ```
 
+mod agent;
 mod attach;
 mod balance;
 mod cgroup;
@@ -110,6 +111,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Far | Which::Share | Which::Idle | Which::Track | Which::Limit | Which::Pool | Which::Upgrade => {
             (String::new(), KernelSwap::None)
         }
+        Which::Guest => (agent::SETTINGS.into(), KernelSwap::None),
         Which::Spill => (spill::settings(&options.dir), KernelSwap::File(spill::SWAP)),
         _ => (String::new(), KernelSwap::Zram),
     };
@@ -130,6 +132,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Balance => balance::run(&mut bench, &mut each),
         Which::Track => track::run(&mut bench, &mut each),
         Which::Limit => limit::run(&mut bench, &mut each),
+        Which::Guest => agent::run(&mut bench, &mut each),
         Which::Tiers => bail!("tiers runs without a bench"),
         Which::Pool => pool::run(&mut bench, &mut each),
         Which::Upgrade => upgrade::run(&mut bench, &mut each),

@@ -40,6 +40,8 @@ pub enum Which {
     Tiers,
     /// The memory pool: its metadata, the memory that it can give to VMs, and the time until that memory is usable.
     Pool,
+    /// Reclaim by the reports of an agent in a guest, and by the host alone; free memory; kernel services.
+    Guest,
     /// The effect on VMs when another engine replaces the serving one.
     Upgrade,
 }
@@ -63,6 +65,7 @@ impl Which {
             Self::Limit => "limit",
             Self::Tiers => "tiers",
             Self::Pool => "pool",
+            Self::Guest => "guest",
             Self::Upgrade => "upgrade",
         }
     }

@@ -45,7 +45,8 @@ impl Vmm {
         let mut prefix = vec![own, ROLE_COMMAND.into(), serde_json::to_string(&Role::Become { procs })?];
         prefix.push("--".into());
         if let Backing::Ballast { socket, name } = &config.backing {
-            let words = ["run", "--name", name, "--attach-socket", &socket.to_string_lossy(), "--"].map(str::to_owned);
+            let socket = socket.to_string_lossy();
+            let words = ["run", "--no-balloon", "--name", name, "--attach-socket", &socket, "--"].map(str::to_owned);
             let ballast = program::find("ballast").context("Finding what starts QEMU")?;
             prefix.push(ballast.to_string_lossy().into_owned());
             prefix.extend(words);

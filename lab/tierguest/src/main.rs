@@ -4,6 +4,7 @@
 //! tier-guest gups KIND MIB                     the program with known heat
 //! tier-guest compare KIND MIB SECONDS WAY...   each way on a fresh program; a line of JSON for each
 //! tier-guest settle KIND MIB                   waits until the agent has moved what is hot to the fast tier
+//! tier-guest sparse MIB                        a program that khugepaged makes huge pages of, one page in each hot
 //! tier-guest check MIB                         the promises of `ballast-tier`; exit code 1 if one fails
 //! ```
 //!
@@ -14,6 +15,7 @@ mod check;
 mod gups;
 mod heat;
 mod judge;
+mod sparse;
 mod ways;
 
 use std::process::ExitCode;
@@ -40,9 +42,11 @@ fn main() -> ExitCode {
             parse(kind, mib).and_then(|(kind, mib)| compare(kind, mib, seconds.parse().context("seconds")?, ways))
         }
         ["settle", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| check::settle(kind, mib)),
+        ["sparse", mib] => mib.parse().context("MiB").and_then(sparse::run),
         ["check", mib] => mib.parse().context("MiB").and_then(check::run),
         _ => Err(anyhow::anyhow!(
-            "usage: tier-guest gups KIND MIB | compare KIND MIB SECONDS WAY... | settle KIND MIB | check MIB"
+            "usage: tier-guest gups KIND MIB | compare KIND MIB SECONDS WAY... | settle KIND MIB | sparse MIB \
+             | check MIB"
         )),
     };
     match result {

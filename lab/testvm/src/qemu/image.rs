@@ -32,6 +32,18 @@ impl Image {
             .find(|image| image.kernel.is_file() && image.initrd.is_file())
             .ok_or_else(|| Error::Missing("no guest image in target/guest; run scripts/guest-image.sh".into()))
     }
+
+    /// Returns the one with the agent in it, which `scripts/agent-image.sh` made.
+    pub fn find_with_agent() -> Result<Self, Error> {
+        let folder = Self::find()?.kernel.with_file_name("agent");
+        let image = Self { kernel: folder.join("vmlinuz"), initrd: folder.join("initrd.img") };
+        match image.kernel.is_file() && image.initrd.is_file() {
+            true => Ok(image),
+            false => {
+                Err(Error::Missing("no guest with an agent in target/guest/agent; run scripts/agent-image.sh".into()))
+            }
+        }
+    }
 }
 
 /// Returns the reason if no QEMU guest can run here.
