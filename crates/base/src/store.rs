@@ -201,6 +201,26 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         }
     }
 
+    /// The same as [`Store::get`]. `blob` becomes the form in which the store keeps the page, checked together with
+    /// `out`, for a store that keeps pages in that form ([`Store::put_blobs`]); empty: there is no such form. After any
+    /// outcome except `Found`, both are unspecified.
+    fn get_blob(&self, key: PageKey, handle: Handle, out: &mut PageBytes, blob: &mut Vec<u8>) -> GetOutcome {
+        blob.clear();
+        self.get(key, handle, out)
+    }
+
+    /// The same as [`Store::put_run`], of pages whose forms in another store are `blobs`, as [`Store::get_blob`]
+    /// returned them: a store that keeps that form does not compress the pages again.
+    fn put_blobs(&self, first: PageKey, pages: &[PageBytes], _blobs: &[Vec<u8>], outcomes: &mut Vec<PutOutcome>) {
+        self.put_run(first, pages, outcomes);
+    }
+
+    /// Is the object of this handle still what [`Store::get_blob`] found there?
+    fn still_has(&self, key: PageKey, handle: Handle, bytes: &PageBytes, _blob: &[u8]) -> bool {
+        let mut now: PageBytes = [0; PAGE_SIZE];
+        self.get(key, handle, &mut now) == GetOutcome::Found && now == *bytes
+    }
+
     /// Forget an object. Any 40-bit handle is safe to free; one that names no object, or the object of another key, is
     /// ignored. (For a same-filled page kept in its handle the store cannot know; then only the count of pages
     /// suffers.)

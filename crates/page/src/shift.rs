@@ -5,13 +5,14 @@
 //! Threads: the spill worker; a fault or a discard that meets the lock waits for this one page, about a microsecond.
 //! Promise: at any instant one copy is complete and named by the word. A death leaks one copy, which `recover` sweeps.
 
-use ballast_base::store::{GetOutcome, PageBytes, PageKey, Store};
+use ballast_base::store::{PageBytes, PageKey, Store};
 
 use crate::granule::Granule;
 use crate::page_state::{State, Word};
 
-/// Replace the word `from` of page `index` of the granule by `to`, if the word is unchanged and its copy still holds
-/// `bytes` (which were put under `to`). Returns whether it did. Frees the copy that no word names then.
+/// Replace the word `from` of page `index` of the granule by `to`, if the word is unchanged and its copy is still the
+/// one whose bytes were put under `to` (`bytes` and `blob`, as [`Store::get_blob`] returned them). Returns whether it
+/// did. Frees the copy that no word names then.
 ///
 /// The bytes are compared because stores reuse handles: a page that was restored, written and evicted again may have
 /// the same word as before. Under the lock, the copy that the word names is authoritative.
@@ -20,16 +21,13 @@ pub fn commit(
     key: PageKey,
     (from, old): (Word, &dyn Store),
     (to, new): (Word, &dyn Store),
-    bytes: &PageBytes,
+    (bytes, blob): (&PageBytes, &[u8]),
 ) -> bool {
     let word = if index == 0 { from } else { granule.cell().load() };
     let is_far = word.state() == State::Far && !word.is_locked();
     let moved = is_far
         && granule.cell().lock(word, word).is_some_and(|mut lock| {
-            let mut now: PageBytes = [0; _];
-            let same = (index == 0 || granule.word_of(index) == from)
-                && old.get(key, from.handle(), &mut now) == GetOutcome::Found
-                && now == *bytes;
+            let same = (index == 0 || granule.word_of(index) == from) && old.still_has(key, from.handle(), bytes, blob);
             if same && index == 0 {
                 lock.set(to);
             } else if same {

@@ -355,7 +355,7 @@ impl World {
             thread::yield_now();
             let PutOutcome::Stored(handle) = self.file.put(KEY, &bytes) else { panic!("there is room") };
             let to = Word::far(FILE_STORE, handle, from.age());
-            commit((self.whole(), index), KEY, (from, &self.ram), (to, &self.file), &bytes);
+            commit((self.whole(), index), KEY, (from, &self.ram), (to, &self.file), (&bytes, &[]));
         }
     }
 
@@ -589,7 +589,7 @@ fn a_page_that_came_back_and_went_again_under_the_same_handle_is_not_spilled_wit
         let PutOutcome::Stored(handle) = world.file.put(KEY, &bytes) else { panic!("there is room") };
         let spill = spawn(&world, move |world| {
             let to = Word::far(FILE_STORE, handle, from.age());
-            commit((world.whole(), 0), KEY, (from, &world.ram), (to, &world.file), &bytes);
+            commit((world.whole(), 0), KEY, (from, &world.ram), (to, &world.file), (&bytes, &[]));
         });
         world.write(2);
         world.reclaim(Ticket::new(1, 0));

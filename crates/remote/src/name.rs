@@ -21,6 +21,28 @@ pub fn key(page: PageKey, generation: Handle) -> Vec<u8> {
     format!("b{{{}:{:x}:{chunk:x}}}{within:x}:{:x}", region.vm, region.number, generation.bits()).into_bytes()
 }
 
+/// Returns the keys of these pages. Parts of a key that are the same as in the one before are not formatted again,
+/// because a page is sent in a few microseconds.
+pub fn keys(pages: impl Iterator<Item = (PageKey, Handle)>) -> Vec<Vec<u8>> {
+    let (mut of, mut before, mut after) = (None, Vec::new(), Vec::new());
+    let one = |(page, generation): (PageKey, Handle)| {
+        let (chunk, within) = (page.page.0 / CHUNK_PAGES, (page.page.0 % CHUNK_PAGES) as u32);
+        if of != Some((page.region, chunk, generation)) {
+            let name = key(page.region.page(PageIdx(chunk * CHUNK_PAGES)), generation);
+            let digit = name.iter().position(|byte| *byte == b'}').map_or(0, |brace| brace + 1);
+            (before, after) = (name[..digit].to_vec(), name[digit + 1..].to_vec());
+            of = Some((page.region, chunk, generation));
+        }
+        let mut name = Vec::with_capacity(before.len() + 3 + after.len());
+        name.extend_from_slice(&before);
+        let digits = [8, 4, 0].map(|shift| b"0123456789abcdef"[(within >> shift & 15) as usize]);
+        name.extend_from_slice(&digits[digits.iter().position(|digit| *digit != b'0').unwrap_or(2)..]);
+        name.extend_from_slice(&after);
+        name
+    };
+    pages.map(one).collect()
+}
+
 /// Returns the page and the generation that this key names, or `None` if it is no key of a page.
 pub fn parse(bytes: &[u8]) -> Option<(PageKey, Handle)> {
     let text = std::str::from_utf8(bytes).ok()?;
@@ -74,6 +96,18 @@ mod tests {
             prop_assert!(bytes.starts_with(pattern(page.region.vm).strip_suffix(b"*").expect("a pattern")));
             let first = PageKey { page: PageIdx(page.page.0 / CHUNK_PAGES * CHUNK_PAGES), ..page };
             prop_assert_eq!(slot_of(&key(first, generation)), slot_of(&bytes));
+        }
+
+        #[test]
+        fn keys_that_are_made_together_are_those_that_are_made_alone(
+            pages in proptest::collection::vec((0u64..2000, 0u32..2, 1u64..3), 0..40)
+        ) {
+            let pages = pages.into_iter().map(|(page, number, bits)| {
+                let region = RegionKey { vm: VmId([7; 16]), number };
+                (region.page(PageIdx(page)), Handle::new(bits).expect("40 bits"))
+            });
+            let alone: Vec<Vec<u8>> = pages.clone().map(|(page, generation)| key(page, generation)).collect();
+            prop_assert_eq!(keys(pages), alone);
         }
 
         #[test]

@@ -46,13 +46,26 @@ impl Commands {
     /// Begins a command of this many words, which follow.
     pub fn begin(&mut self, words: usize) {
         self.count += 1;
-        self.bytes.extend_from_slice(format!("*{words}\r\n").as_bytes());
+        self.number(b'*', words);
     }
 
     /// Adds the next word.
     pub fn word(&mut self, word: &[u8]) {
-        self.bytes.extend_from_slice(format!("${}\r\n", word.len()).as_bytes());
+        self.number(b'$', word.len());
         self.bytes.extend_from_slice(word);
+        self.bytes.extend_from_slice(b"\r\n");
+    }
+
+    /// Adds a number in decimal, after its mark. There are two for each page.
+    fn number(&mut self, mark: u8, mut number: usize) {
+        let (mut digits, mut at) = ([b'0'; 20], 19);
+        while number > 9 {
+            digits[at] = b'0' + (number % 10) as u8;
+            (number, at) = (number / 10, at - 1);
+        }
+        digits[at] = b'0' + number as u8;
+        self.bytes.push(mark);
+        self.bytes.extend_from_slice(&digits[at..]);
         self.bytes.extend_from_slice(b"\r\n");
     }
 
@@ -269,6 +282,17 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn a_command_says_how_many_words_it_has_and_how_long_they_are(
+            lens in proptest::collection::vec(0usize..12000, 1..4)
+        ) {
+            let words: Vec<Vec<u8>> = lens.iter().map(|len| vec![b'x'; *len]).collect();
+            let commands = Commands::one(&words.iter().map(Vec::as_slice).collect::<Vec<_>>());
+            let mut expected = format!("*{}\r\n", words.len());
+            words.iter().for_each(|word| expected += &format!("${}\r\n{}\r\n", word.len(), "x".repeat(word.len())));
+            prop_assert!(commands.bytes() == expected.as_bytes());
+        }
+
         #[test]
         fn a_hostile_server_makes_nothing_panic(bytes: Vec<u8>, at in 0usize..40) {
             let _ = parse(&bytes, at);

@@ -143,8 +143,8 @@ impl RemoteStore {
         outcome
     }
 
-    /// Puts pages of one chunk, all or none.
-    fn put_chunk(&self, first: PageKey, pages: &[PageBytes]) -> Result<Handle, PutOutcome> {
+    /// Puts pages of one chunk, all or none. `blobs` is empty, or has each page's form in another store.
+    fn put_chunk(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Result<Handle, PutOutcome> {
         let count = pages.len() as u64;
         let seal = self.seal();
         if !seal.works() {
@@ -160,15 +160,16 @@ impl RemoteStore {
         };
         let keys: Vec<PageKey> =
             (first.page.0..).zip(pages).map(|(page, _)| first.region.page(PageIdx(page))).collect();
-        let names: Vec<Vec<u8>> = keys.iter().map(|key| name::key(*key, generation)).collect();
+        let names = name::keys(keys.iter().map(|key| (*key, generation)));
         let mut values = Values::default();
         let mut make = |values: &mut Values| {
             let from = values.len();
-            for (key, bytes) in keys.iter().zip(pages).skip(from).take(PART) {
-                values.add(|blobs| {
-                    let start = blobs.len();
-                    blob::seal(*key, generation, bytes, self.codec, blobs);
-                    seal.seal(*key, generation, blobs, start);
+            for (at, (key, bytes)) in keys.iter().zip(pages).enumerate().skip(from).take(PART) {
+                values.add(|values| {
+                    let start = values.len();
+                    let kept = blobs.get(at).map_or(&[][..], Vec::as_slice);
+                    blob::reseal(*key, generation, bytes, kept, self.codec, values);
+                    seal.seal(*key, generation, values, start);
                 });
             }
         };
@@ -190,7 +191,7 @@ impl RemoteStore {
 
     /// Gets pages of one chunk.
     fn get_chunk(&self, keys: &[PageKey], handles: &[Handle], out: &mut [PageBytes], outcomes: &mut [GetOutcome]) {
-        let names: Vec<Vec<u8>> = keys.iter().zip(handles).map(|(key, handle)| name::key(*key, *handle)).collect();
+        let names = name::keys(keys.iter().copied().zip(handles.iter().copied()));
         let mut missing = Vec::new();
         let seal = self.seal();
         let opens = |at: usize, value: &[u8], out: &mut PageBytes| {
@@ -237,7 +238,7 @@ fn chunk_end(first: PageIdx, from: usize, len: usize) -> usize {
 
 impl Store for RemoteStore {
     fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
-        self.put_chunk(key, std::slice::from_ref(bytes)).map_or_else(|outcome| outcome, PutOutcome::Stored)
+        self.put_chunk(key, std::slice::from_ref(bytes), &[]).map_or_else(|outcome| outcome, PutOutcome::Stored)
     }
 
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
@@ -247,11 +248,16 @@ impl Store for RemoteStore {
     }
 
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
+        self.put_blobs(first, pages, &[], outcomes);
+    }
+
+    /// The payloads are sent as they are.
+    fn put_blobs(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>], outcomes: &mut Vec<PutOutcome>) {
         let mut from = 0;
         while from < pages.len() {
             let end = chunk_end(first.page, from, pages.len());
             let key = first.region.page(PageIdx(first.page.0 + from as u64));
-            let outcome = self.put_chunk(key, &pages[from..end]);
+            let outcome = self.put_chunk(key, &pages[from..end], blobs.get(from..end).unwrap_or_default());
             let outcome = outcome.map_or_else(|outcome| outcome, PutOutcome::Stored);
             outcomes.resize(outcomes.len() + end - from, outcome);
             from = end;

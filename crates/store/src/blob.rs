@@ -29,6 +29,17 @@ pub fn seal(key: PageKey, handle: Handle, bytes: &PageBytes, codec: Codec, blob:
     });
 }
 
+/// Append the blob of a page that another store of this crate has in the form `kept`, checked together with the bytes
+/// ([`Store::get_blob`](crate::Store::get_blob)). The payload stays as it is, and the checksum becomes that of this key
+/// and handle. A page without such a form is compressed.
+pub fn reseal(key: PageKey, handle: Handle, bytes: &PageBytes, kept: &[u8], codec: Codec, blob: &mut Vec<u8>) {
+    let Some((kept, payload)) = kept.split_first_chunk() else { return seal(key, handle, bytes, codec, blob) };
+    let encoding = BlobHeader::from_bytes(*kept).encoding;
+    let header = codec::header(sealed_as(key, handle), bytes, encoding, payload.len());
+    blob.extend_from_slice(&header.to_bytes());
+    blob.extend_from_slice(payload);
+}
+
 /// Restore the page. The contents of `out` are unspecified if this returns false.
 pub fn open(key: PageKey, handle: Handle, blob: &[u8], out: &mut PageBytes) -> bool {
     let Some((header, payload)) = blob.split_first_chunk::<HEADER_BYTES>() else { return false };
@@ -61,6 +72,27 @@ mod tests {
             prop_assert!(out == page);
             let other = KEY.region.page(PageIdx(3));
             prop_assert!(!open(KEY, handle(bits ^ 1), &blob, &mut out) && !open(other, handle(bits), &blob, &mut out));
+        }
+
+        #[test]
+        fn a_page_from_another_store_keeps_its_payload_and_opens_under_its_new_key_and_handle_alone(
+            seed: u64, bits in 1..Handle::MAX, zstd: bool
+        ) {
+            let (page, mut out) = (pages::mixed(seed), [0; PAGE_SIZE]);
+            let (mut kept, mut blob) = (Vec::new(), b"before".to_vec());
+            let codec = if zstd { Codec::Zstd { level: 1 } } else { Codec::Lz4 };
+            let here = KEY.region.page(PageIdx(3));
+            seal(here, handle(1), &page, codec, &mut kept);
+            reseal(KEY, handle(bits), &page, &kept, Codec::Lz4, &mut blob);
+            prop_assert!(blob.starts_with(b"before"));
+            let blob = &blob[6..];
+            prop_assert_eq!(&blob[HEADER_BYTES..], &kept[HEADER_BYTES..]);
+            prop_assert!(open(KEY, handle(bits), blob, &mut out) && out == page);
+            prop_assert!(!open(KEY, handle(bits ^ 1), blob, &mut out) && !open(here, handle(bits), blob, &mut out));
+            let (mut whole, mut made) = (Vec::new(), Vec::new());
+            reseal(KEY, handle(bits), &page, &[], codec, &mut made);
+            seal(KEY, handle(bits), &page, codec, &mut whole);
+            prop_assert_eq!(made, whole);
         }
 
         #[test]

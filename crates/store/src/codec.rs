@@ -171,15 +171,14 @@ impl Scratch {
     }
 }
 
+/// The header of a page with this payload, the tag still 0.
+pub(crate) fn header(key: PageKey, bytes: &PageBytes, encoding: u8, len: usize) -> BlobHeader {
+    BlobHeader { checksum: checksum(key, bytes), key_check: key_check(key), len: len as u16, encoding, tag: 0 }
+}
+
 /// The header of a page that is stored raw, the tag still 0.
 pub(crate) fn raw_header(key: PageKey, bytes: &PageBytes) -> BlobHeader {
-    BlobHeader {
-        checksum: checksum(key, bytes),
-        key_check: key_check(key),
-        len: PAGE_SIZE as u16,
-        encoding: Encoding::Raw as u8,
-        tag: 0,
-    }
+    header(key, bytes, Encoding::Raw as u8, PAGE_SIZE)
 }
 
 /// Is this the page that was stored raw, with that header, under `key`?
@@ -195,14 +194,7 @@ pub(crate) fn seal<R>(
     codec: Codec,
     keep: impl FnOnce(BlobHeader, &[u8]) -> R,
 ) -> R {
-    let checksum = checksum(key, bytes);
-    let header = |encoding: Encoding, len: usize| BlobHeader {
-        checksum,
-        key_check: key_check(key),
-        len: len as u16,
-        encoding: encoding as u8,
-        tag: 0,
-    };
+    let header = |encoding: Encoding, len: usize| header(key, bytes, encoding as u8, len);
     if let Some(pattern) = fill {
         return keep(header(Encoding::Fill64, 8), &pattern.to_le_bytes());
     }

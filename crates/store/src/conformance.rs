@@ -100,6 +100,15 @@ fn every_kind_of_page_comes_back_as_often_as_it_is_asked_for(store: &dyn Store) 
             must_hold(store, key(0, page), *handle, bytes);
         }
     }
+    let (mut out, mut blob) = ([0; PAGE_SIZE], b"left over".to_vec());
+    for ((page, bytes), handle) in (0u64..).zip(&samples).zip(&handles) {
+        assert_eq!(store.get_blob(key(0, page), *handle, &mut out, &mut blob), GetOutcome::Found);
+        assert!(out == *bytes && store.still_has(key(0, page), *handle, &out, &blob), "page {page} is there");
+        let other = pages::half_compressible(1000 + page);
+        let replaced = stored(store, key(0, page), &other);
+        assert!(!store.still_has(key(0, page), replaced, &out, &blob), "page {page} has other bytes there");
+        store.free(key(0, page), replaced);
+    }
     for (page, handle) in (0u64..).zip(&handles) {
         store.free(key(0, page), *handle);
     }

@@ -130,6 +130,11 @@ impl GroupMember {
         self.group.tidy();
     }
 
+    /// Does a page of this member name this blob?
+    fn names(&self, key: PageKey, handle: Handle) -> bool {
+        key.region.vm == self.vm && lock(&self.pages).has(number_of(key), handle)
+    }
+
     /// Its share of the memory: of each blob, its slot divided by the number of words that name it.
     fn charge(&self) -> u64 {
         let pages = lock(&self.pages);
@@ -164,10 +169,26 @@ impl Store for GroupMember {
         if let Named::SameFilled(filled) = Named::by(handle) {
             return filled.get(key, out);
         }
-        if key.region.vm != self.vm || !lock(&self.pages).has(number_of(key), handle) {
+        if !self.names(key, handle) {
             return GetOutcome::Absent;
         }
         self.group.ram.get(self.group.key, handle, out)
+    }
+
+    fn get_blob(&self, key: PageKey, handle: Handle, out: &mut PageBytes, blob: &mut Vec<u8>) -> GetOutcome {
+        if let Named::SameFilled(_) = Named::by(handle) {
+            blob.clear();
+            return self.get(key, handle, out);
+        }
+        if !self.names(key, handle) {
+            return GetOutcome::Absent;
+        }
+        self.group.ram.get_blob(self.group.key, handle, out, blob)
+    }
+
+    fn still_has(&self, key: PageKey, handle: Handle, bytes: &PageBytes, blob: &[u8]) -> bool {
+        let is_blob = matches!(Named::by(handle), Named::Blob { .. });
+        (!is_blob || self.names(key, handle)) && self.group.ram.still_has(key, handle, bytes, blob)
     }
 
     fn free(&self, key: PageKey, handle: Handle) {

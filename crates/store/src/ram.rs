@@ -258,6 +258,38 @@ impl RamStore {
         handle::of_blob(allocated.place, header.tag).map_or(PutOutcome::Full, PutOutcome::Stored)
     }
 
+    /// [`Store::get_blob`] of a blob.
+    fn open_copy(
+        &self,
+        key: PageKey,
+        (place, tag): (Place, u8),
+        out: &mut PageBytes,
+        blob: &mut Vec<u8>,
+    ) -> GetOutcome {
+        blob.clear();
+        let Some((header, payload_start, payload_max)) = self.find(place, tag) else { return GetOutcome::Absent };
+        if usize::from(header.len) > payload_max {
+            return GetOutcome::Corrupt;
+        }
+        blob.extend_from_slice(&header.to_bytes());
+        blob.resize(HEADER_BYTES + usize::from(header.len), 0);
+        let payload = &mut blob[HEADER_BYTES..];
+        self.allocator.arena().copy_out(place.slab, payload_start, payload);
+        // The copy is checked, because the arena may change.
+        let opens = codec::open(key, header, out, |buffer| buffer.copy_from_slice(payload));
+        if opens { GetOutcome::Found } else { GetOutcome::Corrupt }
+    }
+
+    /// Is this blob the same as a copy of it?
+    fn is_copy(&self, (place, tag): (Place, u8), blob: &[u8]) -> bool {
+        let Some((header, payload_start, payload_max)) = self.find(place, tag) else { return false };
+        let Some((kept, payload)) = blob.split_first_chunk::<HEADER_BYTES>() else { return false };
+        let mut now: PageBytes = [0; PAGE_SIZE];
+        let Some(now) = now.get_mut(..payload.len()).filter(|now| now.len() <= payload_max) else { return false };
+        self.allocator.arena().copy_out(place.slab, payload_start, now);
+        header.to_bytes() == *kept && now == payload
+    }
+
     /// The header of the blob that a handle names, the place of its payload, and the longest it can be.
     fn find(&self, place: Place, tag: u8) -> Option<(BlobHeader, usize, usize)> {
         let (_, class) = self.allocator.occupied(place)?;
@@ -289,6 +321,27 @@ impl Store for RamStore {
         let fits = usize::from(header.len) <= payload_max;
         let read = |buffer: &mut [u8]| self.allocator.arena().copy_out(place.slab, payload_start, buffer);
         if fits && codec::open(key, header, out, read) { GetOutcome::Found } else { GetOutcome::Corrupt }
+    }
+
+    fn get_blob(&self, key: PageKey, handle: Handle, out: &mut PageBytes, blob: &mut Vec<u8>) -> GetOutcome {
+        match Named::by(handle) {
+            Named::Blob { place, tag } => self.open_copy(key, (place, tag), out, blob),
+            Named::SameFilled(filled) => {
+                blob.clear();
+                filled.get(key, out)
+            }
+        }
+    }
+
+    /// Compares what is in memory, without decompressing it.
+    fn still_has(&self, key: PageKey, handle: Handle, bytes: &PageBytes, blob: &[u8]) -> bool {
+        match Named::by(handle) {
+            Named::Blob { place, tag } => self.is_copy((place, tag), blob),
+            Named::SameFilled(filled) => {
+                let mut now: PageBytes = [0; PAGE_SIZE];
+                filled.get(key, &mut now) == GetOutcome::Found && now == *bytes
+            }
+        }
     }
 
     fn free(&self, key: PageKey, handle: Handle) {

@@ -217,3 +217,17 @@ fn two_engines_that_find_the_arena_new_lay_it_out_once() {
         });
     }
 }
+
+#[test]
+fn a_member_gets_no_blob_that_its_page_does_not_name() {
+    let (arena, group) = group();
+    let [honest, hostile] = [HONEST, HOSTILE].map(|vm| join(&group, &arena, vm, true));
+    let handle = put(&honest, HONEST, 1)[0];
+    let (mut out, mut blob) = ([0; PAGE_SIZE], Vec::new());
+    for (store, vm, page) in [(&hostile, HOSTILE, 0), (&hostile, HONEST, 0), (&honest, HONEST, 1)] {
+        assert_eq!(store.get_blob(key(vm, page), handle, &mut out, &mut blob), GetOutcome::Absent);
+        assert!(!store.still_has(key(vm, page), handle, &bytes(0), &blob));
+    }
+    assert_eq!(honest.get_blob(key(HONEST, 0), handle, &mut out, &mut blob), GetOutcome::Found);
+    assert!(out == bytes(0) && honest.still_has(key(HONEST, 0), handle, &out, &blob));
+}

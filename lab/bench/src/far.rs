@@ -62,18 +62,58 @@ fn key(page: usize) -> PageKey {
     REGION.page(PageIdx(page as u64))
 }
 
-/// Put all, read each in random order, read runs, and free all.
-fn stored(store: &dyn Store, content: &[PageBytes], seed: u64, series: &mut Series) -> Result<()> {
-    let (begun, mut outcomes) = (Instant::now(), Vec::with_capacity(content.len()));
-    for (number, chunk) in content.chunks(CHUNK).enumerate() {
-        store.put_run(key(number * CHUNK), chunk, &mut outcomes);
-    }
-    series.out.push(content.len() as f64 / begun.elapsed().as_secs_f64());
+fn handles(store: &dyn Store, outcomes: &[PutOutcome]) -> Result<Vec<Handle>> {
     let handle = |outcome: &PutOutcome| match outcome {
         PutOutcome::Stored(handle) => Ok(*handle),
         other => Err(anyhow::anyhow!("a put came to {other:?}: {:?}", store.last_refusal())),
     };
-    let handles: Vec<Handle> = outcomes.iter().map(handle).collect::<Result<_>>()?;
+    outcomes.iter().map(handle).collect()
+}
+
+/// Put pages into a store in RAM and move them on, as the spill worker does. Returns their handles, and how many went
+/// per second.
+fn spilled(ram: &dyn Store, store: &dyn Store, content: &[PageBytes]) -> Result<(Vec<Handle>, f64)> {
+    let (mut near, mut far) = (Vec::new(), Vec::with_capacity(content.len()));
+    ram.put_run(key(0), content, &mut near);
+    let near = handles(ram, &near)?;
+    let (mut pages, mut blobs) = (vec![[0; PAGE_SIZE]; CHUNK], vec![Vec::new(); CHUNK]);
+    let begun = Instant::now();
+    for (number, chunk) in near.chunks(CHUNK).enumerate() {
+        let names = (number * CHUNK..).map(key).zip(chunk);
+        for ((key, handle), (page, blob)) in names.clone().zip(pages.iter_mut().zip(&mut blobs)) {
+            let outcome = ram.get_blob(key, *handle, page, blob);
+            ensure!(outcome == GetOutcome::Found, "{key:?} comes to {outcome:?} in RAM");
+        }
+        store.put_blobs(key(number * CHUNK), &pages[..chunk.len()], &blobs[..chunk.len()], &mut far);
+        for ((key, handle), (page, blob)) in names.zip(pages.iter().zip(&blobs)) {
+            ensure!(ram.still_has(key, *handle, page, blob), "{key:?} has changed in RAM");
+            ram.free(key, *handle);
+        }
+    }
+    let per_s = content.len() as f64 / begun.elapsed().as_secs_f64();
+    ram.tidy();
+    Ok((handles(store, &far)?, per_s))
+}
+
+/// Put all, from `ram` if there is one; read each in random order, read runs, and free all.
+fn stored(
+    (ram, store): (Option<&dyn Store>, &dyn Store),
+    content: &[PageBytes],
+    seed: u64,
+    series: &mut Series,
+) -> Result<()> {
+    let handles = if let Some(ram) = ram {
+        let (handles, per_s) = spilled(ram, store, content)?;
+        series.out.push(per_s);
+        handles
+    } else {
+        let (begun, mut outcomes) = (Instant::now(), Vec::with_capacity(content.len()));
+        for (number, chunk) in content.chunks(CHUNK).enumerate() {
+            store.put_run(key(number * CHUNK), chunk, &mut outcomes);
+        }
+        series.out.push(content.len() as f64 / begun.elapsed().as_secs_f64());
+        handles(store, &outcomes)?
+    };
     let mut order: Vec<usize> = (0..content.len()).collect();
     shuffle(&mut order, seed);
     let (mut times, mut bytes) = (Vec::with_capacity(order.len()), [0; PAGE_SIZE]);
@@ -236,7 +276,8 @@ fn measure(bench: &mut Bench, valkey: &Valkey, data: Data, (count, rounds): (usi
         Ok(RemoteStore::new(VmId([vm; 16]), cluster(valkey, tls)?, budget, Codec::Lz4, lease::LEASE))
     };
     let (plain, tls) = (remote(0x42, false)?, remote(0x43, true)?);
-    let stores: [&dyn Store; 4] = [&ram, &file.0, &plain, &tls];
+    let stores: [(Option<&dyn Store>, &dyn Store); 4] =
+        [(None, &ram), (Some(&ram), &file.0), (Some(&ram), &plain), (Some(&ram), &tls)];
     let mut series: [Series; 5] = Default::default();
     let mut guests = Guests::default();
     for round in bench.progress.over("round", 0..=rounds) {

@@ -122,6 +122,10 @@ impl Store for Overdue {
         self.store.put_run(first, pages, outcomes);
     }
 
+    fn put_blobs(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>], outcomes: &mut Vec<PutOutcome>) {
+        self.store.put_blobs(first, pages, blobs, outcomes);
+    }
+
     fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
         let before = outcomes.len();
         self.store.get_run(first, handles, out, outcomes);

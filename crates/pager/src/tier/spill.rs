@@ -94,6 +94,8 @@ struct SpillRun {
     first: u64,
     words: Vec<Word>,
     bytes: Vec<PageBytes>,
+    /// The form in which the near store has each page.
+    blobs: Vec<Vec<u8>>,
 }
 
 /// The worker is over, also by a panic: reclaim should not count on it.
@@ -270,9 +272,11 @@ impl SpillWorker {
         let at = self.run.words.len();
         if self.run.bytes.len() == at {
             self.run.bytes.push([0; PAGE_SIZE]);
+            self.run.blobs.push(Vec::new());
         }
+        let (key, bytes, blob) = (region.key(PageIdx(page)), &mut self.run.bytes[at], &mut self.run.blobs[at]);
         // Without a lock: what is read here counts only if it is still there when the word is changed.
-        if near.get(region.key(PageIdx(page)), word.handle(), &mut self.run.bytes[at]) != GetOutcome::Found {
+        if near.get_blob(key, word.handle(), bytes, blob) != GetOutcome::Found {
             return false;
         }
         if at == 0 {
@@ -294,10 +298,12 @@ impl SpillWorker {
         let first = PageIdx(self.run.first);
         let mut outcomes = Vec::with_capacity(words.len());
         // The store may punch emptied space, too.
-        let mut put = || slow.put_run(region.key(first), &self.run.bytes[..words.len()], &mut outcomes);
+        let (bytes, blobs) = (&self.run.bytes[..words.len()], &self.run.blobs[..words.len()]);
+        let mut put = || slow.put_blobs(region.key(first), bytes, blobs, &mut outcomes);
         blocking(|| vm.state.beside(&mut put));
         let (mut moved, mut refused) = (0, None);
-        for (((page, from), bytes), outcome) in (first.0..).zip(words).zip(&self.run.bytes).zip(outcomes) {
+        let copies = bytes.iter().zip(blobs.iter().map(Vec::as_slice));
+        for (((page, from), copy), outcome) in (first.0..).zip(words).zip(copies).zip(outcomes) {
             match outcome {
                 PutOutcome::Stored(handle) => {
                     let page = PageIdx(page);
@@ -310,7 +316,7 @@ impl SpillWorker {
                         slow.free(region.key(page), handle);
                         continue;
                     };
-                    moved += u64::from(shift::commit(place, region.key(page), (from, near), (to, &*slow), bytes));
+                    moved += u64::from(shift::commit(place, region.key(page), (from, near), (to, &*slow), copy));
                 }
                 outcome => refused = Some(outcome),
             }
