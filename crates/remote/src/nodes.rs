@@ -3,6 +3,9 @@
 //! Before: `cluster` knows which node to ask. After: a caller has a connection of its own for one request.
 //! Threads: any; a lock is held to take or return a connection, and never while waiting for a server.
 //! Units: time; bytes of guests' pages as they are sent.
+//! *Between VMs:* no connection is shared, so no request waits here for another one, whatever that carries. A server
+//! reads its connections by turns, 16 KiB at a time; between two of these it executes at most one part of a chunk
+//! (`store`) for each.
 //! Promise: the timeout of a slow node is raised each time, up to [`TIMEOUT_MAX`]. With a constant timeout, no request
 //! to a node that is always slightly slower would succeed.
 

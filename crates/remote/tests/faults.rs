@@ -6,16 +6,15 @@
 mod common;
 
 use std::io::{Read, Write};
-use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, lease, slot_of};
+use ballast_remote::{Access, Cluster, RemoteBudget, RemoteStore, lease, slot_of};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
 use ballast_testvm::valkey::{Layout, read};
-use common::{LEASE, cluster, owner, start};
+use common::{LEASE, cluster, owner, played, played_to, start};
 
 const VM: VmId = VmId([7; 16]);
 
@@ -202,24 +201,6 @@ fn a_vm_without_a_lease_is_swept_by_another_host_and_one_with_a_lease_is_not() {
     (0..).zip(&handles).for_each(|(page, handle)| assert_eq!(get(&living, page, *handle), GetOutcome::Found));
     assert_eq!(lease::end(&ours, VM).expect("its end"), 2);
     assert_eq!(valkey.keys().expect("a size"), 0);
-}
-
-/// Starts an emulated server that calls `say` for each connection. Returns a client of it.
-fn played(say: impl Fn(std::net::TcpStream) + Send + Sync + 'static) -> Arc<Cluster> {
-    played_to(Access::default(), say)
-}
-
-fn played_to(access: Access, say: impl Fn(std::net::TcpStream) + Send + Sync + 'static) -> Arc<Cluster> {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let addr = Addr::parse(&listener.local_addr().expect("an address").to_string()).expect("an address");
-    let say = Arc::new(say);
-    std::thread::spawn(move || {
-        for stream in listener.incoming().flatten() {
-            let say = say.clone();
-            std::thread::spawn(move || say(stream));
-        }
-    });
-    Arc::new(Cluster::new(ClusterOptions { nodes: vec![addr], access, replicas: 1 }))
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Helpers of the tests against real clusters.
 #![allow(dead_code)]
 
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,6 +37,25 @@ pub fn tls_cluster(valkey: &Valkey, replicas: u32) -> Arc<Cluster> {
     let nodes = vec![Addr::parse(&valkey.tls_addr(0)).expect("an address")];
     let access = Access { tls: Some(tls(valkey)), ..Access::default() };
     Arc::new(Cluster::new(ClusterOptions { nodes, access, replicas }))
+}
+
+/// Starts an emulated server that calls `say` for each connection. Returns a client of it.
+pub fn played(say: impl Fn(TcpStream) + Send + Sync + 'static) -> Arc<Cluster> {
+    played_to(Access::default(), say)
+}
+
+/// The same with a way to log in.
+pub fn played_to(access: Access, say: impl Fn(TcpStream) + Send + Sync + 'static) -> Arc<Cluster> {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let addr = Addr::parse(&listener.local_addr().expect("an address").to_string()).expect("an address");
+    let say = Arc::new(say);
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let say = say.clone();
+            std::thread::spawn(move || say(stream));
+        }
+    });
+    Arc::new(Cluster::new(ClusterOptions { nodes: vec![addr], access, replicas: 1 }))
 }
 
 /// Returns the TLS files of a cluster.
