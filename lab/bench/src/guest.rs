@@ -48,6 +48,7 @@ impl Guest {
             }
             (Order::Storm, Body::Native(native)) => native.start_storm().map(|()| Answer::Done),
             (Order::Pause, Body::Native(native)) => native.pause(),
+            (Order::Serve { hot, ms }, Body::Native(native)) => native.serve(hot, ms),
             (Order::Verify, Body::Native(native)) => native.verify(&self.config).map(|()| Answer::Done),
             (Order::PageOut, Body::Vcpu(vcpu)) => vcpu.page_out(self.config.pages).map(Answer::Out),
             (Order::Touch { .. }, Body::Vcpu(vcpu)) => vcpu.touch().map(Answer::Touched),

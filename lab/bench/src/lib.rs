@@ -28,6 +28,7 @@ mod helper;
 mod huge;
 mod idle;
 mod idle_qemu;
+mod ksm;
 mod leftover;
 mod limit;
 mod machine;
@@ -51,6 +52,7 @@ mod role;
 mod scale;
 mod setting;
 mod share;
+mod share_load;
 mod spill;
 mod stats;
 mod storm;
@@ -126,7 +128,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Idle => idle::run(&mut bench, &mut each),
         Which::Storm => storm::run(&mut bench, &mut each),
         Which::Far => far::run(&mut bench, &mut each),
-        Which::Share => share::run(&mut bench, &mut each),
+        Which::Share => share::run(&mut bench, &mut each).and_then(|()| share_load::run(&mut bench, &mut each)),
         Which::Spill => spill::run(&mut bench, &mut each),
         Which::Huge => huge::run(&mut bench, &mut each),
         Which::Balance => balance::run(&mut bench, &mut each),

@@ -214,6 +214,17 @@ impl Native {
         Ok(Answer::Sliced { ops: touches.iter().map(|touches| u64::from(*touches)).sum(), wall_us, cpu_us })
     }
 
+    /// Read whole pages among the first `hot`, and write every tenth.
+    pub(crate) fn serve(&mut self, hot: u64, ms: u64) -> Result<Answer> {
+        let (start, cpu) = (Instant::now(), cpu::of_process()?);
+        let (ops, wrong) = serve(&self.ram, &mut self.expected[..hot as usize], Duration::from_millis(ms));
+        if wrong > 0 {
+            bail!("WRONG DATA: {wrong} of {ops} pages began with another word");
+        }
+        let (wall_us, cpu_us) = (start.elapsed().as_secs_f64() * 1e6, cpu::of_process()? - cpu);
+        Ok(Answer::Sliced { ops, wall_us, cpu_us })
+    }
+
     /// Compare every word.
     pub(crate) fn verify(&self, config: &GuestConfig) -> Result<()> {
         for page in 0..config.pages {
@@ -228,6 +239,33 @@ impl Native {
         }
         Ok(())
     }
+}
+
+/// The first words of the first pages.
+pub(crate) fn first_words(ram: &Ram, pages: u64) -> Vec<u64> {
+    (0..pages as usize).map(|page| ram.word(page * PAGE_SIZE).load(Relaxed)).collect()
+}
+
+/// Read whole pages in random order, as a key-value store does with values of 4 KiB, and write a word of every tenth.
+/// `expected` has the first word of each page. Returns the number of pages, and how many began with another word.
+pub(crate) fn serve(ram: &Ram, expected: &mut [u64], time: Duration) -> (u64, u64) {
+    /// Pages between two looks at the clock.
+    const BATCH: u64 = 64;
+    let (start, mut state, mut ops, mut wrong) = (Instant::now(), 1, 0, 0);
+    while start.elapsed() < time {
+        for _ in 0..BATCH {
+            let random = random(&mut state);
+            let page = ((u128::from(random) * expected.len() as u128) >> 64) as usize;
+            let word = |index| ram.word(page * PAGE_SIZE + index * 8);
+            wrong += u64::from(word(0).load(Relaxed) != expected[page]);
+            std::hint::black_box((1..PAGE_SIZE / 8).fold(0, |sum: u64, index| sum ^ word(index).load(Relaxed)));
+            if random.is_multiple_of(10) {
+                expected[page] = word(0).fetch_add(1, Relaxed).wrapping_add(1);
+            }
+        }
+        ops += BATCH;
+    }
+    (ops, wrong)
 }
 
 /// Pages of this process's own memory that are in swap.

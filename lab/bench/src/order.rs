@@ -225,6 +225,13 @@ pub enum Order {
     Storm,
     /// End the storm. The answer counts its touches.
     Pause,
+    /// Read pages among the first of these, and write every tenth, for this long.
+    Serve {
+        /// Pages that are read and written; the rest stays cold.
+        hot: u64,
+        /// How long.
+        ms: u64,
+    },
     /// Compare every byte. A workload ends with it.
     Verify,
     /// QEMU: do nothing until the next order.

@@ -15,19 +15,16 @@ use ballast_base::PAGE_SIZE;
 use ballast_base::units::MIB;
 use ballast_sys::Anon;
 
+use crate::ksm::Ksm;
 use crate::order::{Data, GuestKind, Pace};
 use crate::report::Row;
 use crate::rig::Bench;
-use crate::setting::Setting;
 use crate::subject::{Subject, Way, in_turn, out, touch};
-use crate::{cpu, setting};
+use crate::{ksm, setting};
 
-const GUESTS: u8 = 3;
+pub(crate) const GUESTS: u8 = 3;
 /// The setting that puts all guests of this bench into one group.
-const GROUP: &str = "[dedup]\nguests = [\"bench-*\"]\n";
-const KSM: &str = "/sys/kernel/mm/ksm";
-/// Settings for merges as fast as possible: the question is the CPU time of a page.
-const KSM_SETTINGS: [(&str, &str); 3] = [("pages_to_scan", "5000"), ("sleep_millisecs", "1"), ("run", "1")];
+pub(crate) const GROUP: &str = "[dedup]\nguests = [\"bench-*\"]\n";
 /// Time after which a merge has failed.
 const TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_EVERY: Duration = Duration::from_millis(10);
@@ -87,7 +84,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
 }
 
 /// Anonymous memory of a process.
-fn own_mib(pid: u32) -> Result<f64> {
+pub(crate) fn own_mib(pid: u32) -> Result<f64> {
     let path = format!("/proc/{pid}/status");
     let text = setting::read(path.as_ref())?;
     let kib = text.lines().find_map(|line| line.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB")?.parse().ok());
@@ -113,50 +110,33 @@ fn far(bench: &mut Bench, count: u64, seed: u64, series: &mut Series) -> Result<
     guests.iter_mut().try_for_each(Subject::verify)
 }
 
-/// A counter of KSM.
-fn ksm(name: &str) -> Result<u64> {
-    let text = setting::read(format!("{KSM}/{name}").as_ref())?;
-    text.trim().parse().with_context(|| format!("{KSM}/{name} is {text:?}"))
-}
-
-/// The kernel's thread that merges.
-fn ksmd() -> Result<u32> {
-    let is_it = |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "ksmd\n");
-    let all = std::fs::read_dir("/proc").context("Reading /proc")?;
-    let pids = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.into_iter().find(is_it).context("there is no thread ksmd")
+/// Private memory with the same content, which KSM may merge.
+pub(crate) fn twin(guest: u8, count: u64) -> Result<Anon> {
+    let twin = Anon::new(count as usize * PAGE_SIZE).context("Mapping memory")?;
+    for page in 0..count {
+        let bytes = Data::Equal(guest).page(page);
+        for (at, word) in bytes.as_chunks().0.iter().enumerate() {
+            let offset = page as usize * PAGE_SIZE + at * 8;
+            twin.word(offset).store(u64::from_le_bytes(*word), Relaxed);
+        }
+    }
+    twin.mergeable().context("Asking for a merge")?;
+    Ok(twin)
 }
 
 /// Measure the same content in private memory of one process, which KSM merges until it merges no further page.
 fn merged(count: u64, series: &mut Series) -> Result<()> {
-    ensure!(ksm("run")? == 0, "it runs already, for others");
-    let pid = ksmd()?;
-    let mut twins = Vec::new();
-    for guest in 0..GUESTS {
-        let twin = Anon::new(count as usize * PAGE_SIZE).context("Mapping memory")?;
-        for page in 0..count {
-            let bytes = Data::Equal(guest).page(page);
-            for (at, word) in bytes.as_chunks().0.iter().enumerate() {
-                let offset = page as usize * PAGE_SIZE + at * 8;
-                twin.word(offset).store(u64::from_le_bytes(*word), Relaxed);
-            }
-        }
-        twin.mergeable().context("Asking for a merge")?;
-        twins.push(twin);
-    }
-    let (cpu_before, begun) = (cpu::of_threads(pid, |_| true)?, Instant::now());
-    let set = KSM_SETTINGS.map(|(name, value)| Setting::change(format!("{KSM}/{name}"), value));
-    // Drop restores them in reverse order, so KSM stops first.
-    let set = set.into_iter().rev().collect::<Result<Vec<_>>>()?;
-    let (mut last, mut scans) = (0, ksm("full_scans")?);
+    let _twins = (0..GUESTS).map(|guest| twin(guest, count)).collect::<Result<Vec<_>>>()?;
+    let (ksm, begun) = (Ksm::start()?, Instant::now());
+    let (mut last, mut scans) = (0, ksm::counter("full_scans")?);
     loop {
         std::thread::sleep(POLL_EVERY);
-        let now = ksm("full_scans")?;
+        let now = ksm::counter("full_scans")?;
         if now < scans + 2 {
             ensure!(begun.elapsed() < TIMEOUT, "it has not ended within {TIMEOUT:?}");
             continue;
         }
-        let sharing = ksm("pages_sharing")?;
+        let sharing = ksm::counter("pages_sharing")?;
         if sharing == last && sharing > 0 {
             break;
         }
@@ -166,7 +146,6 @@ fn merged(count: u64, series: &mut Series) -> Result<()> {
         (last, scans) = (sharing, now);
     }
     series.saved_mib.push(last as f64 * PAGE_SIZE as f64 / MIB as f64);
-    series.cpu_s.push((cpu::of_threads(pid, |_| true)? - cpu_before) / 1e6);
-    drop(set);
+    series.cpu_s.push(ksm.cpu_us()? / 1e6);
     Ok(())
 }

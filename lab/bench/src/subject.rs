@@ -281,6 +281,17 @@ pub fn out(bench: &mut Bench, subjects: &mut [&mut Subject]) -> Result<Out> {
     Ok(sum)
 }
 
+/// Have these guests serve their first `hot` pages, all at once. Returns the pages per second of all together.
+pub fn serve(subjects: &mut [Subject], hot: u64, ms: u64) -> Result<f64> {
+    subjects.iter_mut().try_for_each(|subject| subject.worker()?.tell(&Order::Serve { hot, ms }))?;
+    let mut rate = 0.0;
+    for subject in subjects {
+        let Answer::Sliced { ops, wall_us, .. } = subject.worker()?.answer()? else { bail!("a guest does not serve") };
+        rate += ops as f64 * 1e6 / wall_us;
+    }
+    Ok(rate)
+}
+
 /// Have these guests touch pages that are out, all at once. Returns the figures of each.
 pub fn touch(subjects: &mut [&mut Subject], seed: u64, pace: Pace) -> Result<Vec<Touched>> {
     let order = Order::Touch { seed, pace };

@@ -1,0 +1,52 @@
+//! The kernel's samepage merging, as the benches run it.
+//!
+//! Before: a bench has private memory with equal pages. After: its settings are as they were.
+//! Units: microseconds of CPU time. Promise: a KSM that runs already, for others, is left alone.
+
+use anyhow::{Context, Result, ensure};
+
+use crate::cpu;
+use crate::setting::{self, Setting};
+
+const KSM: &str = "/sys/kernel/mm/ksm";
+/// Settings for merges as fast as possible: the question is the CPU time of a page.
+const SETTINGS: [(&str, &str); 3] = [("pages_to_scan", "5000"), ("sleep_millisecs", "1"), ("run", "1")];
+
+/// KSM that runs until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Ksm {
+    pid: u32,
+    cpu_us: f64,
+    _settings: Vec<Option<Setting>>,
+}
+
+impl Ksm {
+    /// Start it.
+    pub(crate) fn start() -> Result<Self> {
+        ensure!(counter("run")? == 0, "it runs already, for others");
+        let pid = ksmd()?;
+        let cpu_us = cpu::of_threads(pid, |_| true)?;
+        let set = SETTINGS.map(|(name, value)| Setting::change(format!("{KSM}/{name}"), value));
+        // Drop restores them in this order, so KSM stops first.
+        Ok(Self { pid, cpu_us, _settings: set.into_iter().rev().collect::<Result<_>>()? })
+    }
+
+    /// CPU time since it was started.
+    pub(crate) fn cpu_us(&self) -> Result<f64> {
+        Ok(cpu::of_threads(self.pid, |_| true)? - self.cpu_us)
+    }
+}
+
+/// A counter of KSM.
+pub(crate) fn counter(name: &str) -> Result<u64> {
+    let text = setting::read(format!("{KSM}/{name}").as_ref())?;
+    text.trim().parse().with_context(|| format!("{KSM}/{name} is {text:?}"))
+}
+
+/// The kernel's thread that merges.
+fn ksmd() -> Result<u32> {
+    let is_it = |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "ksmd\n");
+    let all = std::fs::read_dir("/proc").context("Reading /proc")?;
+    let pids = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.into_iter().find(is_it).context("there is no thread ksmd")
+}
