@@ -139,6 +139,8 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         Some(pages) => {
             // The pool's socket is beside the keeper's.
             let socket = args.attach_socket.with_file_name("pool.sock");
+            // RAM may be plugged after `-daemonize` has changed the working directory.
+            let socket = std::path::absolute(&socket).unwrap_or(socket);
             command.env("BALLAST_POOL", pages.to_string()).env("BALLAST_POOL_SOCKET", socket)
         }
         None => command.env_remove("BALLAST_POOL"),

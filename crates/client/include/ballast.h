@@ -78,7 +78,8 @@ const ballast_client *ballast_attach_ram(const struct ballast_config *config, co
                                          size_t count);
 
 /* Add hot-plugged RAM. Call this before the guest can use it. Waits until far pages of an earlier VM have been written
-* back into this file. */
+* back into this file. After an error the RAM is not managed; call ballast_remove_region() before unmapping it all the
+* same, because a keeper that did not answer (-ETIMEDOUT) may know it. */
 int ballast_add_region(const ballast_client *client, const struct ballast_region *region);
 
 /* Add hot-plugged RAM that has several pieces or a known guest-physical address. */

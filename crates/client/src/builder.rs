@@ -13,6 +13,7 @@ use ballast_base::wire;
 use ballast_base::{Bytes, Hva};
 use ballast_sys::Uffd;
 use ballast_sys::uffd::{ACCESS_FEATURES, HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
+use rustix::net::SocketAddrUnix;
 
 use crate::client::Client;
 use crate::control::ControlSocket;
@@ -124,7 +125,7 @@ impl Builder {
         for ram in self.regions {
             table.push(Region::checked(ram).map_err(AttachError::Config)?);
         }
-        let (infos, files) = table.describe();
+        let (infos, files) = table.describe(true);
         let files = u8::try_from(files.len()).unwrap_or(u8::MAX);
         wire::check_regions(&infos, files).map_err(AttachError::Config)?;
         let wanted = REQUIRED_FEATURES | HUGETLB_FEATURES | ACCESS_FEATURES | feature::POISON;
@@ -142,7 +143,7 @@ impl Builder {
             return Err(AttachError::Features(required & !features));
         }
         let shared = Arc::new(Shared {
-            socket: self.socket,
+            socket: fixed(self.socket),
             name: self.name,
             limit: self.limit,
             vmm: cut(self.vmm),
@@ -181,6 +182,13 @@ impl Client {
             timing: Timing::default(),
         }
     }
+}
+
+/// This path for any working directory: QEMU changes it after it attached (`-daemonize`), and has to find the next
+/// keeper. One that would be too long for a socket's address stays as it is.
+fn fixed(path: PathBuf) -> PathBuf {
+    let absolute = std::path::absolute(&path).ok();
+    absolute.filter(|path| SocketAddrUnix::new(path).is_ok()).unwrap_or(path)
 }
 
 /// Start the service thread.

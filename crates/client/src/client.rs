@@ -48,8 +48,10 @@ impl Client {
     }
 
     /// Announce hot-plugged RAM; call it before the guest can see the RAM. While there is no keeper this succeeds at
-    /// once, and the next attach message announces the region. It waits while far pages of an earlier VM are written
-    /// back into this file, as attaching does.
+    /// once, and the next attach message announces the region; if no keeper takes it then, a message on standard error
+    /// says so, and the RAM is not managed. It waits while far pages of an earlier VM are written back into this file,
+    /// as attaching does. After an error the RAM is not managed, but a keeper that did not answer may know it: call
+    /// [`Client::remove_region`] before you unmap it.
     pub fn add_region(&self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Result<(), RequestError> {
         self.add_ram(Ram::one(fd, hva, len, file_offset))
     }
@@ -70,7 +72,7 @@ impl Client {
             // As the next attach message will contain it.
             let mut table = lock(&shared.table);
             table.extend(region.take());
-            let (infos, files) = table.describe();
+            let (infos, files) = table.describe(true);
             let checked = match infos.len() {
                 ..=MAX_REGIONS => wire::check_regions(&infos, u8::try_from(files.len()).unwrap_or(u8::MAX)),
                 _ => Err(format!("a VM may have at most {MAX_REGIONS} RAM regions")),
@@ -84,7 +86,7 @@ impl Client {
             let answer = shared.link.ask(&message, &fds, shared.timing.handshake, false, |_| {
                 lock(&shared.table).extend(region.take());
             });
-            match answer {
+            match &answer {
                 Ok(Asked::Again) => {
                     // If it stayed in the table, an attach message after a keeper's death and the next request would
                     // both announce it.
@@ -95,13 +97,15 @@ impl Client {
                         )));
                     }
                     std::thread::sleep(shared.timing.backoff_last);
+                    continue;
                 }
-                Err(RequestError::Refused(_)) => {
-                    lock(&shared.table).remove(hva);
-                    return answer.map(drop);
-                }
-                answer => return answer.map(drop),
+                Ok(Asked::Done) => lock(&shared.table).confirm(hva),
+                // The next attach message confirms it.
+                Ok(Asked::Later) => {}
+                Err(RequestError::Refused(_)) => drop(lock(&shared.table).remove(hva)),
+                Err(_) => lock(&shared.table).fail(hva),
             }
+            return answer.map(drop);
         }
     }
 
@@ -163,17 +167,25 @@ impl Client {
 
     /// From now on no page may be reclaimed, for this reason. `Ok` means that the keeper has confirmed it; without it,
     /// do not do anything that needs the pin. A touch restores a page that is far already; [`Client::restore_all`]
-    /// touches all.
+    /// touches all. The keeper confirms the pin when far pages are back, so this waits for as long as they return.
     pub fn pin(&self, reason: &str) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let reason = cut(reason.to_owned());
         let message = ClientToKeeper::Pin(reason.clone());
-        self.shared
-            .link
-            .ask(&message, &[], self.shared.timing.answer, true, |state| {
-                state.pinned.get_or_insert(reason);
-            })
-            .map(|_: Asked| ())
+        let change = |state: &mut link::State| {
+            state.pinned.get_or_insert(reason);
+        };
+        let limit = self.shared.timing.answer;
+        self.shared.link.ask_while(&message, &[], limit, true, change, &self.pages_return()).map(drop)
+    }
+
+    /// Returns whether pages have returned since the last call.
+    fn pages_return(&self) -> impl Fn() -> bool {
+        let seen = std::cell::Cell::new(lock(&self.shared.table).resident());
+        move || {
+            let now = lock(&self.shared.table).resident();
+            now > seen.replace(now)
+        }
     }
 
     /// From now on [`Builder::may_pin`] is true. `Ok` means that the keeper has confirmed it (now or before); without
@@ -193,17 +205,12 @@ impl Client {
         let (shared, limit) = (&self.shared, self.shared.timing.handshake);
         let reason = cut(reason.to_owned());
         let message = ClientToKeeper::Pin(reason.clone());
-        let seen = std::cell::Cell::new(lock(&shared.table).resident());
-        let grows = || {
-            let now = lock(&shared.table).resident();
-            now > seen.replace(now)
-        };
         // If a keeper dies meanwhile, ask the next: only a reply proves that the pages are back.
         loop {
             let change = |state: &mut link::State| {
                 state.pinned.get_or_insert(reason.clone());
             };
-            match shared.link.ask_while(&message, &[], limit, false, change, &grows)? {
+            match shared.link.ask_while(&message, &[], limit, false, change, &self.pages_return())? {
                 Asked::Done => return Ok(()),
                 Asked::Later | Asked::Again => shared.link.wait_for_keeper(limit)?,
             }

@@ -53,4 +53,4 @@ pub use error::{AttachError, RequestError, chain};
 pub use fault_workers::VARIABLE as FAULT_WORKERS_VARIABLE;
 pub use ram::{Ram, RamExtent};
 #[doc(hidden)]
-pub use shared::Timing;
+pub use shared::{Timing, announce};

@@ -3,7 +3,8 @@
 //! Before: the VMM names a region. After: `service` asks it before every zap, `preload` asks it at every discard.
 //! Threads: any, behind the one lock in `Shared`; the lock is held across a zap, so memory that was taken off the table
 //! is never zapped afterwards.
-//! Promise: a range is allowed only if it lies wholly inside one announced region and was not unmapped since.
+//! Promise: a range is allowed only if it lies wholly inside one announced region and was not unmapped since. Only a
+//! region that a keeper has confirmed is zapped.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -20,12 +21,16 @@ pub(crate) struct Region {
     pub ram: Checked,
     /// Parts that were unmapped or mapped over since, as `(start, end)` addresses.
     holes: Vec<(u64, u64)>,
+    /// A keeper has confirmed it. No page of it was zapped before, so no page of it is far.
+    confirmed: bool,
+    /// The VMM was told that it is not managed, and may do with it what it likes.
+    failed: bool,
 }
 
 impl Region {
     /// Check the RAM that the VMM has given, and make it a region.
     pub fn checked(ram: Ram) -> Result<Self, String> {
-        Ok(Self { ram: Checked::new(ram)?, holes: Vec::new() })
+        Ok(Self { ram: Checked::new(ram)?, holes: Vec::new(), confirmed: false, failed: false })
     }
 
     /// Is its RAM of huge pages?
@@ -74,17 +79,44 @@ impl Table {
         self.regions.extend(region);
     }
 
-    /// The regions as the keeper gets them, and their files, each once.
-    pub fn describe(&self) -> (Vec<RegionInfo>, Vec<BorrowedFd<'_>>) {
+    /// A keeper has confirmed this region.
+    pub fn confirm(&mut self, hva: Hva) {
+        self.regions.iter_mut().filter(|region| region.hva() == hva).for_each(|region| region.confirmed = true);
+    }
+
+    /// A keeper has confirmed all regions.
+    pub fn confirm_all(&mut self) {
+        self.regions.iter_mut().for_each(|region| region.confirmed = true);
+    }
+
+    /// The VMM is told that this region is not managed: it is never zapped from now on.
+    pub fn fail(&mut self, hva: Hva) {
+        self.regions.iter_mut().filter(|region| region.hva() == hva).for_each(|region| region.failed = true);
+    }
+
+    /// Has a keeper confirmed some of the regions, but not all?
+    pub fn is_confirmed_in_part(&self) -> bool {
+        let first = self.regions.first().map(|region| region.confirmed);
+        self.regions.iter().any(|region| Some(region.confirmed) != first)
+    }
+
+    /// Take the regions that no keeper has confirmed off the table.
+    pub fn take_unconfirmed(&mut self) -> Vec<Region> {
+        self.regions.extract_if(.., |region| !region.confirmed).collect()
+    }
+
+    /// The regions as the keeper gets them, and their files, each once: `all`, or those that a keeper has confirmed.
+    pub fn describe(&self, all: bool) -> (Vec<RegionInfo>, Vec<BorrowedFd<'_>>) {
         let mut numbers: HashMap<FileId, u16> = HashMap::new();
         let mut files = Vec::new();
-        for (fd, id) in self.regions.iter().flat_map(|region| &region.ram.files) {
+        let regions = || self.regions.iter().filter(|region| all || region.confirmed);
+        for (fd, id) in regions().flat_map(|region| &region.ram.files) {
             numbers.entry(*id).or_insert_with(|| {
                 files.push(fd.as_fd());
                 files.len() as u16 - 1
             });
         }
-        (self.regions.iter().map(|region| region.ram.info(|id| numbers[&id])).collect(), files)
+        (regions().map(|region| region.ram.info(|id| numbers[&id])).collect(), files)
     }
 
     /// Take a region off the table; `false` if none starts there.
@@ -119,7 +151,8 @@ impl Table {
         let mut parts = self.overlap(hva, len);
         parts.retain(|(start, len)| {
             let region = self.regions.iter().find(|region| (region.span().0..region.span().1).contains(&start.0));
-            region.is_some_and(|region| start.0.is_multiple_of(region.ram.page) && len.is_multiple_of(region.ram.page))
+            let whole = |page: u64| start.0.is_multiple_of(page) && len.is_multiple_of(page);
+            region.is_some_and(|region| region.confirmed && !region.failed && whole(region.ram.page))
         });
         parts.sort_unstable();
         let (mut holes, mut next) = (Vec::new(), hva.0);
@@ -167,6 +200,9 @@ impl Table {
     /// Note that these addresses are about to be unmapped or mapped over. Returns the regions that they cover wholly,
     /// of which the keeper must be told, and parts of other regions: these are holes now, and are never zapped again.
     pub fn unmapping(&mut self, hva: Hva, len: u64) -> (Vec<Hva>, Vec<Range>) {
+        if len == 0 {
+            return (Vec::new(), Vec::new());
+        }
         let end = hva.0.saturating_add(len);
         let parts = self.overlap(hva, len);
         let mut whole = Vec::new();
@@ -259,8 +295,13 @@ mod tests {
         assert_eq!(table.unmapping(Hva(base + 4096), 8192), (vec![], vec![(Hva(base + 8192), 4096)]));
         assert!(!table.allows((Hva(base), LEN)) && !table.allows((Hva(base + 8192), 4096)));
         assert!(table.allows((Hva(base), 4096)) && table.allows((Hva(base + 12288), 4096)));
+        assert_eq!(table.unmapping(Hva(base + 32768), 0), (vec![], vec![]));
+        assert!(table.allows((Hva(base + 28672), 8192)), "nothing was unmapped");
         let parts = table.overlap(Hva(base), LEN);
         assert_eq!(parts, [(Hva(base), 4096), (Hva(base + 12288), LEN - 12288)]);
+        let all = (Hva(base), LEN);
+        assert_eq!(table.split(all), (vec![], vec![all]), "no keeper knows of it");
+        table.confirm(Hva(base));
         let (may, not) = table.split((Hva(base - 4096), LEN + 8192));
         assert_eq!(may, [(Hva(base), 4096), (Hva(base + 12288), LEN - 12288)]);
         assert_eq!(not, [(Hva(base - 4096), 4096), (Hva(base + 4096), 8192), (Hva(base + LEN), 4096)]);
@@ -319,7 +360,7 @@ mod tests {
         };
         let mut table = Table::default();
         table.push(Region::checked(ram(&list)).expect("a good region"));
-        let (infos, fds) = table.describe();
+        let (infos, fds) = table.describe(true);
         assert_eq!((fds.len(), infos[0].guest_address, infos[0].extents.len()), (2, Some(page), 3));
         ballast_base::wire::check_regions(&infos, 2).expect("the keeper takes it");
         let ids = files.each_ref().map(|file| memfd::file_id(file).expect("stat"));

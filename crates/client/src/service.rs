@@ -32,6 +32,8 @@ struct Pending {
     socket: Arc<OwnedFd>,
     pair: Arc<Pair>,
     until: Instant,
+    /// Regions that no keeper has confirmed are not in it.
+    in_part: bool,
 }
 
 /// The state of this thread alone.
@@ -47,6 +49,8 @@ struct Service<'a> {
     told_garbage: bool,
     /// It was announced that the keeper asks to wait.
     told_later: bool,
+    /// The next attach message is to be without the regions that no keeper has confirmed.
+    leaves_out: bool,
 }
 
 /// Run until the first attach has failed, after which the thread is not needed. Otherwise this never returns.
@@ -60,6 +64,7 @@ pub(crate) fn run(shared: &Shared) {
         told_refused: false,
         told_garbage: false,
         told_later: false,
+        leaves_out: false,
     };
     while shared.link.phase() != Phase::Failed {
         service.turn();
@@ -87,8 +92,9 @@ impl Service<'_> {
             Some(pending) => Some(pending.socket.clone()),
             None => self.shared.link.socket(),
         };
-        let controls: Vec<Arc<Pair>> =
-            current.into_iter().chain(self.pending.as_ref().map(|pending| pending.pair.clone())).collect();
+        // If the first attach fails, nobody will serve a fault of this process: nothing is zapped before it succeeded.
+        let pending = self.pending.as_ref().filter(|_| !self.shared.link.first());
+        let controls: Vec<Arc<Pair>> = current.into_iter().chain(pending.map(|pending| pending.pair.clone())).collect();
         let mut fds: Vec<PollFd<'_>> = controls
             .iter()
             .map(|pair| pair.ours.as_fd())
@@ -110,11 +116,12 @@ impl Service<'_> {
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
-        for (pair, _) in controls.iter().zip(&ready).filter(|(_, ready)| **ready) {
-            self.serve_engine(pair);
-        }
+        // First, so that a zap that came after it finds the regions confirmed.
         if let (Some(socket), Some(true)) = (socket, ready.get(controls.len())) {
             self.serve_keeper(&socket);
+        }
+        for (pair, _) in controls.iter().zip(&ready).filter(|(_, ready)| **ready) {
+            self.serve_engine(pair);
         }
     }
 
@@ -140,7 +147,8 @@ impl Service<'_> {
 
         let mut link = shared.link.begin();
         let table = lock(&shared.table);
-        let (regions, files) = table.describe();
+        let in_part = self.leaves_out && table.is_confirmed_in_part();
+        let (regions, files) = table.describe(!in_part);
         let escrow = link.escrow.as_ref().filter(|_| link.vm.is_some());
         let message = Attach {
             name: shared.name.clone(),
@@ -162,7 +170,8 @@ impl Service<'_> {
         let bytes = wire::encode(&ClientToKeeper::Attach(message));
         scm::send(&socket, &bytes, &fds).map_err(|source| AttachError::Connect { path: path.clone(), source })?;
         link.phase = Phase::Pending;
-        Ok(Pending { socket: Arc::new(socket), pair: Arc::new(pair), until: Instant::now() + shared.timing.handshake })
+        let until = Instant::now() + shared.timing.handshake;
+        Ok(Pending { socket: Arc::new(socket), pair: Arc::new(pair), until, in_part })
     }
 
     /// Handle a failed attempt: report it if it was the first, otherwise try again later.
@@ -173,6 +182,8 @@ impl Service<'_> {
         } else if self.shared.link.first() {
             return self.shared.link.fail(error);
         }
+        // RAM that was plugged while no keeper ran may be the reason. A VM that has far pages needs a keeper more.
+        self.leaves_out = matches!(error, AttachError::Refused(_)) && !self.leaves_out;
         // An error that only a person can repair is retried slowly. A missing keeper is not of this kind.
         let slow = match &error {
             AttachError::Refused(_) | AttachError::Protocol(_) | AttachError::Config(_) => true,
@@ -224,6 +235,10 @@ impl Service<'_> {
                 if known.is_none() && escrow.is_none() {
                     return self.failed(AttachError::NoAnswer("sent no state and arena files"));
                 }
+                if pending.in_part {
+                    self.leave_out();
+                }
+                lock(&self.shared.table).confirm_all();
                 self.shared.control.replace(pending.pair);
                 self.shared.link.up(pending.socket, vm, escrow);
                 if self.told_gone || self.told_refused {
@@ -236,6 +251,14 @@ impl Service<'_> {
             Ok(KeeperToClient::Later(reason)) => self.failed(AttachError::Later(reason)),
             Ok(KeeperToClient::Ok) => self.failed(AttachError::NoAnswer("sent a wrong reply")),
             Err(error) => self.failed(AttachError::Protocol(error)),
+        }
+    }
+
+    /// The keeper took the VM without the regions that no keeper has confirmed. They have no far pages.
+    fn leave_out(&mut self) {
+        for region in lock(&self.shared.table).take_unconfirmed() {
+            let (hva, len) = (region.hva(), region.ram.span.len);
+            announce(&format!("RAM of {len} at {hva} is not managed: the keeper refused the VM with it"));
         }
     }
 

@@ -74,8 +74,8 @@ fn attached(keeper: &Keeper, fd: &OwnedFd, map: &Mapping) -> (Client, Session) {
 fn attached_as(builder: Builder, keeper: &Keeper) -> (Client, Session) {
     let (client, session) = attach_with(builder, keeper, |keeper| {
         let session = keeper.client();
-        session.ping(0); // An engine may check that the client lives before the keeper accepts it.
         session.accept();
+        session.ping(0);
         session
     });
     (client.expect("attach"), session)
@@ -370,6 +370,42 @@ fn a_first_attach_that_fails_says_why() {
     assert!(matches!(&nobody, AttachError::Connect { path: named, .. } if *named == path), "{nobody}");
 }
 
+#[test]
+fn while_the_first_attach_may_still_fail_nothing_is_zapped() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (refused, control) = attach_with(builder(&keeper, &fd, &map), &keeper, |keeper| {
+        let session = keeper.client();
+        session.tell(&EngineToClient::Zap { seq: 1, ranges: vec![session.whole(0)] });
+        // The keeper dies before it says that the VM is attached.
+        session.control
+    });
+    assert!(matches!(refused, Err(AttachError::NoAnswer(_))), "{refused:?}");
+    double::wait_readable(&control, "the end of the client's socket");
+    let heard = scm::receive(&control).map(|message| message.map(|message| message.bytes));
+    assert!(!matches!(heard, Ok(Some(_))), "{heard:?}");
+}
+
+#[test]
+fn a_keeper_at_a_relative_path_is_found_again_from_another_directory() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let before = std::env::current_dir().expect("a directory");
+    // All other paths of these tests are absolute.
+    std::env::set_current_dir(keeper.path.parent().expect("a directory")).expect("chdir");
+    let (client, session) = attached_as(builder(&keeper, &fd, &map).socket("attach.sock"), &keeper);
+    std::env::set_current_dir(before).expect("chdir");
+    let away = keeper.die();
+    drop(session);
+    assert_eq!(Keeper::restart(away).client().attach.resume, Some(client.vm()));
+}
+
 /// Does a thread of this process wait in this system call?
 fn someone_waits_in(call: i64) -> bool {
     let tasks = std::fs::read_dir("/proc/self/task").expect("tasks").flatten();
@@ -430,6 +466,89 @@ fn a_region_for_which_the_keeper_asks_to_wait_is_asked_for_again_until_it_is_tak
         adding.join().expect("thread").expect("added");
         assert_eq!(session.zap(1, vec![range]), None);
         assert_eq!(client.ram(), Bytes(2 * pages(PAGES)), "once");
+    });
+}
+
+#[test]
+fn a_region_of_which_the_vmm_was_told_that_it_is_not_managed_is_never_zapped() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let timing = Timing { handshake: Duration::from_secs(2), ..Timing::default() };
+    let (client, session) = attached_as(builder(&keeper, &fd, &map).timing(timing), &keeper);
+    let (extra, extra_map) = ram();
+    let range = (hva(extra_map.addr()), pages(PAGES));
+    let added = client.add_region(extra, range.0, Bytes(range.1), Bytes(0));
+    assert!(matches!(added, Err(RequestError::NoAnswer)), "{added:?}");
+    // This keeper, or the engine, may have heard of it all the same, and the next one does.
+    assert_eq!(session.zap_parts(1, vec![range]), (None, vec![range]));
+    drop(session);
+    let session = keeper.client();
+    assert_eq!(session.attach.regions.len(), 2);
+    session.accept();
+    assert_eq!(session.zap_parts(2, vec![range]), (None, vec![range]));
+    assert_eq!(session.zap(3, vec![session.whole(0)]), None);
+}
+
+#[test]
+fn a_keeper_that_refuses_a_vm_with_ram_that_no_keeper_has_confirmed_is_offered_it_without() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    let away = keeper.die();
+    drop(session);
+    let (extra, extra_map) = ram();
+    let range = (hva(extra_map.addr()), pages(PAGES));
+    // It waits until the client has noticed the death.
+    client.add_region(extra, range.0, Bytes(range.1), Bytes(0)).expect("announced by the next attach message");
+    let keeper = Keeper::restart(away);
+    for regions in [2, 1, 2] {
+        let session = keeper.client();
+        assert_eq!((session.attach.regions.len(), session.attach.resume), (regions, Some(VM)));
+        assert_eq!(session.zap_parts(1, vec![range]), (None, vec![range]), "it is left out before long");
+        session.answer(&KeeperToClient::Refused("more RAM than this user may have".into()));
+    }
+    let session = keeper.client();
+    assert_eq!(session.attach.regions.len(), 1);
+    session.accept();
+    session.ping(2);
+    assert_eq!(client.ram(), Bytes(pages(PAGES)), "the other RAM is not managed");
+    assert_eq!(session.zap_parts(3, vec![range]), (None, vec![range]));
+    assert_eq!(session.zap(4, vec![session.whole(0)]), None);
+}
+
+#[test]
+fn a_pin_waits_for_as_long_as_pages_return() {
+    if !have_uffd() {
+        return;
+    }
+    const LIMIT: Duration = Duration::from_secs(2);
+    let keeper = Keeper::start();
+    let fd = memfd::create("guest-ram", Bytes(pages(4096))).expect("memfd");
+    let map = Mapping::shared(&fd, 0, pages(4096) as usize).expect("map");
+    let ram = fd.try_clone().expect("dup");
+    let builder = Client::builder().name("web-1").socket(&keeper.path);
+    let builder = builder.region(ram, hva(map.addr()), Bytes(pages(4096)), Bytes(0));
+    let timing = Timing { answer: LIMIT, ..Timing::default() };
+    let (client, session) = attached_as(builder.timing(timing), &keeper);
+    std::thread::scope(|scope| {
+        let pin = scope.spawn(|| client.pin("test"));
+        assert_eq!(session.request().0, ClientToKeeper::Pin("test".into()));
+        let begun = std::time::Instant::now();
+        for page in 0..4096 {
+            if begun.elapsed() > 2 * LIMIT {
+                break;
+            }
+            map.words(pages(page) as usize, 1)[0].store(1, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        session.answer(&KeeperToClient::Ok);
+        pin.join().expect("thread").expect("pages returned all the time");
     });
 }
 

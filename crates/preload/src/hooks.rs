@@ -139,7 +139,8 @@ pub unsafe extern "C" fn mremap(
     flags: c_int,
     new: *mut c_void,
 ) -> *mut c_void {
-    let refused = quietly(false, || decide::touches_ram(old, old_len));
+    // With a length of 0 it maps the same memory a second time.
+    let refused = quietly(false, || decide::touches_ram(old, old_len.max(1)));
     if refused {
         announce("refusing to move guest RAM with mremap");
         return refuse(libc::EINVAL, libc::MAP_FAILED);

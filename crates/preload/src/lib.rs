@@ -12,7 +12,7 @@
 //!   They align big reservations to 2 MiB. Before RAM is mapped over, its far pages are restored, and that part is
 //!   never reclaimed again.
 //! - `munmap`: RAM is unplugged; the keeper is told first.
-//! - `mremap`: refused for guest RAM, because a moved mapping loses its userfaultfd.
+//! - `mremap`: refused for guest RAM, because a moved or second mapping has no userfaultfd.
 //! - `fallocate`, `fallocate64`: to punch RAM is a discard; the engine is told first. To fill RAM is refused, because
 //!   it would put zeros where pages are far.
 //! - `posix_fallocate`, `posix_fallocate64`: to fill RAM is refused, as above.

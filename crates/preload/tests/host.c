@@ -117,6 +117,7 @@ static int deed(const char *what) {
     if (!strcmp(what, "udmabuf")) return ioctl(-1, 0x40187542, 0);
     if (!strcmp(what, "send")) return send_ram();
     if (!strcmp(what, "mremap")) return mremap(ram, RAM, 2 * RAM, MREMAP_MAYMOVE) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "mremap-copy")) return mremap(ram, 0, RAM, MREMAP_MAYMOVE) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "twice"))
         return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "hole")) return munmap(ram + 8 * PAGE, PAGE);

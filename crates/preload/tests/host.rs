@@ -109,6 +109,7 @@ fn freeing_ram_is_announced_before_it_happens_and_filling_it_is_refused() {
         ("fill", "EOPNOTSUPP"),
         ("fill-posix", "EOPNOTSUPP"),
         ("mremap", "EINVAL"),
+        ("mremap-copy", "EINVAL"),
     ];
     for (line, answer) in cases {
         let (said, heard, asked) = stage.deed(line);

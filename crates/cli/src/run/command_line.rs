@@ -227,6 +227,10 @@ fn refusal(option: &Opt) -> Option<String> {
 /// In the notes about options that hold guest RAM.
 const PINNED: &str = "class pinned";
 
+/// In the notes about options that may keep QEMU from the keeper's socket once it runs.
+const LOST: &str = "QEMU must still be able to connect to the keeper's socket then, or it will not find a keeper that \
+                    restarts";
+
 /// A note for the operator about this option.
 fn note(option: &Opt) -> Option<String> {
     let pinned = |why: &str| {
@@ -242,7 +246,10 @@ fn note(option: &Opt) -> Option<String> {
         "device" if option.head.starts_with("virtio-gpu") && option.is_on("blob") => pinned("its blobs hold guest RAM"),
         "overcommit" if option.is_on("mem-lock") => pinned("memory is locked"),
         "realtime" if option.is_on("mlock") => pinned("memory is locked"),
-        "chroot" => Some("`-chroot`: QEMU will not find the keeper's socket again if the keeper restarts".into()),
+        "chroot" | "runas" => Some(format!("`-{} {}`: {LOST}", option.name, option.text)),
+        "run-with" if ["chroot", "user"].iter().any(|key| option.get(key).is_some()) => {
+            Some(format!("`-run-with {}`: {LOST}", option.text))
+        }
         "readconfig" => Some(format!("`-readconfig {}` was not read", option.text)),
         _ => None,
     }
@@ -409,8 +416,14 @@ mod tests {
             let plan = planned(&format!("{ram} {words}"), false).expect(words);
             assert!(plan.notes.len() == 1 && plan.is_pinned, "{words}: {:?}", plan.notes);
         }
-        let quiet =
-            "-netdev tap,id=n,vhost=on -device virtio-net-pci,netdev=n -chardev stdio,id=c -overcommit mem-lock=off";
+        for words in
+            ["-chroot /srv/vm", "-run-with async-teardown=on,chroot=/srv/vm", "-run-with user=qemu", "-runas qemu"]
+        {
+            let plan = planned(&format!("{ram} {words}"), false).expect(words);
+            assert!(plan.notes.len() == 1 && plan.notes[0].contains(words), "{words}: {:?}", plan.notes);
+        }
+        let quiet = "-netdev tap,id=n,vhost=on -device virtio-net-pci,netdev=n -chardev stdio,id=c \
+                     -overcommit mem-lock=off -run-with async-teardown=on";
         assert_eq!(planned(&format!("{ram} {quiet}"), false).expect(quiet).notes, [""; 0]);
     }
 
