@@ -94,6 +94,14 @@ impl Scanned {
         map
     }
 
+    /// The pages by the share of the scans that are kept that saw them touched, the most first.
+    pub fn by_touches(&self) -> Vec<(f64, PageMap)> {
+        let mask = (1u32 << self.scans) - 1;
+        let of = |touches| self.pages(move |entry| (entry.touches() & mask).count_ones() as usize == touches);
+        let levels = (0..=self.scans).rev().map(|touches| (touches as f64 / self.scans.max(1) as f64, of(touches)));
+        levels.filter(|(_, pages)| !pages.is_empty()).collect()
+    }
+
     /// When a page was last seen touched; the time of the oldest scan that is kept if none saw it.
     pub fn seen(&self, page: u64) -> Moment {
         let age = self.entry(page).age() as usize;
@@ -163,6 +171,8 @@ mod tests {
         assert_eq!(scanned.touched_within(2), PageMap::first(2));
         assert_eq!(scanned.cold(), PageMap::ALL.without(PageMap::first(3)));
         assert_eq!(scanned.share_within(2, 512), (2, 3.0 / 1024.0));
+        let levels: Vec<_> = scanned.by_touches().into_iter().map(|(share, pages)| (share, pages.count())).collect();
+        assert_eq!(levels, [(1.0, 1), (2.0 / 3.0, 1), (1.0 / 3.0, 1), (0.0, 509)]);
     }
 
     #[test]

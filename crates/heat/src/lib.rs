@@ -14,6 +14,7 @@
 //! | hot huge pages and base pages | [`Tracker::generation`], [`Tracker::units`] |
 //! | page-size policy | [`size_policy::plan`] |
 //! | custom candidate set | its `candidates` |
+//! | page placement | [`placement::plan`] |
 #![forbid(unsafe_code)]
 
 mod age;
@@ -26,6 +27,7 @@ pub mod inside;
 pub mod moment;
 pub mod pace;
 mod pick;
+pub mod placement;
 mod quota;
 pub mod record;
 pub mod sample;

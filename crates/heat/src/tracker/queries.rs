@@ -7,8 +7,12 @@ use super::Tracker;
 use crate::entry::RECENT;
 use crate::inside::{Inside, Scanned};
 use crate::moment::Moment;
+use crate::placement::Warmth;
 use crate::source::{PageMap, UnitId};
 use crate::units::Units;
+
+/// Cycles by which a unit's rate is known.
+const RATE_CYCLES: u32 = 8;
 
 impl Tracker {
     /// The generation of a unit with pages in memory: 0 is the youngest.
@@ -47,6 +51,19 @@ impl Tracker {
         let (scans, share) = scanned.share_within(RECENT, of);
         let warmth = scanned.counts(of).of_missed()?;
         (scans > 1 && (2.0 * warmth < share || share == 0.0)).then(|| scanned.cold().and(PageMap::first(of)))
+    }
+
+    /// How warm a unit and its pages are, for the choice of memory for them; `None` if it has no page in memory.
+    pub fn warmth(&self, unit: UnitId) -> Option<Warmth> {
+        let touches = self.units.entry(unit)?.touches() & ((1 << RATE_CYCLES) - 1);
+        let all = PageMap::first(self.units.pages_of(unit));
+        let levels = match self.units.inside(unit) {
+            None => vec![(1.0, all)],
+            Some(Inside::Sampled(sampled)) => vec![(sampled.estimate.share, all)],
+            Some(Inside::Scanned(scanned)) => scanned.by_touches(),
+        };
+        let has_cold = self.cold_pages(unit).is_some_and(|cold| !cold.is_empty());
+        Some(Warmth { rate: f64::from(touches.count_ones()) / f64::from(RATE_CYCLES), levels, has_cold })
     }
 
     /// The hot set: each unit touched in the recent cycles, and those of its pages that recent scans saw touched. A

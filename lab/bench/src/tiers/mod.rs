@@ -6,7 +6,9 @@
 //! Threads: the bench's one. Units: in every key. Promise: every row says that it is simulated. The classifiers and the
 //! plans are the product's; memory, samples and moves are modelled; only the CPU time is measured.
 
+mod bloat;
 mod graph;
+mod host;
 mod simulate;
 mod stream;
 
@@ -89,9 +91,10 @@ pub(crate) fn run(quick: bool, begin: &dyn Fn(&str), each: &mut dyn FnMut(Row) -
     for rate in plan.rates {
         each(of(Kind::Scattered(64), 20, *rate))?;
     }
-    let mut row = row("cost of classifying");
-    cost(&mut row, &plan)?;
-    each(row)
+    let mut classifying = row("cost of classifying");
+    cost(&mut classifying, &plan)?;
+    each(classifying)?;
+    host::run(quick, &row, each)
 }
 
 /// The result of one way in one simulation.
