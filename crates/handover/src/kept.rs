@@ -62,6 +62,9 @@ pub struct Kept {
     pub next_seq: u64,
     /// Groups whose members have equal pages once, and patterns of their members' names.
     pub groups: Vec<(String, Vec<String>)>,
+    /// Clients that get a reply only after one that waits for the engine, and what they get, in order: a
+    /// [`ballast_base::wire::KeeperToClient`], or nothing for each of their requests in `pending`.
+    pub owed: Vec<(u64, Vec<Vec<u8>>)>,
 }
 
 /// An engine that serves.
@@ -149,7 +152,7 @@ pub struct KeptAsk {
 }
 
 impl Message for Kept {
-    const FORMAT: Format = Format { version: 2, least_reader: 1, oldest: 1 };
+    const FORMAT: Format = Format { version: 3, least_reader: 1, oldest: 1 };
 }
 
 impl Kept {
@@ -241,6 +244,7 @@ mod tests {
             next_client: 9,
             next_seq: 10,
             groups: vec![("g".into(), vec!["m".into()])],
+            owed: vec![(3, vec![vec![], vec![5, 6]])],
         }
     }
 
@@ -249,11 +253,11 @@ mod tests {
         let said: String = encode(&kept())[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let vm = "020101160202181a020001011c0f101101710101700112";
         let expected = (
-            2,
+            3,
             format!(
                 "080a0c022f70022f6f0101010203010405060e10090101120114{vm}01020128{vm}\
                  01032c0405060107070707070707070707070707070707022e300332018020804001010703010801090a\
-                 01016701016d"
+                 01016701016d01030200020506"
             ),
         );
         assert_eq!((Kept::FORMAT.version, said), expected, "raise FORMAT, and put what is written now here");
@@ -272,12 +276,12 @@ mod tests {
     #[test]
     fn what_is_no_such_file_or_too_new_is_refused_with_both_versions() {
         let mut bytes = encode(&kept());
-        bytes[4..8].copy_from_slice(&[4, 0, 3, 0]);
+        bytes[4..8].copy_from_slice(&[5, 0, 4, 0]);
         let file = memfd::create("ballast-test", Bytes(0)).expect("memfd");
         let file = File::from(file);
         file.write_all_at(&bytes, 0).expect("written");
         let said = Kept::read(&file).expect_err("too new").to_string();
-        assert!(said.contains("version 4 and needs a reader of at least 3; this program has version 2"), "{said}");
+        assert!(said.contains("version 5 and needs a reader of at least 4; this program has version 3"), "{said}");
         let (reader, _writer) = io::pipe().expect("a pipe");
         Kept::read(&reader).expect_err("a pipe");
         Kept::read(memfd::create("ballast-test", Bytes(2 << 30)).expect("memfd")).expect_err("too long");

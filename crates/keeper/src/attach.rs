@@ -72,7 +72,7 @@ impl Keeper {
         let ranges = Ram::ranges(&ram);
         let wait = self.must_wait(attach.resume, &ranges).or_else(|| self.must_wait_for_others(uid, attach.resume));
         if let Some(why) = wait {
-            self.answer(key, &KeeperToClient::Later(why), &[]);
+            self.answer(key, KeeperToClient::Later(why));
             return Ok(());
         }
         let (index, escrow) = match (self.known(attach, &ranges), resumed) {
@@ -240,7 +240,7 @@ impl Keeper {
             return Err(format!("region {} is RAM of another VM", span.hva));
         }
         if let Some(why) = self.must_wait(Some(vm), &ranges) {
-            self.answer(key, &KeeperToClient::Later(why), &[]);
+            self.answer(key, KeeperToClient::Later(why));
             return Ok(());
         }
         let entry = self.entry_of(key)?;
@@ -251,7 +251,7 @@ impl Keeper {
         }
         let number = known.map_or_else(|| entry.append(&ram), Ok)?;
         if self.unplugs_of(vm).iter().any(|(.., unplugged)| *unplugged == number) {
-            self.answer(key, &KeeperToClient::Later("this RAM is about to be unplugged".into()), &[]);
+            self.answer(key, KeeperToClient::Later("this RAM is about to be unplugged".into()));
             return Ok(());
         }
         let entry = self.entry_of(key)?;
@@ -264,7 +264,7 @@ impl Keeper {
             // Pages of it may be far already, as for a process that attaches to a VM that is there.
             return self.answer_when_served(key, vec![number], Answer::Ok);
         }
-        self.answer(key, &KeeperToClient::Ok, &[]);
+        self.answer(key, KeeperToClient::Ok);
         Ok(())
     }
 

@@ -3,17 +3,17 @@
 //! Before: `clients` took its connection. After: the keeper knows its user, and which parts of a VM it maps.
 //! Threads: the keeper's one.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use ballast_base::wire::{Span, VmId};
+use ballast_base::wire::{KeeperToClient, Span, VmId};
 use rustix::event::PollFlags;
 
 use crate::closer::SentFd;
 
-/// Most requests of one client that are under way. Our client makes one at a time.
+/// Most requests of one client that are under way. Our client makes one at a time, but may give up waiting for it.
 const MOST_PENDING: usize = 8;
 
 /// A process that connected. It has a `view` once it attached.
@@ -24,7 +24,9 @@ pub struct Client {
     pub view: Option<ClientView>,
     pub since: Instant,
     pub faults: u32,
-    pub pending: usize,
+    /// What it gets for its requests, from the first on that an engine has not carried out (`None`): the client counts
+    /// replies, so none may overtake another.
+    pub owed: VecDeque<Option<KeeperToClient>>,
 }
 
 /// The view of a process that attached.
@@ -40,7 +42,7 @@ pub struct ClientView {
 impl Client {
     /// The events to wait for on its socket. After too many requests at once, its next messages wait.
     pub fn interest(&self) -> PollFlags {
-        if self.pending < MOST_PENDING { PollFlags::IN } else { PollFlags::empty() }
+        if self.owed.len() < MOST_PENDING { PollFlags::IN } else { PollFlags::empty() }
     }
 }
 

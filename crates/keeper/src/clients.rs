@@ -5,6 +5,7 @@
 //! Promise: a client harms itself only. Its connections, requests and unread replies are bounded per user and per
 //! client, and every descriptor it sends becomes a [`SentFd`] at once, so that none can delay the keeper.
 
+use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -121,7 +122,8 @@ impl Keeper {
                 tracing::warn!("Making a client socket non-blocking: {error}");
                 continue;
             }
-            let client = Client { socket, pid, uid, view: None, since: Instant::now(), faults: 0, pending: 0 };
+            let client =
+                Client { socket, pid, uid, view: None, since: Instant::now(), faults: 0, owed: VecDeque::new() };
             self.clients.insert(self.next_client, client);
             self.next_client += 1;
         }
@@ -160,7 +162,7 @@ impl Keeper {
             tracing::warn!(pid = client.pid, "refused: {reason}");
             client.faults += 1;
         }
-        self.answer(key, &KeeperToClient::Refused(reason), &[]);
+        self.answer(key, KeeperToClient::Refused(reason));
         if self.clients.get(&key).is_some_and(|client| client.faults > MOST_FAULTS) {
             self.drop_client(key, "sends nothing but nonsense, or takes no answers");
         }
@@ -198,14 +200,30 @@ impl Keeper {
                 let (_, number) = *span.ok_or_else(|| format!("no RAM region begins at {hva}"))?;
                 let state = &self.entry_of(key)?.state;
                 state.set_guest_ranges(number, &ranges).map_err(|error| error.to_string())?;
-                self.answer(key, &KeeperToClient::Ok, &[]);
+                self.answer(key, KeeperToClient::Ok);
                 Ok(())
             }
         }
     }
 
-    /// Reply to a client; one that does not read its replies is marked.
-    pub(crate) fn answer(&mut self, key: u64, answer: &KeeperToClient, fds: &[BorrowedFd<'_>]) {
+    /// Reply to a client's last request, after all of its earlier ones have their replies.
+    pub(crate) fn answer(&mut self, key: u64, answer: KeeperToClient) {
+        if let Some(client) = self.clients.get_mut(&key) {
+            client.owed.push_back(Some(answer));
+            self.send_owed(key);
+        }
+    }
+
+    /// Send the replies that wait for no engine.
+    fn send_owed(&mut self, key: u64) {
+        let next = |client: &mut Client| client.owed.pop_front_if(|reply| reply.is_some()).flatten();
+        while let Some(reply) = self.clients.get_mut(&key).and_then(next) {
+            self.send(key, &reply, &[]);
+        }
+    }
+
+    /// Send a reply; a client that does not read its replies is marked.
+    fn send(&mut self, key: u64, answer: &KeeperToClient, fds: &[BorrowedFd<'_>]) {
         let Some(client) = self.clients.get_mut(&key) else { return };
         if let Err(error) = scm::send(&client.socket, &wire::encode(answer), fds) {
             tracing::warn!(pid = client.pid, "Answering a client: {error}");
@@ -214,19 +232,35 @@ impl Keeper {
     }
 
     /// The engine has carried out, or refused, the order that a client waits for.
-    pub(crate) fn answered(&mut self, Asked { client: key, order, answer }: &Asked, result: Result<(), String>) {
-        if let Some(client) = self.clients.get_mut(key) {
-            client.pending = client.pending.saturating_sub(1);
-        }
+    pub(crate) fn answered(&mut self, seq: u64, asked: &Asked, result: Result<(), String>) {
+        let Asked { client: key, order, answer } = asked;
         if let (Order::RemoveRegion { vm, hva, .. }, Ok(())) = (order, &result) {
             self.forget_region(*key, *vm, *hva);
         }
         match (result, answer) {
-            (Err(reason), Answer::Ok) => self.answer(*key, &KeeperToClient::Refused(reason), &[]),
-            (Ok(()), Answer::Ok) => self.answer(*key, &KeeperToClient::Ok, &[]),
-            (Ok(()), Answer::Attached) => self.answer_attached(*key),
+            (Err(reason), Answer::Ok) => self.settle(*key, seq, KeeperToClient::Refused(reason)),
+            (Ok(()), Answer::Ok) => self.settle(*key, seq, KeeperToClient::Ok),
+            // A client asks an engine for nothing before it attaches, so this comes first.
+            (Ok(()), Answer::Attached) => {
+                self.answer_attached(*key);
+                if let Some(client) = self.clients.get_mut(key) {
+                    client.owed.pop_front_if(|reply| reply.is_none());
+                }
+                self.send_owed(*key);
+            }
             (Err(reason), Answer::Attached) => self.refuse_attached(*key, &reason),
         }
+    }
+
+    /// The reply to the request that had this order is known.
+    fn settle(&mut self, key: u64, seq: u64, reply: KeeperToClient) {
+        // Orders have ascending numbers, also when they are asked again (`ask_again`).
+        let before = self.pending.range(..seq).filter(|(_, asked)| asked.client == key).count();
+        let Some(client) = self.clients.get_mut(&key) else { return };
+        if let Some(owed) = client.owed.iter_mut().filter(|owed| owed.is_none()).nth(before) {
+            *owed = Some(reply);
+        }
+        self.send_owed(key);
     }
 
     /// Tell a client that it is attached, and give it its VM's escrow.
@@ -243,12 +277,12 @@ impl Keeper {
     /// Tell a client that it is attached.
     pub(crate) fn give_escrow(&mut self, key: u64, vm: VmId, stores: Vec<StoreFiles>, escrow: &[OwnedFd]) {
         let files: Vec<_> = escrow.iter().map(AsFd::as_fd).collect();
-        self.answer(key, &KeeperToClient::Attached { vm, stores }, &files);
+        self.send(key, &KeeperToClient::Attached { vm, stores }, &files);
     }
 
     /// It passed the checks when it attached, and failed after all.
     fn refuse_attached(&mut self, key: u64, reason: &str) {
-        self.answer(key, &KeeperToClient::Refused(reason.to_owned()), &[]);
+        self.send(key, &KeeperToClient::Refused(reason.to_owned()), &[]);
         self.drop_client(key, reason);
     }
 
@@ -290,7 +324,7 @@ impl Keeper {
     ) -> Result<(), String> {
         let client = self.clients.get_mut(&key).ok_or("this client is gone")?;
         let vm = client.view.as_ref().ok_or("attach first")?.vm;
-        client.pending += 1;
+        client.owed.push_back(None);
         let seq = self.next_seq;
         self.next_seq += 1;
         let order = order(seq, vm, client.pid);

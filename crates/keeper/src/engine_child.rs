@@ -354,7 +354,7 @@ impl Keeper {
             self.pending.insert(seq, asked);
             return;
         }
-        self.answered(&asked, result);
+        self.answered(seq, &asked, result);
     }
 
     /// The engine is dead, except threads that the kernel keeps.

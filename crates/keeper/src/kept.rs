@@ -6,7 +6,7 @@
 //! Promise: making a keeper takes duplicates of the descriptors, reads files, and sends nothing. So if a program fails
 //! here, the one before it can be the keeper again.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
-use ballast_base::wire::{decode, encode};
+use ballast_base::wire::{KeeperToClient, WireError, decode, encode};
 use ballast_handover::kept::{Kept, KeptAsk, KeptClient, KeptEngine, KeptView, KeptVm, Number};
 use ballast_handover::orders::Order;
 use ballast_handover::state_file::StateFile;
@@ -44,6 +44,11 @@ impl Keeper {
             client: asked.client,
             order: encode(&asked.order),
             attaches: asked.answer == Answer::Attached,
+        };
+        let owed = |(key, client): (&u64, &Client)| {
+            let holds_any = client.owed.iter().any(Option::is_some);
+            let replies = client.owed.iter().map(|reply| reply.as_ref().map_or_else(Vec::new, encode));
+            holds_any.then(|| (*key, replies.collect()))
         };
         let client = |(key, client): (&u64, &Client)| KeptClient {
             key: *key,
@@ -85,6 +90,7 @@ impl Keeper {
             next_client: self.next_client,
             next_seq: self.next_seq,
             groups: self.groups.clone(),
+            owed: self.clients.iter().filter_map(owed).collect(),
         })
     }
 
@@ -130,8 +136,8 @@ impl Keeper {
             keeper.pending.insert(ask.seq, Asked { client: ask.client, order, answer });
         }
         for client in &kept.clients {
-            let pending = kept.pending.iter().filter(|ask| ask.client == client.key).count();
-            keeper.clients.insert(client.key, client_again(client, pending, &closer)?);
+            let owed = owed_again(kept, client.key).context("Reading what a client is owed")?;
+            keeper.clients.insert(client.key, client_again(client, owed, &closer)?);
         }
         keeper.standing = Some(Standing { lock: kept.lock, attach: Arc::new(fd(kept.attach)?) });
         Ok(keeper)
@@ -191,7 +197,20 @@ fn vm_again(vm: &KeptVm, closer: &Arc<Closer>) -> anyhow::Result<VmEntry> {
     Ok(entry)
 }
 
-fn client_again(client: &KeptClient, pending: usize, closer: &Arc<Closer>) -> anyhow::Result<Client> {
+/// The replies that a client gets, in order: those that wait for an engine, and others behind them.
+fn owed_again(kept: &Kept, key: u64) -> Result<VecDeque<Option<KeeperToClient>>, WireError> {
+    let reply = |bytes: &Vec<u8>| if bytes.is_empty() { Ok(None) } else { decode(bytes).map(Some) };
+    match kept.owed.iter().find(|(client, _)| *client == key) {
+        Some((_, replies)) => replies.iter().map(reply).collect(),
+        None => Ok(kept.pending.iter().filter(|ask| ask.client == key).map(|_| None).collect()),
+    }
+}
+
+fn client_again(
+    client: &KeptClient,
+    owed: VecDeque<Option<KeeperToClient>>,
+    closer: &Arc<Closer>,
+) -> anyhow::Result<Client> {
     let KeptClient { socket, pid, uid, faults, ref view, .. } = *client;
     let view = view.as_ref().map(|view| {
         let uffds = view.uffds.iter().map(|number| Ok(Arc::new(sent(*number, uid, closer)?)));
@@ -204,5 +223,5 @@ fn client_again(client: &KeptClient, pending: usize, closer: &Arc<Closer>) -> an
         })
     });
     let view = view.transpose()?;
-    Ok(Client { socket: sent(socket, uid, closer)?, pid, uid, view, since: Instant::now(), faults, pending })
+    Ok(Client { socket: sent(socket, uid, closer)?, pid, uid, view, since: Instant::now(), faults, owed })
 }

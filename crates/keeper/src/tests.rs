@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::{Attach, Span, VmId};
+use ballast_base::wire::{Attach, ClientToKeeper, KeeperToClient, Span, VmId, decode, encode};
 use ballast_base::{Bytes, Extents, Hva};
 use ballast_handover::orders::Order;
 use ballast_sys::memfd::{self, FileId};
@@ -62,7 +62,7 @@ fn process_of(keeper: &mut Keeper, vm: VmId, pid: u32) -> (u64, OwnedFd) {
     let spans = vec![(Span { hva: Hva(0), len: Bytes(1 << 20) }, 0)];
     let view = ClientView { vm, uffds: Vec::new(), uffd_features: 0, control: Arc::new(sent(control)), spans };
     let (socket, since, key) = (sent(ours), Instant::now(), u64::from(pid));
-    keeper.clients.insert(key, Client { socket, pid, uid: 0, view: Some(view), since, faults: 0, pending: 1 });
+    keeper.clients.insert(key, Client { socket, pid, uid: 0, view: Some(view), since, faults: 0, owed: [None].into() });
     (key, theirs)
 }
 
@@ -337,12 +337,46 @@ fn a_region_that_no_engine_has_removed_keeps_its_files_and_a_removed_one_does_no
         if is_removed {
             keeper.vms[0].state.remove_region(0);
         }
-        keeper.answered(&asked, Ok(()));
+        keeper.answered(1, &asked, Ok(()));
         assert!(keeper.clients[&key].view.as_ref().expect("a view").spans.is_empty());
         let engine = Process { pid: 1, start: 1 };
         let (Order::OpenVm { files, .. }, _) = open_order(&mut keeper.vms[0], engine) else { panic!("another order") };
         assert_eq!((keeper.vms[0].ram[0].is_none(), files), (is_removed, u8::from(!is_removed)));
     }
+}
+
+#[test]
+fn no_reply_to_a_client_overtakes_the_one_to_an_earlier_request() {
+    let (mut keeper, _dir) = keeper();
+    let vm = new_vm(&mut keeper, "web");
+    let (key, socket) = process_of(&mut keeper, vm, 7);
+    keeper.clients.get_mut(&key).expect("it is there").owed.clear();
+    rustix::io::ioctl_fionbio(&socket, true).expect("FIONBIO");
+    let heard = || {
+        let next = || ballast_sys::scm::receive(&socket).ok().flatten();
+        std::iter::from_fn(next).map(|message| decode(&message.bytes).expect("a reply")).collect::<Vec<_>>()
+    };
+    let ranges = |hva| ClientToKeeper::GuestRanges { hva: Hva(hva), ranges: Vec::new() };
+    // An engine has to carry out the first and the third. The second and the fourth are refused at once.
+    let requests = [ClientToKeeper::Pin("test".into()), ranges(8), ClientToKeeper::MayPin, ranges(9)];
+    for request in requests {
+        ballast_sys::scm::send(&socket, &encode(&request), &[]).expect("send");
+        keeper.hear_client(key);
+    }
+    let [pin, may_pin] = keeper.pending.keys().copied().collect::<Vec<_>>()[..] else { panic!("two wait") };
+    let done = |keeper: &mut Keeper, seq| {
+        let asked = keeper.pending.remove(&seq).expect("it waits");
+        keeper.answered(seq, &asked, Ok(()));
+    };
+    done(&mut keeper, may_pin);
+    assert_eq!(heard(), [], "the reply to the pin is the first");
+    done(&mut keeper, pin);
+    let told = heard();
+    let refused =
+        |reply: &KeeperToClient, hva: &str| matches!(reply, KeeperToClient::Refused(why) if why.ends_with(hva));
+    let [KeeperToClient::Ok, second, KeeperToClient::Ok, fourth] = &told[..] else { panic!("{told:?}") };
+    assert!(refused(second, "0x8") && refused(fourth, "0x9"), "{told:?}");
+    assert!(keeper.clients[&key].owed.is_empty());
 }
 
 #[test]
