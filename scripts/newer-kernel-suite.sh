@@ -1,7 +1,7 @@
 #!/bin/bash
 # What depends on the kernel, on a newer one than this machine's: the tests of sys and of pager that need only memory,
-# those of the pool, and those of memory that fails, inside QEMU. Above all those of userfaultfd's read-write protection
-# (Linux 7.3).
+# those of tiers and of the pool, and those of memory that fails, inside QEMU. Above all those of userfaultfd's
+# read-write protection (Linux 7.3).
 #
 # The kernel is the newest that Debian had for its stable release when this ran first. It is unpacked into
 # target/guest/newer and never installed; `--refresh` fetches it again.
@@ -28,8 +28,11 @@ QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=rwp,uffd,collapse,hwpoison scripts/in-q
     "$(program ballast_sys) remote" "$(program unregister)" "$(program answered)" "$(program rwp)" \
     "$(program track)" "$(program coalesce)" "$(program shard)" "$(program native)" "$(program memory_error)" \
     "$(program ballast_sys) memory_error" "$(program arena_memory)" "$(program engine_memory)"
-# The pool, on two NUMA nodes of different sizes. Memory that fails comes last: it stays the kernel's for ever.
+# Two NUMA nodes of different sizes: tiers of the host, and the pool. Memory that fails comes last: it stays the
+# kernel's for ever.
 nodes='-object memory-backend-ram,id=m0,size=1536M -numa node,nodeid=0,cpus=0,memdev=m0'
 nodes="$nodes -object memory-backend-ram,id=m1,size=2560M -numa node,nodeid=1,cpus=1,memdev=m1"
-QEMU_MEMORY=4G QEMU_ARGS=$nodes FILES='' REQUIRE=uffd,hwpoison,numa exec scripts/in-qemu.sh "$out/vmlinuz" \
+export QEMU_MEMORY=4G QEMU_SECONDS=1200 QEMU_ARGS=$nodes REQUIRE=uffd,collapse,hwpoison,numa
+exec scripts/in-qemu.sh "$out/vmlinuz" \
+    "$(program placed) --test-threads=1" "$(program host_tiers)" \
     "$(program numa) a_vms_pages" "$(program isolation) --test-threads=1" "$(program failed) --test-threads=1"

@@ -26,8 +26,8 @@ pub use openapi::{document, document_json};
 pub use pool::{LendRequest, PoolNode, PoolRequest, PoolStat, PoolVm};
 pub use problem::Problem;
 pub use types::{
-    EngineTime, FaultCounts, GuestRange, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall,
-    VmChange, VmClass, VmPatch, VmStat, VmStatus,
+    EngineTime, FaultCounts, GuestRange, HostTierStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat,
+    RestoreStages, Stall, VmChange, VmClass, VmPatch, VmStat, VmStatus,
 };
 pub use upgrade::{UpgradeRequest, UpgradeStage, UpgradeStat};
 

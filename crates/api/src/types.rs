@@ -119,6 +119,34 @@ pub struct VmStat {
     /// The agent in its guest; null if the VMM has no port for one.
     #[serde(default)]
     pub agent: Option<AgentStat>,
+    /// Fast and slow memory of the host; null if memory stays where the kernel puts it.
+    #[serde(default)]
+    pub host_tiers: Option<HostTierStat>,
+}
+
+/// A VM's memory on the host's nodes of fast and of slow memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct HostTierStat {
+    /// The node of fast memory.
+    pub fast_node: u32,
+    /// The node of slow memory.
+    pub slow_node: u32,
+    /// Most memory that it may have on the fast node.
+    pub fast_limit_bytes: u64,
+    /// Part of resident: on the slow node, when last looked for.
+    pub slow_bytes: u64,
+    /// Memory moved to the slow node, since attach.
+    pub to_slow_bytes: u64,
+    /// Memory moved to the fast node.
+    pub to_fast_bytes: u64,
+    /// Memory that was to be moved and stayed: pinned, or mapped by several processes.
+    pub stayed_bytes: u64,
+    /// Huge pages split so that a part of them could be moved.
+    pub split_units: u64,
+    /// Huge pages that the kernel would not split.
+    pub split_refused: u64,
+    /// Units that became huge pages again.
+    pub joined_units: u64,
 }
 
 /// Time that the engine's threads spent on a VM, since attach. While VMs compete for it, it is divided by shares.

@@ -224,7 +224,22 @@ fn screen(vm: &VmStat) -> String {
         text.push('\n');
     }
     text += &guest_addresses(vm);
-    text + &agent::screen(vm)
+    text + &host_tiers(vm) + &agent::screen(vm)
+}
+
+/// Its memory on the host's nodes, if it is kept there by heat.
+fn host_tiers(vm: &VmStat) -> String {
+    let Some(tiers) = vm.host_tiers else { return String::new() };
+    let fast = vm.resident_bytes.saturating_sub(tiers.slow_bytes);
+    let [fast, limit, slow] = [fast, tiers.fast_limit_bytes, tiers.slow_bytes].map(show::size);
+    let [up, down, stayed] = [tiers.to_fast_bytes, tiers.to_slow_bytes, tiers.stayed_bytes].map(show::size);
+    let [split, refused, joined] = [tiers.split_units, tiers.split_refused, tiers.joined_units].map(show::grouped);
+    format!(
+        "HOST TIERS\n  fast, node {}: {fast} of at most {limit}; slow, node {}: {slow}\n  moved: {up} to the fast \
+         node, {down} to the slow one; {stayed} could not be moved\n  huge pages: {split} split, {refused} not, \
+         {joined} joined again\n\n",
+        tiers.fast_node, tiers.slow_node
+    )
 }
 
 /// The guest-physical addresses of each region's parts.

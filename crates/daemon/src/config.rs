@@ -15,6 +15,7 @@ use ballast_remote::Addr;
 use ballast_sys::meminfo;
 use serde::{Deserialize, Serialize};
 
+use crate::tiering::Tiering;
 use crate::tracking::Tracking;
 
 /// The compression of pages.
@@ -58,6 +59,9 @@ pub struct Config {
     pub dedup: BTreeMap<String, Vec<String>>,
     /// When VMs are tracked.
     pub heat: Tracking,
+    /// Nodes of fast and of slow memory for VMs; without it their memory stays where the kernel puts it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tier: Option<Tiering>,
     /// The policy that decides how much memory each VM may have.
     pub policy: Policy,
 }
@@ -193,6 +197,7 @@ impl Default for Config {
             remote: None,
             dedup: BTreeMap::new(),
             heat: Tracking::default(),
+            tier: None,
             policy: Policy::default(),
         }
     }
@@ -204,7 +209,8 @@ impl Config {
         let Some(path) = path else { return Ok(Self::default()) };
         let text = std::fs::read_to_string(path).with_context(|| format!("Reading {}", path.display()))?;
         let config: Self = toml::from_str(&text).with_context(|| format!("Understanding {}", path.display()))?;
-        config.validate().with_context(|| format!("Checking {}", path.display()))?;
+        let checked = config.validate().and_then(|()| config.tier.map_or(Ok(()), |tier| tier.find_nodes()));
+        checked.with_context(|| format!("Checking {}", path.display()))?;
         Ok(config)
     }
 
@@ -225,6 +231,7 @@ impl Config {
             }
         }
         self.heat.validate()?;
+        self.tier.map_or(Ok(()), |tier| tier.validate())?;
         self.policy.setup().check().map_err(|why| anyhow::anyhow!("policy: {why}"))?;
         self.spill.as_ref().map_or(Ok(()), Spill::validate)?;
         self.remote.as_ref().map_or(Ok(()), Remote::validate)
@@ -374,6 +381,10 @@ mod tests {
             ("runtime_dir = \"x\"", "runtime_dir"),
             ("[heat]\ntrack = \"sometimes\"", "sometimes"),
             ("[heat]\ncost_percent = nan", "heat.cost_percent"),
+            ("[tier]\nfast_percent = 50", "slow_node"),
+            ("[tier]\nslow_node = 0\nfast_percent = 50", "tier.slow_node"),
+            ("[tier]\nslow_node = 1\nfast_percent = 100", "tier.fast_percent"),
+            ("[tier]\nslow_node = 1\nfast_percent = 5\nmib_per_s = 0", "tier.mib_per_s"),
             ("[heat]\ncost_percent = 0.0", "heat.cost_percent"),
             ("[spill]\ndir = \"x\"\nbudget = \"1G\"", "spill.dir"),
             ("[spill]\ndir = \"/x\"", "budget"),

@@ -19,4 +19,5 @@ pub mod engine;
 pub mod events;
 pub mod http;
 pub mod settings;
+pub mod tiering;
 pub mod tracking;

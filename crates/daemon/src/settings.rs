@@ -13,6 +13,7 @@ use ballast_policy::Setup;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{self, Compression, Config};
+use crate::tiering::Tiering;
 use crate::tracking::Tracking;
 
 /// The settings of an engine.
@@ -38,6 +39,8 @@ pub struct Settings {
     pub pool: Option<Pooling>,
     /// Protection of pages that go to a cluster; none if the keeper is older than this.
     pub privacy: Privacy,
+    /// Nodes of fast and of slow memory; none if the keeper is older than this.
+    pub tier: Option<Tiering>,
 }
 
 /// Protection of pages that go to a cluster.
@@ -131,6 +134,7 @@ impl Settings {
                 gid: config.attach_gid,
             }),
             privacy: config.remote.as_ref().map_or_else(Privacy::default, Privacy::of),
+            tier: config.tier,
         }
     }
 }
@@ -161,7 +165,7 @@ pub fn for_keeper(config: &Config) -> Options {
 }
 
 impl Message for Settings {
-    const FORMAT: Format = Format { version: 4, least_reader: 1, oldest: 1 };
+    const FORMAT: Format = Format { version: 5, least_reader: 1, oldest: 1 };
 }
 
 #[cfg(test)]
@@ -195,14 +199,16 @@ mod tests {
                 tls: Some(TlsFiles { ca: "/c".into(), own: Some(("/o".into(), "/k".into())), name: Some("n".into()) }),
                 encrypt: true,
             },
+            tier: Some(Tiering { fast_node: 1, slow_node: 2, fast_percent: 3, mib_per_s: 4 }),
         };
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let expected = (
-            4,
+            5,
             "040005010601022f6407080900000000000000e03f01000501010203000000000000e03f04".to_owned()
                 + "0101016e0001022f70010203"
                 + "01022f70022f730103"
-                + "01022f6301022f6f022f6b01016e01",
+                + "01022f6301022f6f022f6b01016e01"
+                + "0101020304",
         );
         assert_eq!((Settings::FORMAT.version, said), expected, "raise FORMAT, and put what is said now here");
     }

@@ -51,6 +51,11 @@ impl Tracking {
     }
 }
 
+/// When to track a VM at first. Its memory is placed by heat (`[tier]`), so it is tracked then.
+pub fn at_first(track: Track, is_placed: bool) -> ballast_pager::vm::tuning::Track {
+    to_pager(if is_placed { Track::On } else { track })
+}
+
 /// The API's word as the pager's.
 pub fn to_pager(track: Track) -> ballast_pager::vm::tuning::Track {
     use ballast_pager::vm::tuning::Track as Pager;

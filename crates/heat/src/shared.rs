@@ -36,6 +36,13 @@ pub struct Cycle {
     pub window: Duration,
 }
 
+impl Cycle {
+    /// Does it watch all memory?
+    pub fn is_coarse(&self) -> bool {
+        self.phase == Phase::Coarse
+    }
+}
+
 /// The tracker of one VM, shared.
 #[derive(Debug)]
 pub struct VmHeat {

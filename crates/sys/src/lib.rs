@@ -17,6 +17,7 @@ pub mod file_ranges;
 pub mod huge_files;
 pub mod hugetlb;
 pub mod kcmp;
+pub mod large_pages;
 pub mod mapping;
 pub mod memfd;
 pub mod meminfo;

@@ -36,7 +36,7 @@ pub enum Collapsed {
 /// A process whose page tables are scanned and collapsed.
 #[derive(Debug)]
 pub struct Remote {
-    process: OwnedFd,
+    pub(crate) process: OwnedFd,
     pagemap: File,
 }
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_api::{
-    AgentStat, AgentState, EngineTime, FaultCounts, GuestRange, Latency, NodeStat, PickedStat, Psi, ReclaimCounts,
-    RegionStat, RestoreStages, Stall, TierStat, TieringStat, TieringState, VmClass, VmStat, VmStatus,
+    AgentStat, AgentState, EngineTime, FaultCounts, GuestRange, HostTierStat, Latency, NodeStat, PickedStat, Psi,
+    ReclaimCounts, RegionStat, RestoreStages, Stall, TierStat, TieringStat, TieringState, VmClass, VmStat, VmStatus,
 };
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
 use ballast_base::{PAGE_SIZE, PageCount};
@@ -116,6 +116,18 @@ pub(super) fn stat(served: &Served) -> VmStat {
         },
         regions: regions(vm, memory),
         agent: agent(vm.agent().shown(), &vm.agent().balloon()),
+        host_tiers: vm.tuning.tiers.map(|tiers| HostTierStat {
+            fast_node: tiers.fast_node,
+            slow_node: tiers.slow_node,
+            fast_limit_bytes: memory.size.0 * u64::from(tiers.fast_percent) / 100,
+            slow_bytes: bytes(Counter::SlowNode).min(memory.resident.0),
+            to_slow_bytes: bytes(Counter::MovedDown),
+            to_fast_bytes: bytes(Counter::MovedUp),
+            stayed_bytes: bytes(Counter::MoveFailed),
+            split_units: stats.get(Counter::Split),
+            split_refused: stats.get(Counter::SplitFailed),
+            joined_units: stats.get(Counter::Joined),
+        }),
     }
 }
 

@@ -34,6 +34,7 @@ use super::served::{KEPT, Served};
 use super::shared::{Closing, Engine, Unlists, mend};
 use super::views;
 use crate::config::Compression;
+use crate::tiering::Tiering;
 use crate::tracking;
 
 /// The content of an order to open a VM.
@@ -245,8 +246,9 @@ impl Engine {
         let tuning = Tuning {
             quarantine: Duration::from_millis(self.settings().quarantine_ms),
             spill_after: self.spill_after(has_file),
-            track: tracking::to_pager(self.settings().heat.track),
+            track: tracking::at_first(self.settings().heat.track, self.settings().tier.is_some()),
             heat: self.settings().heat.settings(),
+            tiers: self.settings().tier.map(Tiering::to_pager),
             ..Tuning::default()
         };
         let mut tiers: Vec<_> =

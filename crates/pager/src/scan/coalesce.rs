@@ -144,7 +144,7 @@ pub(crate) fn is_resident(region: &Region, unit: u64) -> bool {
 }
 
 /// Maps one unit huge in every process that maps it aligned. `None` if it is not to be done now.
-fn coalesce(vm: &Vm, region: &Region, number: u64) -> std::io::Result<Option<Collapsed>> {
+pub(crate) fn coalesce(vm: &Vm, region: &Region, number: u64) -> std::io::Result<Option<Collapsed>> {
     // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
     let _layout = vm.layout();
     let pages = PageRange::of_unit(number);

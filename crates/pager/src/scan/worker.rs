@@ -1,7 +1,7 @@
 //! The tracking worker: finds out which memory of one VM is hot.
 //!
 //! Before: the VM has a limit, or tracking is on. After: `vm.heat` knows generations, ages and the working set; reclaim
-//! picks by them and the API shows them.
+//! picks by them, the API shows them, and `place` moves memory between two nodes by them.
 //! Threads: one task per VM, which runs at the beginning and at the end of each cycle, at the pace of heat's budgets.
 //! Promise: no cycle runs while the VM is held or stopping. A hold notifies the task, which ends a running cycle as
 //! soon as it gets a thread, and maps everything that the cycle zapped as before.
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use ballast_heat::{AccessSource, Cycle, Turn};
 
+use super::place::Places;
 use super::source::Scans;
 use crate::run::pool::blocking;
 use crate::run::queue::Next;
@@ -27,6 +28,8 @@ const FAILED: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 struct Tracking {
     scans: Scans,
+    /// `None` while its memory is not placed.
+    places: Option<Places>,
     waits: Waits,
     until: Instant,
 }
@@ -67,13 +70,17 @@ impl TrackWorker {
             return Next::At(until);
         }
         let mut finished = Ok(());
-        let scans = match self.tracking.take() {
-            Some(Tracking { mut scans, waits: Waits::Cycle(cycle), .. }) => {
+        let parts = match self.tracking.take() {
+            Some(Tracking { mut scans, mut places, waits: Waits::Cycle(cycle), .. }) => {
+                let is_coarse = cycle.is_coarse();
                 // This may wait for the client.
                 finished = blocking(|| vm.heat.finish(&mut scans, cycle, is_tracked));
-                Some(scans)
+                if let Some(places) = places.as_mut().filter(|_| is_coarse && is_tracked && finished.is_ok()) {
+                    finished = blocking(|| places.turn());
+                }
+                Some((scans, places))
             }
-            tracking => tracking.map(|tracking| tracking.scans),
+            tracking => tracking.map(|tracking| (tracking.scans, tracking.places)),
         };
         if !is_tracked {
             vm.heat.set_source(None);
@@ -83,7 +90,15 @@ impl TrackWorker {
                 Track::On | Track::Auto => Next::about(now, IDLE),
             };
         }
-        let mut scans = scans.unwrap_or_else(|| Scans::new(vm.clone()));
+        let begin = || (Scans::new(vm.clone()), vm.tuning.tiers.map(|tiers| Places::new(vm.clone(), tiers)));
+        let (mut scans, mut places) = parts.unwrap_or_else(begin);
+        if let Some(places) = places.as_mut().filter(|places| finished.is_ok() && places.has_work()) {
+            finished = blocking(|| places.work());
+        }
+        if places.as_ref().is_some_and(|places| finished.is_ok() && places.has_work()) {
+            self.tracking = Some(Tracking { scans, places, waits: Waits::Rest, until: now });
+            return Next::Again;
+        }
         vm.heat.set_source(Some(scans.ability()));
         let begun = finished.and_then(|()| blocking(|| vm.heat.begin(&mut scans, &Table::of(&vm))));
         let begun = begun.unwrap_or_else(|error| self.failed(&error));
@@ -92,7 +107,7 @@ impl TrackWorker {
             Turn::Rest(pause) => (now + pause, Waits::Rest),
             Turn::Watch(cycle) => (now + cycle.window, Waits::Cycle(cycle)),
         };
-        self.tracking = Some(Tracking { scans, waits, until });
+        self.tracking = Some(Tracking { scans, places, waits, until });
         Next::At(until)
     }
 

@@ -84,8 +84,22 @@ pub enum Counter {
     FaultWorkNs,
     /// CPU time that its tasks took, nanoseconds.
     TaskCpuNs,
+    /// Gauge: pages that were last seen on the slow node of the host.
+    SlowNode,
+    /// Pages moved to the slow node.
+    MovedDown,
+    /// Pages moved to the fast node.
+    MovedUp,
+    /// Pages that were to be moved, and stayed.
+    MoveFailed,
+    /// Units split so that their pages can be moved alone.
+    Split,
+    /// Units that the kernel would not split.
+    SplitFailed,
+    /// Units joined again.
+    Joined,
 }
-const _: () = assert!((Counter::TaskCpuNs as usize) < COUNTERS);
+const _: () = assert!((Counter::Joined as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -38,6 +38,21 @@ pub struct Tuning {
     pub track: Track,
     /// How to track it.
     pub heat: Settings,
+    /// Nodes of fast and of slow memory to keep it on, by heat; `None`: it stays where the kernel puts it.
+    pub tiers: Option<HostTiers>,
+}
+
+/// Two nodes of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostTiers {
+    /// The node of fast memory.
+    pub fast_node: u32,
+    /// The node of slow memory.
+    pub slow_node: u32,
+    /// Most of a VM's memory on the fast node, in percent.
+    pub fast_percent: u32,
+    /// Most memory of a VM moved each way in a second.
+    pub mib_per_s: u64,
 }
 
 impl Default for Tuning {
@@ -49,6 +64,7 @@ impl Default for Tuning {
             coalesce_every: COALESCE_EVERY,
             track: Track::Auto,
             heat: Settings::default(),
+            tiers: None,
         }
     }
 }

@@ -23,7 +23,7 @@ use ballast_pager::vm::ram::RamFile;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::stats::Counter;
-use ballast_pager::vm::tuning::Track;
+use ballast_pager::vm::tuning::{HostTiers, Track};
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Tuning, Vm};
 use ballast_store::{
@@ -69,6 +69,8 @@ struct Setup {
     pins: Arc<Pins>,
     /// What RAM is made of, if it is not one file.
     extents: Option<Extents>,
+    /// Nodes that its memory is kept on.
+    tiers: Option<HostTiers>,
 }
 
 /// What the files of RAM hold outside of its extents.
@@ -102,6 +104,7 @@ impl Setup {
             features,
             pins: pins(),
             extents: None,
+            tiers: None,
         }
     }
 }
@@ -146,6 +149,14 @@ impl Rig {
     /// The same as `new` where nobody can tell who holds a page.
     pub fn unasked(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
         let rig = Self::open(Setup { pins: Arc::default(), ..Setup::new(ram, store_budget, quarantine) });
+        rig.add_view();
+        rig
+    }
+
+    /// The same as `new`, whose memory is kept on two nodes while it is tracked.
+    pub fn on_nodes(ram: Bytes, store_budget: Bytes, tiers: HostTiers) -> Self {
+        let setup = Setup::new(ram, store_budget, Duration::from_millis(5));
+        let rig = Self::open(Setup { tiers: Some(tiers), ..setup });
         rig.add_view();
         rig
     }
@@ -221,7 +232,9 @@ impl Rig {
         (0..self.pages).for_each(|page| self.fill(page, 1));
         let ram = Bytes(self.guest.len() as u64);
         let remote = Remote::open(std::process::id()).expect("own process");
-        let outcome = remote.collapse(Hva(self.guest.addr() as u64), ram.0);
+        // The kernel may have pages in its hands for a moment.
+        let mut tries = (0..100).map(|_| remote.collapse(Hva(self.guest.addr() as u64), ram.0));
+        let outcome = tries.find(|outcome| !matches!(outcome, Ok(Collapsed::Busy))).unwrap_or(Ok(Collapsed::Busy));
         if !matches!(outcome, Ok(Collapsed::Done)) || remote.huge(Hva(0), 0).is_err() {
             skip("collapse", format_args!("{outcome:?}"));
             return None;
@@ -286,7 +299,7 @@ impl Rig {
     }
 
     fn open(setup: Setup) -> Self {
-        let Setup { ram, store_budget, quarantine, spill, huge, shards, features, pins, extents } = setup;
+        let Setup { ram, store_budget, quarantine, spill, huge, shards, features, pins, extents, tiers } = setup;
         let whole = extents.is_none();
         let extents = extents.unwrap_or_else(|| Extents::one(Bytes(0), ram).expect("good"));
         // What the pool lends must cover all of RAM.
@@ -329,13 +342,18 @@ impl Rig {
         let stores = Stores::new([ram_store].into_iter().chain(slow).collect());
         let coalesce_every = Duration::from_millis(5);
         // Nobody is tracked but where a test says so; then as often as it goes.
-        let heat = ballast_heat::Settings {
+        let mut heat = ballast_heat::Settings {
             period: Duration::from_millis(40),
             longest_period: Duration::from_millis(100),
             ..Default::default()
         };
+        if tiers.is_some() {
+            // Memory is placed by fine cycles. On an emulated machine a fault takes a millisecond.
+            (heat.budget.cpu, heat.budget.guest) = (1.0, 1.0);
+            (heat.period, heat.longest_period) = (Duration::from_secs(1), Duration::from_secs(2));
+        }
         let track = Track::Off;
-        let tuning = Tuning { quarantine, spill_after, coalesce_every, track, heat, ..Tuning::default() };
+        let tuning = Tuning { quarantine, spill_after, coalesce_every, track, heat, tiers, ..Tuning::default() };
         let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report).with_pins(pins));
         vm.open_region(&files).expect("region");
         vm.start().expect("start");

@@ -4,7 +4,7 @@
 //! Threads: any. Units: base units only (bytes, seconds). Promise: labels are bounded (names of VMs and nodes, and
 //! fixed words), and a test compares the names with the documentation.
 
-use ballast_api::{AgentStat, AgentState, HostStat, NodeStat, RemoteNode, TieringStat, VmStat, VmStatus};
+use ballast_api::{AgentStat, AgentState, HostStat, HostTierStat, NodeStat, RemoteNode, TieringStat, VmStat, VmStatus};
 use ballast_base::PAGE_SIZE;
 use ballast_policy::HostState;
 
@@ -35,6 +35,11 @@ fn of_agent(vm: &VmStat, samples: impl Fn(&AgentStat) -> Vec<Sample>) -> Vec<Sam
 /// Samples of tiering in a VM's guest; none without it.
 fn of_tiering(vm: &VmStat, samples: impl Fn(&TieringStat) -> Vec<Sample>) -> Vec<Sample> {
     vm.agent.iter().flat_map(|agent| &agent.tiering).flat_map(samples).collect()
+}
+
+/// Samples of a VM's memory on the host's nodes; none without tiers.
+fn of_host_tiers(vm: &VmStat, samples: impl Fn(&HostTierStat) -> Vec<Sample>) -> Vec<Sample> {
+    vm.host_tiers.iter().flat_map(samples).collect()
 }
 
 fn moved(from: &str, to: &str, cause: &str, count: u64) -> Sample {
@@ -294,6 +299,24 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
     }),
     metric("ballast_vm_tier_moved_bytes_total", Kind::Counter, "Memory that the guest moved between tiers.", |vm| {
         of_tiering(vm, |tiering| by("to", &[("fast", tiering.promoted_bytes), ("slow", tiering.demoted_bytes)]))
+    }),
+    metric("ballast_vm_host_tier_bytes", Kind::Gauge, "Part of resident, by the host's node, when last seen.", |vm| {
+        of_host_tiers(vm, |tiers| {
+            by("tier", &[("fast", vm.resident_bytes.saturating_sub(tiers.slow_bytes)), ("slow", tiers.slow_bytes)])
+        })
+    }),
+    metric("ballast_vm_host_tier_moves_bytes_total", Kind::Counter, "Moves between the host's nodes.", |vm| {
+        of_host_tiers(vm, |tiers| {
+            let moves = [("fast", tiers.to_fast_bytes), ("slow", tiers.to_slow_bytes), ("none", tiers.stayed_bytes)];
+            by("to", &moves)
+        })
+    }),
+    metric("ballast_vm_host_tier_units_total", Kind::Counter, "Huge pages split for a move, or joined again.", |vm| {
+        of_host_tiers(vm, |tiers| {
+            let units =
+                [("split", tiers.split_units), ("refused", tiers.split_refused), ("joined", tiers.joined_units)];
+            by("what", &units)
+        })
     }),
     metric("ballast_vm_picked_pages_total", Kind::Counter, "Picked pages, sampled, by outcome.", |vm| {
         of_agent(vm, |agent| {

@@ -1,0 +1,88 @@
+//! Fast and slow memory of the host: the table `[tier]` of the settings.
+//!
+//! Before: `config` reads it, `settings` passes it on. After: the engine opens each VM with it, and the VM's tracking
+//! worker moves its memory between the two nodes.
+//! Units: numbers of nodes, percent, MiB a second. Promise: a node that the host does not have is an error at the start
+//! of the keeper that names it and those that there are.
+
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use ballast_pager::vm::tuning::HostTiers;
+use serde::{Deserialize, Serialize};
+
+/// Nodes that have memory, as the kernel lists them: `0-1,3`.
+const WITH_MEMORY: &str = "/sys/devices/system/node/has_memory";
+
+/// The settings of tiers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tiering {
+    /// The node of fast memory.
+    #[serde(default)]
+    pub fast_node: u32,
+    /// The node of slow memory.
+    pub slow_node: u32,
+    /// Most of a VM's memory on the fast node, in percent of its size.
+    pub fast_percent: u32,
+    /// Most memory of a VM moved each way in a second.
+    #[serde(default = "quarter_gib")]
+    pub mib_per_s: u64,
+}
+
+const fn quarter_gib() -> u64 {
+    256
+}
+
+impl Tiering {
+    /// Is every value in its range?
+    pub fn validate(&self) -> anyhow::Result<()> {
+        let Self { fast_node, slow_node, fast_percent, mib_per_s } = self;
+        ensure!(fast_node != slow_node, "tier.slow_node = {slow_node} is the fast node as well");
+        ensure!((1..=99).contains(fast_percent), "tier.fast_percent = {fast_percent} is out of range: 1 to 99");
+        ensure!((1..=65_536).contains(mib_per_s), "tier.mib_per_s = {mib_per_s} is out of range: 1 to 65536");
+        Ok(())
+    }
+
+    /// Does this host have the nodes?
+    pub fn find_nodes(&self) -> anyhow::Result<()> {
+        let text = std::fs::read_to_string(Path::new(WITH_MEMORY)).context("tier: asking for the host's nodes")?;
+        self.are_in(text.trim())
+    }
+
+    fn are_in(&self, listed: &str) -> anyhow::Result<()> {
+        let is_there = |node: u32| {
+            listed.split(',').any(|part| {
+                let (first, last) = part.split_once('-').unwrap_or((part, part));
+                let bounds = first.parse::<u32>().ok().zip(last.parse::<u32>().ok());
+                bounds.is_some_and(|(first, last)| (first..=last).contains(&node))
+            })
+        };
+        for (key, node) in [("fast_node", self.fast_node), ("slow_node", self.slow_node)] {
+            ensure!(is_there(node), "tier.{key} = {node}: the host has no such node with memory; it has {listed}");
+        }
+        Ok(())
+    }
+
+    /// The same for the pager.
+    pub fn to_pager(self) -> HostTiers {
+        let Self { fast_node, slow_node, fast_percent, mib_per_s } = self;
+        HostTiers { fast_node, slow_node, fast_percent, mib_per_s }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIERING: Tiering = Tiering { fast_node: 0, slow_node: 2, fast_percent: 50, mib_per_s: 1 };
+
+    #[test]
+    fn a_node_that_is_missing_is_named_with_those_that_there_are() {
+        assert!(TIERING.are_in("0-2").is_ok() && TIERING.are_in("0,2").is_ok());
+        let error = TIERING.are_in("0-1,3").expect_err("no node 2").to_string();
+        assert_eq!(error, "tier.slow_node = 2: the host has no such node with memory; it has 0-1,3");
+        let error = Tiering { fast_node: 7, ..TIERING }.are_in("2").expect_err("no node 7").to_string();
+        assert!(error.starts_with("tier.fast_node = 7"), "{error}");
+    }
+}
