@@ -234,7 +234,8 @@ impl Keeper {
     /// The engine has carried out, or refused, the order that a client waits for.
     pub(crate) fn answered(&mut self, seq: u64, asked: &Asked, result: Result<(), String>) {
         let Asked { client: key, order, answer } = asked;
-        if let (Order::RemoveRegion { vm, hva, .. }, Ok(())) = (order, &result) {
+        // Also if it failed: its process unmaps it all the same.
+        if let Order::RemoveRegion { vm, hva, .. } = order {
             self.forget_region(*key, *vm, *hva);
         }
         match (result, answer) {

@@ -122,15 +122,12 @@ impl Keeper {
             tracing::debug!(%vm, "two engines serve it");
             return self.leave_to_next(vm);
         }
-        let was_opening = since.is_some();
         upgrade.shown.moved += 1;
         let gap = since.map_or(0, |since| since.elapsed().as_micros() as u64);
         upgrade.shown.longest_gap_us = upgrade.shown.longest_gap_us.max(gap);
         self.show_upgrade();
-        if was_opening {
-            // Those that failed meanwhile.
-            self.order_pending(vm);
-        }
+        // Those that failed meanwhile.
+        self.order_pending(vm);
     }
 
     /// The new engine serves this VM as well: the old one closes it.

@@ -63,6 +63,7 @@ impl Keeper {
     /// The old engine died when VMs had begun to move.
     pub(crate) fn promote(&mut self) {
         let both: Vec<_> = self.vms.iter().filter(|vm| vm.at == At::Both).map(|vm| vm.state.id()).collect();
+        let opening: Vec<_> = self.upgrade.iter().flat_map(|upgrade| upgrade.opening.keys().copied()).collect();
         self.put_in_place();
         let since = self.died.as_ref().map(|(at, _)| clock::monotonic_ns_at(*at));
         let ours = self.engine.as_ref().map(|engine| engine.process);
@@ -73,6 +74,8 @@ impl Keeper {
         for vm in left.into_iter().chain(both) {
             self.hand_over(vm, since);
         }
+        // Requests that failed while it opened their VM.
+        opening.into_iter().for_each(|vm| self.order_pending(vm));
         self.upgrade_is_done();
         self.tend_fences();
     }

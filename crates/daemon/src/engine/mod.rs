@@ -19,6 +19,7 @@ use anyhow::{Context, bail};
 use ballast_base::Bytes;
 use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report};
+use ballast_handover::state_file::StateFile;
 use ballast_store::Budget;
 use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
@@ -235,9 +236,14 @@ impl Orders {
             Order::Rest { seq } => self.rest(seq)?,
             Order::Resume => self.resume()?,
             Order::HandOver { seq, vm } => self.workers().give_last(vm, move || {
+                let state = engine.host.by_id(vm).and_then(|served| served.vm.state.fd().try_clone_to_owned().ok());
                 let parted = engine.part_with_vm(vm);
                 if let Err(error) = engine.done(seq, parted) {
                     tracing::debug!("Reporting that VM {vm} is handed over: {error:#}");
+                    // The keeper cannot record it any more.
+                    let leaves = |state: &StateFile| state.leaving() == Some((engine.me.pid, engine.me.start));
+                    let state = state.and_then(|fd| StateFile::open(fd).ok()).filter(leaves);
+                    state.iter().for_each(StateFile::has_left);
                 }
             })?,
             Order::Past(events) => engine.events.add_past(&events).context("Understanding events")?,

@@ -28,7 +28,7 @@ impl Orders {
     /// may have its RAM.
     fn are_gone(&self, served: &Served) -> bool {
         match &served.vm.views()[..] {
-            [] => self.engine.is_reachable(served).is_none(),
+            [] => !self.engine.is_held(served),
             views => views.iter().all(|view| is_gone(&served.vm, view)),
         }
     }
@@ -46,7 +46,8 @@ impl Orders {
         if !leaves || !is_over() {
             return;
         }
-        if !is_followed && other.is_none_or(Process::is_dying) {
+        let has_opened = state.epoch() > served.vm.epoch();
+        if !is_followed && (!has_opened || other.is_none_or(Process::is_dying)) {
             // It is closed here, as if nobody had been to follow.
             return state.name_engine(me.pid, me.start);
         }
@@ -87,7 +88,8 @@ impl Orders {
             for served in vms {
                 served.vm.hold(Hold::Orphaned, Some("ballastd is not running".into()));
                 self.leave(&served, is_over);
-                if is_over && served.vm.state.leaving().is_none() && self.are_gone(&served) {
+                let leaving = served.vm.state.leaving().map(|(pid, start)| Process { pid, start });
+                if is_over && leaving.is_none_or(Process::is_dying) && self.are_gone(&served) {
                     let id = served.vm.state.id();
                     if let Err(error) = self.close(id, None) {
                         tracing::error!("Closing VM {id}: {error}");

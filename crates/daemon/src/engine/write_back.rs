@@ -17,7 +17,6 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PageCount};
 use ballast_handover::mappers;
-use ballast_pager::vm::Hold;
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::view::View;
 use ballast_sys::meminfo;
@@ -27,6 +26,8 @@ use super::shared::{Closing, Engine};
 
 /// Memory of the host that is left to others, as 1/N of all.
 const LEFT_TO_OTHERS: u64 = 32;
+/// A client waits 5 s for an unplug, and so do other orders about its VM.
+const RETURNS_WITHIN: Duration = Duration::from_secs(4);
 /// Time between checks whether a process can reach the files: a file is deleted, a process ends.
 const POLL_EVERY: Duration = Duration::from_secs(1);
 /// Pause before memory is asked for again.
@@ -162,21 +163,33 @@ impl Engine {
         }
     }
 
-    /// RAM of a process is about to be unplugged. If others have its file, its far pages go back into it first.
+    /// RAM of a process is about to be unplugged. If others have its file, its far pages go back into it first. If that
+    /// takes too long, other orders about the VM have their turn: the region stays a part of the VM, and its pages go
+    /// back when the VM ends, or when all of it is to come back.
     pub(super) fn unplug(&self, served: &Served, view: &View, start: Hva, number: Option<u32>) -> io::Result<()> {
-        let vm = &served.vm;
+        let (vm, begun) = (&served.vm, Instant::now());
+        let _held = vm.begin_unplug();
         let known = view.find(start).map(|(number, _)| number).or(number);
         let region = known.and_then(|number| vm.region(number)).filter(|region| !region.is_removed());
         let is_last = |region: &Region| {
             !vm.views().iter().any(|other| other.pid != view.pid && other.base(region.number).is_some())
         };
         let returned = match region.filter(|region| is_last(region) && self.others_have(served, region)) {
-            Some(region) => vm.return_region(&region, &mut || !vm.is_stopping()),
-            None => Ok(()),
+            Some(region) => {
+                let mut go_on = || begun.elapsed() < RETURNS_WITHIN && !vm.is_stopping();
+                vm.write_back(&[region], &mut go_on).map(|done| !done.stopped)
+            }
+            None => Ok(true),
         };
-        let removed = returned.and_then(|()| vm.remove_region(view, start, number).map(drop));
-        vm.hold(Hold::Unplug, None);
-        removed
+        if matches!(returned, Ok(true)) {
+            return vm.remove_region(view, start, number).map(drop);
+        }
+        vm.forget_span(view, start);
+        let name = vm.state.name();
+        let text =
+            format!("RAM of VM {name} was unplugged, whose file others have, and what is far of it is not back yet");
+        self.events.add(Some(name), "write-back-waits", text);
+        returned.map(drop)
     }
 
     /// Has anybody the file of a region that has far pages, other than the processes of the VM?
@@ -189,10 +202,19 @@ impl Engine {
         self.reachable(regions, &[], &served.pids()).1.is_some()
     }
 
-    /// Which process can reach RAM of this VM, in words, if one can.
-    pub(super) fn is_reachable(&self, served: &Served) -> Option<String> {
-        let regions: Vec<_> = served.vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
-        self.reachable(&regions, &served.pids(), &[]).1
+    /// Has a process RAM of this VM?
+    pub(super) fn is_held(&self, served: &Served) -> bool {
+        let regions = served.vm.regions();
+        let files = regions.iter().flat_map(|region| region.files()).map(|file| file.id).collect();
+        // If that is not known, one may have it.
+        !matches!(mappers::holder(&files, &self.ours(), &served.pids()), Ok(None))
+    }
+
+    /// This engine, and its keeper if that lives.
+    fn ours(&self) -> HashSet<u32> {
+        // The number of a keeper that died may be another process's by now.
+        let keeper = Some(self.host.begin.keeper_pid).filter(|keeper| is_parent(*keeper));
+        keeper.into_iter().chain([self.me.pid]).collect()
     }
 
     /// The regions whose files a process can reach, and how. `suspects`: processes that had them; `but`: processes that
@@ -205,9 +227,7 @@ impl Engine {
             .filter(|region| !region.files().iter().all(|file| self.host.pool.has(file.id)))
             .collect();
         let by_name = (!linked.is_empty()).then(|| "its RAM file still has a name".to_owned());
-        // The number of a keeper that died may be another process's by now.
-        let keeper = Some(self.host.begin.keeper_pid).filter(|keeper| is_parent(*keeper));
-        let ours: HashSet<_> = keeper.into_iter().chain([self.me.pid]).chain(but.iter().copied()).collect();
+        let ours: HashSet<_> = self.ours().into_iter().chain(but.iter().copied()).collect();
         let mut reachable: Vec<_> = linked.into_iter().cloned().collect();
         let mut who = by_name;
         let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));

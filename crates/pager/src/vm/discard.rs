@@ -6,10 +6,9 @@
 //! rounded inward.
 
 use std::io;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::{self, Span};
+use ballast_base::wire;
 use ballast_base::{Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::FillOutcome;
@@ -31,6 +30,17 @@ const LOCKED_FOR: Duration = Duration::from_millis(20);
 const LOCKED_FOR_LONG: Duration = Duration::from_secs(2);
 /// How long the healing of a poisoned page waits for memory.
 const HEALS_FOR: Duration = Duration::from_secs(1);
+
+/// RAM is about to be unplugged: reclaim is held until this is dropped.
+#[derive(Debug)]
+#[must_use = "reclaim is held only as long as this lives"]
+pub struct Unplugging<'a>(&'a Vm);
+
+impl Drop for Unplugging<'_> {
+    fn drop(&mut self) {
+        self.0.hold(Hold::Unplug, None);
+    }
+}
 
 /// What a discard frees.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -140,16 +150,20 @@ impl Vm {
         not_healed.map_or(Ok(()), Err)
     }
 
-    /// Far pages of RAM that is about to be unplugged are wanted by others who have its file: brings them back into it.
-    /// Nothing is reclaimed from then on, until that hold is taken back.
-    ///
-    /// # Errors
-    /// As for [`Vm::write_back`]. Some may be back.
-    pub fn return_region(&self, region: &Arc<Region>, go_on: &mut dyn FnMut() -> bool) -> io::Result<()> {
+    /// Nothing is reclaimed until what this returns is dropped: RAM is about to be unplugged, and which of its pages
+    /// are far must not change meanwhile.
+    pub fn begin_unplug(&self) -> Unplugging<'_> {
         self.hold(Hold::Unplug, Some("RAM of it is about to be unplugged".into()));
+        let unplugging = Unplugging(self);
         // Every batch under way has seen the hold.
         drop(self.memory.change_layout());
-        self.write_back(std::slice::from_ref(region), go_on).map(drop)
+        unplugging
+    }
+
+    /// This process is about to unmap a region that stays a part of the VM.
+    pub fn forget_span(&self, view: &View, start: Hva) {
+        let _layout = self.memory.change_layout();
+        view.remove_span(start);
     }
 
     /// RAM is about to be unplugged: forgets its far pages. What is in its file stays there: others may have the file,
@@ -157,7 +171,7 @@ impl Vm {
     /// number if no process has it any more.
     ///
     /// # Errors
-    /// A page is locked for long, or a table is lost. The view still has the region.
+    /// A page is locked for long, or a table is lost. The region stays a part of the VM, without this view.
     pub fn remove_region(&self, view: &View, start: Hva, number: Option<u32>) -> io::Result<Option<u32>> {
         let _layout = self.memory.change_layout();
         let Some(number) = view.remove_span(start).or(number) else { return Ok(None) };
@@ -166,11 +180,7 @@ impl Vm {
             return Ok(None);
         }
         if let Some(region) = self.region(number).filter(|region| !region.is_removed()) {
-            if let Err(error) = self.discard_run(&region, region.range(), Frees::Copies) {
-                let len = region.pages().bytes();
-                view.add_span(Span { hva: start, len }, number);
-                return Err(error);
-            }
+            self.discard_run(&region, region.range(), Frees::Copies)?;
             self.stats().sub(Counter::RegisteredBytes, region.registered().0);
             region.remove();
             self.state.remove_region(number);

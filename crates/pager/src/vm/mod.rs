@@ -213,6 +213,11 @@ impl Vm {
         Ticket::new(self.epoch, self.tickets.fetch_add(1, Ordering::Relaxed))
     }
 
+    /// The engine's number among those that have opened the VM.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
     /// The regions; index is number.
     pub fn regions(&self) -> Vec<Arc<Region>> {
         self.memory.regions()

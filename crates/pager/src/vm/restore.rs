@@ -42,9 +42,22 @@ impl Vm {
         drop(self.memory.change_layout());
         let mut done = Ok(());
         for region in self.regions() {
-            done = done.and(self.restore_all(&region));
+            done = done.and(self.restore_all(&region)).and(self.restore_unmapped(&region));
         }
         done
+    }
+
+    /// The same for what is still far of a region that no process is known to map: it goes back into its file.
+    fn restore_unmapped(&self, region: &Arc<Region>) -> io::Result<()> {
+        let regions = std::slice::from_ref(region);
+        let is_mapped = || self.views().iter().any(|view| view.of_region(region).is_some());
+        if region.is_removed() || is_mapped() || self.far_in(regions)?.0 == 0 {
+            return Ok(());
+        }
+        match self.write_back(regions, &mut || !self.is_stopping())?.stopped {
+            true => Err(io::Error::new(io::ErrorKind::Interrupted, "the VM is being closed")),
+            false => Ok(()),
+        }
     }
 
     /// Finishes what the last engine left half done: these pages are far, and their file holds zeros in their place.
@@ -94,17 +107,9 @@ impl Vm {
             let views = views.iter().filter(|_| !region.is_removed());
             views.filter_map(|view| view.of_region(region)).collect()
         };
-        // Without a process that maps it, what is far stays so.
-        let are_back = || {
-            let is_far = |page| matches!(region.word(page).state(), State::Far | State::Restoring);
-            match region.is_removed() || !region.granules(pages).any(is_far) {
-                true => Ok(()),
-                false => Err(io::Error::other(format!("no process is known to map region {}", region.number))),
-            }
-        };
         let mut all = memories();
         if all.is_empty() {
-            return are_back();
+            return Ok(());
         }
         let mut done = Ok(());
         for page in region.granules(pages) {
@@ -133,11 +138,8 @@ impl Vm {
                         let goes_on = wait();
                         layout = self.layout();
                         (all, tried) = (memories(), 0);
-                        if !goes_on {
+                        if !goes_on || all.is_empty() {
                             return done;
-                        }
-                        if all.is_empty() {
-                            return done.and(are_back());
                         }
                     }
                     // That process is gone, or does not map this part any more: try another one.
