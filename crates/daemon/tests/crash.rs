@@ -153,7 +153,7 @@ fn a_vmm_that_unmaps_ram_without_a_word_loses_the_limit_but_no_byte_of_the_rest(
     [&kept, &gone].into_iter().for_each(Ram::mark);
     let _client = gone.join(kept.vm(&daemon, "careless").limit(1 << 20)).attach().expect("attach");
     until("most pages are far", || daemon.api.vm("careless").is_ok_and(|vm| vm.far_bytes > (2 * PAGES - 512) * 4096));
-    drop(gone);
+    gone.unmap();
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
     for page in 0..PAGES {

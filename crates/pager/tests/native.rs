@@ -525,6 +525,19 @@ fn pages_of_a_region_that_no_process_is_known_to_map_come_back_into_its_file() {
 }
 
 #[test]
+fn a_lost_page_of_a_region_that_no_process_is_known_to_map_costs_that_page_alone() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    let address = Hva(rig.guest.addr() as u64);
+    rig.view.remove_span(address);
+    rig.faults.corrupt(1);
+    rig.vm.restore_for(Hold::Kept, "test".into()).expect("all others come back");
+    let census = rig.vm.census().expect("census");
+    assert_eq!((census.far.0, census.poisoned.0), (0, 1));
+}
+
+#[test]
 fn an_unplugged_region_is_not_counted_as_registered() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();

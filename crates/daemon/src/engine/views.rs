@@ -63,15 +63,23 @@ pub fn add(
 
 type Split = (Vec<(Span, u32)>, Vec<(u32, io::Error)>);
 
-/// The spans that can be registered where they must be, because pages there may be far. A repeated registration changes
-/// nothing.
+/// The spans that can be registered where they must be, because pages there may be far, and the regions that cannot, or
+/// not all of them. A repeated registration changes nothing.
 fn split(vm: &Vm, view: &View, spans: &[(Span, u32)]) -> Split {
     let (mut good, mut bad) = Split::default();
     for (span, number) in spans {
         let region = vm.region(*number);
-        match region.map_or(Ok(Vec::new()), |region| view.at(&region, span.hva).register_as_flagged(&region)) {
-            // What is mapped over it is found again when the view is added.
-            Ok(_) => good.push((*span, *number)),
+        let registered = region.as_ref().map_or(Ok(Vec::new()), |it| view.at(it, span.hva).register_as_flagged(it));
+        match registered {
+            Ok(holes) => {
+                // They are found again when the view is added. What is far is brought back first for a VMM that tells
+                // us before it maps something over its RAM; one that does not may have its RAM elsewhere.
+                let is_far = |page| region.as_ref().is_some_and(|region| region.is_far(page));
+                if holes.iter().any(|pages| pages.iter().any(is_far)) {
+                    bad.push((*number, io::Error::other("something else is mapped where pages are far")));
+                }
+                good.push((*span, *number));
+            }
             Err(error) => bad.push((*number, error)),
         }
     }

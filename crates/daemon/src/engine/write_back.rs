@@ -189,7 +189,8 @@ impl Engine {
         let text =
             format!("RAM of VM {name} was unplugged, whose file others have, and what is far of it is not back yet");
         self.events.add(Some(name), "write-back-waits", text);
-        returned.map(drop)
+        returned?;
+        Err(io::Error::new(io::ErrorKind::TimedOut, "what is far of it is not back in its file yet"))
     }
 
     /// Has anybody the file of a region that has far pages, other than the processes of the VM?

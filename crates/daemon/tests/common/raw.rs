@@ -66,6 +66,11 @@ impl Ram {
         Self { map: ManuallyDrop::new(map), fd, is_announced: AtomicBool::new(false) }
     }
 
+    /// Unmap it, though the client may have it: it was not told.
+    pub fn unmap(mut self) {
+        *self.is_announced.get_mut() = false;
+    }
+
     /// The client of this process is about to have it.
     pub fn announce(&self) {
         self.is_announced.store(true, Ordering::Relaxed);

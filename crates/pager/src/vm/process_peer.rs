@@ -83,6 +83,10 @@ impl Peer for ProcessPeer {
 
     /// No thread of ours can stop it, so it is killed.
     fn stop_vm(&self, reason: &str) -> io::Result<()> {
+        if self.pid == std::process::id() {
+            // A mapping of this process's own, through which far pages go back into their file.
+            return Err(io::Error::other(format!("no VM runs in this process: {reason}")));
+        }
         tracing::error!("Killing process {}: {reason}", self.pid);
         Ok(pidfd_send_signal(&self.pidfd, Signal::KILL)?)
     }

@@ -26,7 +26,7 @@ use crate::vm::region_table::RegionTable;
 use crate::vm::shard::Stripes;
 use ballast_page::granule::Granule;
 use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome};
-use ballast_page::page_state::Word;
+use ballast_page::page_state::{State, Word};
 
 /// How a chunk of a region is registered with the userfaultfds of every view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,6 +178,11 @@ impl Region {
     /// The word that says where a page is: its granule's.
     pub fn word(&self, page: PageIdx) -> Word {
         self.granule(page).cell().load()
+    }
+
+    /// Are its bytes in a store only?
+    pub fn is_far(&self, page: PageIdx) -> bool {
+        matches!(self.word(page).state(), State::Far | State::Restoring)
     }
 
     /// First pages of the granules that begin in a range of pages.

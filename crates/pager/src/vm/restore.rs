@@ -20,10 +20,12 @@ use ballast_page::page_state::{State, Word};
 use ballast_page::punch::punch_left;
 
 /// Pages restored before a thread that adds or removes RAM gets a turn.
-const BATCH: u64 = PAGES_PER_UNIT;
+pub(super) const BATCH: u64 = PAGES_PER_UNIT;
 /// How long to leave a page alone that is not available: its store is busy, or a tmpfs of limited size is full, which
 /// may last.
 pub(super) const PAUSE: Duration = Duration::from_millis(1);
+/// How often a region is tried whose processes change meanwhile.
+const TRIES: usize = 4;
 
 impl Vm {
     /// Holds reclaim for this reason and brings every page back. Returns when none is far.
@@ -42,7 +44,17 @@ impl Vm {
         drop(self.memory.change_layout());
         let mut done = Ok(());
         for region in self.regions() {
-            done = done.and(self.restore_all(&region)).and(self.restore_unmapped(&region));
+            // A process may begin or end to map it between the two.
+            for _ in 0..TRIES {
+                done = done.and(self.restore_all(&region)).and(self.restore_unmapped(&region));
+                if done.is_err() || region.is_removed() || self.far_in(std::slice::from_ref(&region))?.0 == 0 {
+                    break;
+                }
+            }
+            let left = self.far_in(std::slice::from_ref(&region))?;
+            if done.is_ok() && !region.is_removed() && left.0 > 0 {
+                done = Err(io::Error::other(format!("{} pages of region {} stay far", left.0, region.number)));
+            }
         }
         done
     }

@@ -14,10 +14,10 @@ use ballast_base::wire::Span;
 use ballast_base::{Bytes, Hva, PageCount, PageIdx, PageRange};
 use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_sys::Uffd;
-use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES};
+use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 
 use super::Vm;
-use super::restore::PAUSE;
+use super::restore::{BATCH, PAUSE};
 use crate::vm::process_peer::ProcessPeer;
 use crate::vm::region::{Region, Registered};
 use crate::vm::shard::Shards;
@@ -46,8 +46,8 @@ impl Vm {
         Ok(PageCount(far))
     }
 
-    /// Brings every far page of these regions back into its file. `go_on` is called before each chunk, and while a page
-    /// is not available; it may wait.
+    /// Brings every far page of these regions back into its file. `go_on` is called before each 512 pages, and while a
+    /// page is not available; it may wait.
     ///
     /// # Errors
     /// The kernel refuses a userfaultfd; or the first page that could not be brought back, after all were tried.
@@ -57,18 +57,21 @@ impl Vm {
             let own = OwnView::of(region)?;
             let views = [own.view.clone()];
             let completed = self.far_chunks(region, |chunk, far| {
-                if !go_on() {
-                    return Ok(false);
-                }
                 own.cover(region, chunk)?;
                 let mut stopped = false;
-                let restored = self.restore_through(region, chunk, &views, &mut || {
-                    std::thread::sleep(PAUSE);
-                    stopped = !go_on();
-                    !stopped
-                });
-                if restored.is_err() && failed.is_ok() {
-                    failed = restored;
+                for piece in chunk.pieces(BATCH) {
+                    stopped = stopped || !go_on();
+                    if stopped {
+                        break;
+                    }
+                    let restored = self.restore_through(region, piece, &views, &mut || {
+                        std::thread::sleep(PAUSE);
+                        stopped = !go_on();
+                        !stopped
+                    });
+                    if restored.is_err() && failed.is_ok() {
+                        failed = restored;
+                    }
                 }
                 // Its page tables are not needed any more, and this process must not appear to use the memory.
                 own.uncover(chunk)?;
@@ -140,7 +143,7 @@ struct OwnView {
 
 impl OwnView {
     fn of(region: &Region) -> io::Result<Self> {
-        let (uffd, features) = Uffd::create(REQUIRED_FEATURES | HUGETLB_FEATURES)?;
+        let (uffd, features) = Uffd::create(REQUIRED_FEATURES | HUGETLB_FEATURES | feature::POISON)?;
         let map = region.map()?;
         let shards = Shards::new(vec![uffd]).ok_or_else(|| io::Error::other("no userfaultfd"))?;
         let peer = Arc::new(ProcessPeer::open(std::process::id())?);
