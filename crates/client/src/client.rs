@@ -84,8 +84,11 @@ impl Client {
         loop {
             let message = ClientToKeeper::AddRegion { region: info.clone(), files: fds.len() as u8 };
             let answer = shared.link.ask(&message, &fds, shared.timing.handshake, false, |_| {
-                lock(&shared.table).extend(region.take());
+                let mut table = lock(&shared.table);
+                table.extend(region.take());
+                table.ask(Some(hva));
             });
+            lock(&shared.table).ask(None);
             match &answer {
                 Ok(Asked::Again) => {
                     // If it stayed in the table, an attach message after a keeper's death and the next request would

@@ -58,6 +58,8 @@ impl Region {
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     regions: Vec<Region>,
+    /// The region that a keeper is asked to take now.
+    asked: Option<Hva>,
 }
 
 impl Table {
@@ -82,6 +84,18 @@ impl Table {
     /// A keeper has confirmed this region.
     pub fn confirm(&mut self, hva: Hva) {
         self.regions.iter_mut().filter(|region| region.hva() == hva).for_each(|region| region.confirmed = true);
+    }
+
+    /// A keeper is asked to take this region now, or none is asked any more.
+    pub fn ask(&mut self, hva: Option<Hva>) {
+        self.asked = hva;
+    }
+
+    /// The keeper has agreed to what it was asked. Its engine may want pages zapped before the thread that asked runs.
+    pub fn agreed(&mut self) {
+        if let Some(hva) = self.asked.take() {
+            self.confirm(hva);
+        }
     }
 
     /// A keeper has confirmed all regions.

@@ -24,6 +24,8 @@ use crate::link::{Asked, Escrow, Phase};
 use crate::lock::lock;
 use crate::shared::{Shared, announce};
 
+/// Refusals after which the VM is tried without RAM that no keeper has confirmed, too.
+const REFUSALS: u32 = 3;
 /// Most messages taken from one socket before the others have their turn.
 const BURST: usize = 64;
 
@@ -49,6 +51,8 @@ struct Service<'a> {
     told_garbage: bool,
     /// It was announced that the keeper asks to wait.
     told_later: bool,
+    /// Times that a keeper has refused the VM since it was attached.
+    refusals: u32,
     /// The next attach message is to be without the regions that no keeper has confirmed.
     leaves_out: bool,
 }
@@ -64,6 +68,7 @@ pub(crate) fn run(shared: &Shared) {
         told_refused: false,
         told_garbage: false,
         told_later: false,
+        refusals: 0,
         leaves_out: false,
     };
     while shared.link.phase() != Phase::Failed {
@@ -182,8 +187,11 @@ impl Service<'_> {
         } else if self.shared.link.first() {
             return self.shared.link.fail(error);
         }
-        // RAM that was plugged while no keeper ran may be the reason. A VM that has far pages needs a keeper more.
-        self.leaves_out = matches!(error, AttachError::Refused(_)) && !self.leaves_out;
+        // RAM that was plugged while no keeper ran may be the reason. A VM that has far pages needs a keeper more. But
+        // the reason may pass, and what is left out is not managed any more.
+        let is_refused = matches!(error, AttachError::Refused(_));
+        self.refusals += u32::from(is_refused);
+        self.leaves_out = is_refused && self.refusals >= REFUSALS && !self.leaves_out;
         // An error that only a person can repair is retried slowly. A missing keeper is not of this kind.
         let slow = match &error {
             AttachError::Refused(_) | AttachError::Protocol(_) | AttachError::Config(_) => true,
@@ -214,7 +222,10 @@ impl Service<'_> {
         let message = wire::decode::<KeeperToClient>(&received.bytes);
         let Some(pending) = self.pending.take() else {
             return match message {
-                Ok(KeeperToClient::Ok) => self.shared.link.answer(Ok(Asked::Done)),
+                Ok(KeeperToClient::Ok) => {
+                    lock(&self.shared.table).agreed();
+                    self.shared.link.answer(Ok(Asked::Done));
+                }
                 Ok(KeeperToClient::Later(reason)) => {
                     self.later(&reason);
                     self.shared.link.answer(Ok(Asked::Again));
@@ -244,7 +255,7 @@ impl Service<'_> {
                 if self.told_gone || self.told_refused {
                     announce("attached to the keeper again");
                 }
-                self.backoff = self.shared.timing.backoff_first;
+                (self.backoff, self.refusals) = (self.shared.timing.backoff_first, 0);
                 (self.told_gone, self.told_refused, self.told_garbage) = (false, false, false);
             }
             Ok(KeeperToClient::Refused(reason)) => self.failed(AttachError::Refused(reason)),
