@@ -31,10 +31,11 @@ const NOTE: &str = "run/ballast-agent.services";
 /// Pages of a huge page.
 const HUGE: u64 = 512;
 
-/// Settings while tuned. At most an eighth of a huge page may be absent, instead of nearly all of it. Half as many
-/// pages are scanned in four times the time.
-const TUNED: [(&str, &str); 4] =
-    [("max_ptes_none", "64"), ("pages_to_scan", "2048"), ("scan_sleep_millisecs", "40000"), ("defrag", "0")];
+/// Settings while tuned, unless those before make khugepaged do even less. At most an eighth of a huge page may be
+/// absent, instead of nearly all of it. Half as many pages are scanned in four times the time.
+const TUNED: [(&str, u64); 4] = [("max_ptes_none", 64), ("pages_to_scan", 2048), (SLEEP, 40_000), ("defrag", 0)];
+/// The one of them of which more is less work.
+const SLEEP: &str = "scan_sleep_millisecs";
 
 /// The guest's services.
 #[derive(Debug)]
@@ -76,11 +77,13 @@ impl Services {
         }
         let wanted = TUNED.iter().map(|(name, value)| (format!("{THP}/{name}"), *value));
         // A kernel without one of them has nothing to tune there.
-        let before = |file: String| Some((files::read(self.root.join(&file)).ok()?, file));
-        let all: Vec<_> = wanted
-            .chain([(COMPACTION.to_owned(), "0")])
-            .filter_map(|(file, value)| before(file).map(|(before, file)| (file, before, value)))
-            .collect();
+        let change = |(file, value): (String, u64)| {
+            let before = files::read(self.root.join(&file)).ok()?;
+            let now: u64 = before.trim().parse().ok()?;
+            let tuned = if file.ends_with(SLEEP) { now.max(value) } else { now.min(value) };
+            Some((file, before, tuned.to_string()))
+        };
+        let all: Vec<_> = wanted.chain([(COMPACTION.to_owned(), 0)]).filter_map(change).collect();
         let note: String = all.iter().map(|(file, before, _)| format!("{file} {before}\n")).collect();
         // Without the note, a killed agent would leave them tuned.
         if let Err(error) = files::write(self.root.join(NOTE), note) {
@@ -101,12 +104,17 @@ impl Services {
         self.is_tuned = false;
         let note = self.root.join(NOTE);
         let Ok(before) = fs::read_to_string(&note) else { return };
+        let mut is_over = true;
         for (file, value) in before.lines().filter_map(|line| line.split_once(' ')) {
             if let Err(error) = files::write(self.root.join(file), value) {
                 eprintln!("ballast-agent: {error}");
+                is_over = false;
             }
         }
-        let _ = fs::remove_file(note);
+        // What could not be put back is tried again by the next start.
+        if is_over {
+            let _ = fs::remove_file(note);
+        }
     }
 
     /// The host restored these pages during the last second or so.
