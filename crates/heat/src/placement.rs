@@ -10,6 +10,8 @@
 //! saw the page touched. A huge page has the average of its pages: it needs room for all of them. Fast memory gets what
 //! is most valuable, so a huge page of which a tenth is hot loses to the hot tenths of ten that are split.
 
+use std::collections::HashSet;
+
 use crate::size_policy::{self, Candidate};
 use crate::source::{PageMap, UnitId};
 
@@ -133,9 +135,10 @@ pub fn plan(units: &[Unit], limit: u64, most: u64) -> Plan {
     let gone = take(&mut plan.moves, down.into_iter().rev(), most);
     let free = (limit + gone).saturating_sub(in_fast);
     take(&mut plan.moves, up.into_iter(), most.min(free));
-    let is_fast = |id: &UnitId| units.iter().any(|unit| unit.id == *id && unit.slow.is_empty());
-    let stays = |id: &UnitId| plan.moves.iter().all(|one| one.unit != *id);
-    plan.join = join.into_iter().filter(|id| is_fast(id) && stays(id)).take(MOST_JOINED).collect();
+    let fast: HashSet<UnitId> = units.iter().filter(|unit| unit.slow.is_empty()).map(|unit| unit.id).collect();
+    let moved: HashSet<UnitId> = plan.moves.iter().map(|one| one.unit).collect();
+    let stays = |id: &UnitId| fast.contains(id) && !moved.contains(id);
+    plan.join = join.into_iter().filter(stays).take(MOST_JOINED).collect();
     plan
 }
 

@@ -117,8 +117,19 @@ fn qemu_guests_have_rows_and_name_the_figures_not_measured() {
 fn tiers_compares_hot_ranges_with_an_oracle_and_marks_its_rows_simulated() {
     let rows = rows(&["tiers"]);
     assert!(rows.iter().all(|row| row["simulated"] == true && row["guest"] == "simulated"), "{rows:?}");
-    let (cost, hits): (Vec<&Value>, Vec<&Value>) = rows.iter().partition(|row| row["measures"] == "classifier_cpu");
-    assert!(cost[0]["classifier_cpu_pct"].is_number() && hits.len() >= 6, "{rows:?}");
+    let of = |name: &'static str| rows.iter().filter(move |row| row["measures"] == name);
+    let costs = |row: &Value| row["classifier_cpu_pct"].is_number();
+    assert!(of("classifier_cpu").count() > 0 && of("classifier_cpu").all(costs), "{rows:?}");
+    for row in of("host_tiers") {
+        assert_eq!(row["modelled_time"], true);
+        for key in ["", "_oracle", "_oracle_2mib", "_whole_pages", "_sampled_5pct", "_first_touch"] {
+            assert_figure(row, &format!("host_tier_hit_pct{key}"));
+        }
+        ["splits", "joins", "moved_mib"].iter().for_each(|key| assert_figure_alone(row, key));
+    }
+    let is_other = |row: &&Value| row["measures"] != "classifier_cpu" && row["measures"] != "host_tiers";
+    let hits: Vec<&Value> = rows.iter().filter(is_other).collect();
+    assert!(of("host_tiers").count() > 0 && hits.len() >= 6, "{rows:?}");
     for row in hits {
         let keys = ["oracle", "published", "lru", "first_touch", "by_unit"].map(|key| format!("fmem_hit_pct_{key}"));
         keys.iter()

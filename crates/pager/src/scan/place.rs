@@ -51,6 +51,8 @@ struct Lies {
     slow: PageMap,
     /// It is mapped huge.
     huge: bool,
+    /// It was, and is not any more: it may be joined.
+    torn: bool,
     /// Left alone until this turn.
     kept_until: u64,
 }
@@ -64,6 +66,9 @@ pub(crate) struct Places {
     /// The unit at which the next look begins.
     next: UnitId,
     turns: u64,
+    /// Nothing is moved until this turn.
+    rests_until: u64,
+    rests: u64,
     last: Instant,
     /// What is still to be done of the last plan.
     moves: VecDeque<Move>,
@@ -126,7 +131,8 @@ impl Places {
     pub(crate) fn new(vm: Arc<Vm>, tiers: HostTiers) -> Self {
         let next = UnitId { region: 0, unit: 0 };
         let (moves, joins) = Default::default();
-        Self { vm, tiers, units: HashMap::new(), next, turns: 0, last: Instant::now(), moves, joins }
+        let (turns, rests_until, rests) = (0, 0, 0);
+        Self { vm, tiers, units: HashMap::new(), next, turns, rests_until, rests, last: Instant::now(), moves, joins }
     }
 
     /// A cycle over all memory has ended: looks and decides. [`Self::work`] moves.
@@ -135,6 +141,9 @@ impl Places {
     /// The kernel lets us look at no page.
     pub(crate) fn turn(&mut self) -> io::Result<()> {
         self.turns += 1;
+        if self.turns < self.rests_until {
+            return Ok(());
+        }
         let vm = self.vm.clone();
         let _registered = vm.keep_registered();
         let warm: Vec<(UnitId, Warmth)> = {
@@ -156,9 +165,18 @@ impl Places {
             units.push(Unit { id, here: lies.here, slow: lies.slow, huge: lies.huge, warmth });
         }
         let plan = placement::plan(&units, limit, most);
-        (self.moves, self.joins) = (plan.moves.into(), plan.join.into());
+        let was_huge = |id: &UnitId| self.units.get(id).is_some_and(|lies| lies.torn);
+        (self.moves, self.joins) = (plan.moves.into(), plan.join.into_iter().filter(was_huge).collect());
         self.count();
         Ok(())
+    }
+
+    /// The kernel refused: nothing is moved for some turns. Returns whether that is to be said: the 1st, 2nd, 4th time.
+    pub(crate) fn rest(&mut self) -> bool {
+        (self.moves, self.joins) = Default::default();
+        self.rests_until = self.turns + KEPT;
+        self.rests += 1;
+        self.rests.is_power_of_two()
     }
 
     /// Is something of the last plan still to be done?
@@ -240,8 +258,8 @@ impl Places {
             self.units.remove(&id);
             return Ok(1);
         };
-        let kept_until = self.units.get(&id).map_or(0, |lies| lies.kept_until);
-        self.units.insert(id, Lies { here, slow, huge, kept_until });
+        let (kept_until, torn) = self.units.get(&id).map_or((0, false), |it| (it.kept_until, it.torn || it.huge));
+        self.units.insert(id, Lies { here, slow, huge, torn: torn && !huge, kept_until });
         Ok(asked)
     }
 
@@ -281,6 +299,9 @@ impl Places {
             let places = numa::move_pages(here.view.pid, &addresses, node)?.unwrap_or_default();
             let has_room = !places.contains(&Place::Full);
             let (_, there) = here.locate(pages, node)?;
+            if whole && there.is_empty() {
+                left_split(here)?;
+            }
             let there = if whole && !there.is_empty() { PageMap::ALL } else { there };
             Ok((there.count(), has_room))
         })?;
@@ -324,7 +345,10 @@ fn split(here: &Here<'_>, pages: &PageMap, stats: crate::vm::stats::Stats<'_>) -
     // From now on nothing maps it huge again but a plan.
     unit.give_up();
     unit.tear();
-    large_pages::split(here.process, first)?;
+    if let Err(error) = large_pages::split(here.process, first) {
+        unit.seen_huge();
+        return Err(error);
+    }
     let is_large = here.is_large(first)?;
     let done = is_large == Some(false);
     stats.add(if done { Counter::Split } else { Counter::SplitFailed }, 1);
@@ -333,4 +357,15 @@ fn split(here: &Here<'_>, pages: &PageMap, stats: crate::vm::stats::Stats<'_>) -
         unit.tear();
     }
     Ok(done)
+}
+
+/// A huge page was not moved whole: the kernel may have split it, for want of a free one there. Then it is not mapped
+/// any more either.
+fn left_split(here: &Here<'_>) -> io::Result<()> {
+    let Some(unit) = here.region.units().get(here.unit) else { return Ok(()) };
+    if here.is_large(here.first)? == Some(false) {
+        unit.give_up();
+        unit.tear();
+    }
+    Ok(())
 }

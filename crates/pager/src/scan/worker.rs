@@ -76,7 +76,8 @@ impl TrackWorker {
                 // This may wait for the client.
                 finished = blocking(|| vm.heat.finish(&mut scans, cycle, is_tracked));
                 if let Some(places) = places.as_mut().filter(|_| is_coarse && is_tracked && finished.is_ok()) {
-                    finished = blocking(|| places.turn());
+                    let turned = blocking(|| places.turn());
+                    self.placed(places, turned);
                 }
                 Some((scans, places))
             }
@@ -93,7 +94,8 @@ impl TrackWorker {
         let begin = || (Scans::new(vm.clone()), vm.tuning.tiers.map(|tiers| Places::new(vm.clone(), tiers)));
         let (mut scans, mut places) = parts.unwrap_or_else(begin);
         if let Some(places) = places.as_mut().filter(|places| finished.is_ok() && places.has_work()) {
-            finished = blocking(|| places.work());
+            let worked = blocking(|| places.work());
+            self.placed(places, worked);
         }
         if places.as_ref().is_some_and(|places| finished.is_ok() && places.has_work()) {
             self.tracking = Some(Tracking { scans, places, waits: Waits::Rest, until: now });
@@ -109,6 +111,15 @@ impl TrackWorker {
         };
         self.tracking = Some(Tracking { scans, places, waits, until });
         Next::At(until)
+    }
+
+    /// Memory was moved, or could not be: then none is moved for some cycles, and tracking goes on.
+    fn placed(&self, places: &mut Places, done: io::Result<()>) {
+        if let Err(error) = done
+            && places.rest()
+        {
+            tracing::warn!(vm = self.vm.state.name(), "Moving memory between the nodes of the host: {error}");
+        }
     }
 
     /// A cycle failed: returns what to do next.
