@@ -76,11 +76,16 @@ impl Services {
             return self.untune();
         }
         let wanted = TUNED.iter().map(|(name, value)| (format!("{THP}/{name}"), *value));
+        // What could not be put back the last time is still to be put back.
+        let kept = fs::read_to_string(self.root.join(NOTE)).unwrap_or_default();
+        let kept =
+            |file: &str| kept.lines().find_map(|line| line.strip_prefix(file)?.strip_prefix(' ')).map(str::to_owned);
         // A kernel without one of them has nothing to tune there.
         let change = |(file, value): (String, u64)| {
             let before = files::read(self.root.join(&file)).ok()?;
             let now: u64 = before.trim().parse().ok()?;
             let tuned = if file.ends_with(SLEEP) { now.max(value) } else { now.min(value) };
+            let before = kept(&file).unwrap_or(before);
             Some((file, before, tuned.to_string()))
         };
         let all: Vec<_> = wanted.chain([(COMPACTION.to_owned(), 0)]).filter_map(change).collect();
@@ -104,16 +109,20 @@ impl Services {
         self.is_tuned = false;
         let note = self.root.join(NOTE);
         let Ok(before) = fs::read_to_string(&note) else { return };
-        let mut is_over = true;
+        let mut left = String::new();
         for (file, value) in before.lines().filter_map(|line| line.split_once(' ')) {
-            if let Err(error) = files::write(self.root.join(file), value) {
+            let path = self.root.join(file);
+            if let Err(error) = files::write(&path, value) {
                 eprintln!("ballast-agent: {error}");
-                is_over = false;
+                // The next start tries again, unless the kernel has no such setting any more.
+                if path.exists() {
+                    left += &format!("{file} {value}\n");
+                }
             }
         }
-        // What could not be put back is tried again by the next start.
-        if is_over {
-            let _ = fs::remove_file(note);
+        let kept = if left.is_empty() { fs::remove_file(note) } else { fs::write(note, left) };
+        if let Err(error) = kept {
+            eprintln!("ballast-agent: {error}");
         }
     }
 

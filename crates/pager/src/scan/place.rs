@@ -299,10 +299,12 @@ impl Places {
             let places = numa::move_pages(here.view.pid, &addresses, node)?.unwrap_or_default();
             let has_room = !places.contains(&Place::Full);
             let (_, there) = here.locate(pages, node)?;
-            if whole && there.is_empty() {
-                left_split(here)?;
-            }
-            let there = if whole && !there.is_empty() { PageMap::ALL } else { there };
+            let there = match whole {
+                false => there,
+                true if left_split(here)? => here.locate(PageMap::ALL, node)?.1,
+                true if there.is_empty() => PageMap::NONE,
+                true => PageMap::ALL,
+            };
             Ok((there.count(), has_room))
         })?;
         let Some(((moved, has_room), _)) = outcome else { return Ok(true) };
@@ -359,13 +361,13 @@ fn split(here: &Here<'_>, pages: &PageMap, stats: crate::vm::stats::Stats<'_>) -
     Ok(done)
 }
 
-/// A huge page was not moved whole: the kernel may have split it, for want of a free one there. Then it is not mapped
-/// any more either.
-fn left_split(here: &Here<'_>) -> io::Result<()> {
-    let Some(unit) = here.region.units().get(here.unit) else { return Ok(()) };
-    if here.is_large(here.first)? == Some(false) {
+/// A huge page was to be moved whole: the kernel may have split it, for want of a free one there, and has unmapped it.
+/// Returns whether that is so. It is mapped again.
+fn left_split(here: &Here<'_>) -> io::Result<bool> {
+    let is_split = here.is_large(here.first)? == Some(false);
+    if is_split && let Some(unit) = here.region.units().get(here.unit) {
         unit.give_up();
         unit.tear();
     }
-    Ok(())
+    Ok(is_split)
 }

@@ -24,8 +24,6 @@ pub(super) const BATCH: u64 = PAGES_PER_UNIT;
 /// How long to leave a page alone that is not available: its store is busy, or a tmpfs of limited size is full, which
 /// may last.
 pub(super) const PAUSE: Duration = Duration::from_millis(1);
-/// How often a region is tried whose processes change meanwhile.
-const TRIES: usize = 4;
 
 impl Vm {
     /// Holds reclaim for this reason and brings every page back. Returns when none is far.
@@ -44,32 +42,26 @@ impl Vm {
         drop(self.memory.change_layout());
         let mut done = Ok(());
         for region in self.regions() {
-            // A process may begin or end to map it between the two.
-            for _ in 0..TRIES {
-                done = done.and(self.restore_all(&region)).and(self.restore_unmapped(&region));
-                if done.is_err() || region.is_removed() || self.far_in(std::slice::from_ref(&region))?.0 == 0 {
-                    break;
-                }
-            }
-            let left = self.far_in(std::slice::from_ref(&region))?;
-            if done.is_ok() && !region.is_removed() && left.0 > 0 {
-                done = Err(io::Error::other(format!("{} pages of region {} stay far", left.0, region.number)));
-            }
+            done = done.and(self.restore_region(&region));
         }
         done
     }
 
-    /// The same for what is still far of a region that no process is known to map: it goes back into its file.
-    fn restore_unmapped(&self, region: &Arc<Region>) -> io::Result<()> {
+    /// Brings every page of a region back: through the processes that map it, and what these do not map through a
+    /// mapping of our own, into its file.
+    fn restore_region(&self, region: &Arc<Region>) -> io::Result<()> {
         let regions = std::slice::from_ref(region);
-        let is_mapped = || self.views().iter().any(|view| view.of_region(region).is_some());
-        if region.is_removed() || is_mapped() || self.far_in(regions)?.0 == 0 {
+        let is_back = || Ok::<_, io::Error>(region.is_removed() || self.far_in(regions)?.0 == 0);
+        let tried = self.restore_all(region);
+        if is_back()? {
             return Ok(());
         }
-        match self.write_back(regions, &mut || !self.is_stopping())?.stopped {
-            true => Err(io::Error::new(io::ErrorKind::Interrupted, "the VM is being closed")),
-            false => Ok(()),
+        let written = self.write_back(regions, &mut || !self.is_stopping());
+        if is_back()? {
+            return Ok(());
         }
+        let why = format!("pages of region {} stay far", region.number);
+        tried.and(written.map(drop)).and(Err(io::Error::other(why)))
     }
 
     /// Finishes what the last engine left half done: these pages are far, and their file holds zeros in their place.
