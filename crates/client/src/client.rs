@@ -86,9 +86,8 @@ impl Client {
             let answer = shared.link.ask(&message, &fds, shared.timing.handshake, false, |_| {
                 let mut table = lock(&shared.table);
                 table.extend(region.take());
-                table.ask(Some(hva));
+                table.ask(hva);
             });
-            lock(&shared.table).ask(None);
             match &answer {
                 Ok(Asked::Again) => {
                     // If it stayed in the table, an attach message after a keeper's death and the next request would
@@ -102,9 +101,8 @@ impl Client {
                     std::thread::sleep(shared.timing.backoff_last);
                     continue;
                 }
-                Ok(Asked::Done) => lock(&shared.table).confirm(hva),
-                // The next attach message confirms it.
-                Ok(Asked::Later) => {}
+                // The service thread has confirmed it, or will with the next attach message.
+                Ok(Asked::Done | Asked::Later) => {}
                 Err(RequestError::Refused(_)) => drop(lock(&shared.table).remove(hva)),
                 Err(_) => lock(&shared.table).fail(hva),
             }

@@ -58,7 +58,7 @@ impl Region {
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     regions: Vec<Region>,
-    /// The region that a keeper is asked to take now.
+    /// The region that a keeper was asked to take last.
     asked: Option<Hva>,
 }
 
@@ -82,13 +82,13 @@ impl Table {
     }
 
     /// A keeper has confirmed this region.
-    pub fn confirm(&mut self, hva: Hva) {
+    fn confirm(&mut self, hva: Hva) {
         self.regions.iter_mut().filter(|region| region.hva() == hva).for_each(|region| region.confirmed = true);
     }
 
-    /// A keeper is asked to take this region now, or none is asked any more.
-    pub fn ask(&mut self, hva: Option<Hva>) {
-        self.asked = hva;
+    /// A keeper is asked to take this region now.
+    pub fn ask(&mut self, hva: Hva) {
+        self.asked = Some(hva);
     }
 
     /// The keeper has agreed to what it was asked. Its engine may want pages zapped before the thread that asked runs.

@@ -120,15 +120,11 @@ fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_
     };
     let dir = tempfile::tempdir().expect("a directory");
     let engine = Engine::start(dir.path());
-    let (_store, arena) = RamStore::create(RamOptions::new(Budget::new(RAM))).expect("a store");
-    let state = StateFile::create(VM, "test").expect("a state file");
     let ram = ["first", "second"].map(|name| memfd::create(name, RAM).expect("RAM"));
+    let (state, arena) = vm_of(&ram[0]);
     let guest = ram.each_ref().map(|file| Mapping::shared(file, 0, RAM.0 as usize).expect("mapped"));
     // The keeper has sent the order when it adds the second one; the engine reads it afterwards.
-    for file in &ram {
-        let id = memfd::file_id(file).expect("stat");
-        state.add_region(&[id], &Extents::one(Bytes(0), RAM).expect("good"), None).expect("a region");
-    }
+    add_region(&state, &ram[1]);
     let process = engine.process();
     state.name_engine(process.pid, process.start);
     let stores = vec![StoreFiles { store: RAM_STORE, count: 1 }];
@@ -157,9 +153,14 @@ fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_
 fn vm_of(ram: &OwnedFd) -> (StateFile, OwnedFd) {
     let (_store, arena) = RamStore::create(RamOptions::new(Budget::new(RAM))).expect("a store");
     let state = StateFile::create(VM, "test").expect("a state file");
+    add_region(&state, ram);
+    (state, arena)
+}
+
+/// As the keeper does it.
+fn add_region(state: &StateFile, ram: &OwnedFd) {
     let id = memfd::file_id(ram).expect("stat");
     state.add_region(&[id], &Extents::one(Bytes(0), RAM).expect("good"), None).expect("a region");
-    (state, arena)
 }
 
 /// The order that has the engine serve this process; it came with no RAM.

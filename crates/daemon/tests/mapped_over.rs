@@ -48,6 +48,15 @@ fn map_over(client: &Client, ram: &Ram, page: u64, pages: u64, with: With) {
     };
 }
 
+/// A VM whose pages are marked, in this process.
+fn served(daemon: &Daemon) -> (Ram, Client) {
+    let ram = Ram::new(PAGES);
+    ram.mark();
+    let client = ram.vm(daemon, "web").may_pin(false).attach().expect("attach");
+    until("it is served", || daemon.api.vm("web").is_ok());
+    (ram, client)
+}
+
 fn held(daemon: &Daemon) -> bool {
     daemon.api.vm("web").is_ok_and(|vm| vm.resident_bytes <= LIMIT)
 }
@@ -62,10 +71,7 @@ fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byt
         return;
     }
     let daemon = Daemon::start(QUICK);
-    let ram = Ram::new(PAGES);
-    ram.mark();
-    let client = ram.vm(&daemon, "web").may_pin(false).attach().expect("attach");
-    until("it is served", || daemon.api.vm("web").is_ok());
+    let (ram, client) = served(&daemon);
     (0..PAGES).step_by(EVERY as usize).for_each(|page| map_over(&client, &ram, page, HOLE, With::Itself));
     daemon.api.set_limit("web", Some(LIMIT)).expect("limit");
     until("the limit holds", || held(&daemon));
@@ -94,10 +100,7 @@ fn what_is_mapped_over_before_it_is_watched_keeps_its_chunk_and_no_other() {
     }
     let daemon = Daemon::start(QUICK);
     // Two chunks of 32 MiB, of which one has something in it that is no RAM.
-    let ram = Ram::new(PAGES);
-    ram.mark();
-    let client = ram.vm(&daemon, "web").may_pin(false).attach().expect("attach");
-    until("it is served", || daemon.api.vm("web").is_ok());
+    let (ram, client) = served(&daemon);
     map_over(&client, &ram, 100, 1, With::Nothing);
     daemon.api.set_limit("web", Some(40 << 20)).expect("limit");
     until("the limit holds", || daemon.api.vm("web").is_ok_and(|vm| vm.resident_bytes <= 40 << 20));
@@ -112,10 +115,7 @@ fn a_vm_with_something_in_its_ram_that_is_no_ram_is_served_by_the_next_engine_an
         return;
     }
     let daemon = Daemon::start(QUICK);
-    let ram = Ram::new(PAGES);
-    ram.mark();
-    let client = ram.vm(&daemon, "web").may_pin(false).attach().expect("attach");
-    until("it is served", || daemon.api.vm("web").is_ok());
+    let (ram, client) = served(&daemon);
     daemon.api.set_limit("web", Some(LIMIT)).expect("limit");
     until("the limit holds", || held(&daemon));
     // All of it is registered by now. No page of what is mapped over is wanted any more.

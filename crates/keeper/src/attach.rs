@@ -243,18 +243,18 @@ impl Keeper {
             self.answer(key, KeeperToClient::Later(why));
             return Ok(());
         }
+        let unplugs = self.unplugs_of(vm);
         let entry = self.entry_of(key)?;
         // Another view may have brought the region already.
         let known = entry.find(&ram, &[]);
         if known.is_some_and(|number| taken.contains(&number)) {
             return Err(format!("region {} is mapped by this process already", span.hva));
         }
-        let number = known.map_or_else(|| entry.append(&ram), Ok)?;
-        if self.unplugs_of(vm).iter().any(|(.., unplugged)| *unplugged == number) {
+        if unplugs.iter().any(|(.., unplugged)| known == Some(*unplugged)) {
             self.answer(key, KeeperToClient::Later("this RAM is about to be unplugged".into()));
             return Ok(());
         }
-        let entry = self.entry_of(key)?;
+        let number = known.map_or_else(|| entry.append(&ram), Ok)?;
         entry.bring(number, ram.files);
         if let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) {
             view.spans.push((*span, number));

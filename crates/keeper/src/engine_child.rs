@@ -215,7 +215,8 @@ impl Keeper {
             self.order(&Order::HandOver { seq: UNASKED, vm: id }, &[]);
         }
         self.order(&order, &fds);
-        let of = |(pid, view)| add_view(pid, view, &self.unplugs_of(id), unserved_since_ns);
+        let unplugs = self.unplugs_of(id);
+        let of = |(pid, view)| add_view(pid, view, &unplugs, unserved_since_ns);
         let orders: Vec<_> = self.views_of(id).map(of).collect();
         for (order, fds) in orders {
             self.order(&order, &fds);

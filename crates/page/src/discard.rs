@@ -11,7 +11,6 @@ use ballast_base::{PageIdx, PageRange};
 
 use crate::copies::{StoreOf, free_copies};
 use crate::granule::Granule;
-use crate::memory::Backing;
 use crate::page_state::{State, Word};
 
 /// The result of [`discard`] for a run of pages.
@@ -36,7 +35,7 @@ pub fn discard<'a>(
     region: RegionKey,
     run: PageRange,
     granule_of: impl Fn(PageIdx) -> Granule<'a>,
-    backing: &impl Backing,
+    punch: impl FnOnce(PageRange) -> io::Result<()>,
     stores: &impl StoreOf,
     pause: impl Fn() -> io::Result<()>,
     heal: impl Fn(PageIdx) -> io::Result<()>,
@@ -55,7 +54,7 @@ pub fn discard<'a>(
             pause()?;
         });
     }
-    backing.punch(run)?;
+    punch(run)?;
     let mut done = Discarded::default();
     for (first, granule, mut lock) in locks {
         let word = lock.word();

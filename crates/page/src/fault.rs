@@ -325,17 +325,16 @@ fn bring<'a>(
             // The caller has moves to book. The next fault meets the same error.
             Err(_) => break,
         };
-        let filled = &run[..filled.min(run.len())];
+        let first = moves.len();
         // All of their words first: a store that panics must leave none that says Far of a page that is mapped.
-        for at in filled {
+        for at in &run[..filled.min(run.len())] {
             let Some(mut lock) = held[*at].take() else { continue };
             let from = lock.word();
             lock.set(Word::new(State::Resident, 0));
             moves.push((names[*at].0.page, Move { from, to: lock.word() }));
         }
-        for at in filled {
-            let (key, handle) = names[*at];
-            store.free(key, handle);
+        for (page, moved) in &moves[first..] {
+            store.free(region.page(*page), moved.from.handle());
         }
     }
     Ok(moves)

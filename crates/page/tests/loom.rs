@@ -324,8 +324,16 @@ impl World {
     }
 
     fn discard(&self) {
-        discard(REGION, self.run(), |_| self.whole(), self, self, || Ok(thread::yield_now()), |_| Ok(()))
-            .expect("punch");
+        discard(
+            REGION,
+            self.run(),
+            |_| self.whole(),
+            |run| self.punch(run).map(drop),
+            self,
+            || Ok(thread::yield_now()),
+            |_| Ok(()),
+        )
+        .expect("punch");
     }
 
     /// The memory of the page fails, if it is in DRAM: the kernel unmaps it.

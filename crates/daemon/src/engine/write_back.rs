@@ -8,7 +8,7 @@
 //! whatever the limit was, as far as the host has memory. A process that reads earlier reads zeros: a VMM that means to
 //! hand its memory on has it brought back first (see `preload`).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -20,6 +20,7 @@ use ballast_handover::mappers;
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::view::View;
 use ballast_sys::meminfo;
+use ballast_sys::process::Process;
 
 use super::served::Served;
 use super::shared::{Closing, Engine};
@@ -205,17 +206,17 @@ impl Engine {
 
     /// Has a process RAM of this VM?
     pub(super) fn is_held(&self, served: &Served) -> bool {
-        let regions = served.vm.regions();
-        let files = regions.iter().flat_map(|region| region.files()).map(|file| file.id).collect();
-        // If that is not known, one may have it.
-        !matches!(mappers::holder(&files, &self.ours(), &served.pids()), Ok(None))
+        self.holder(&served.vm.regions(), &served.pids(), &[]).is_some()
     }
 
-    /// This engine, and its keeper if that lives.
-    fn ours(&self) -> HashSet<u32> {
+    /// A process that has a file of these regions, other than this engine and its keeper. A process that cannot be
+    /// examined may have one.
+    fn holder(&self, regions: &[Arc<Region>], suspects: &[u32], but: &[u32]) -> Option<Process> {
         // The number of a keeper that died may be another process's by now.
         let keeper = Some(self.host.begin.keeper_pid).filter(|keeper| is_parent(*keeper));
-        keeper.into_iter().chain([self.me.pid]).collect()
+        let ours = keeper.into_iter().chain([self.me.pid]).chain(but.iter().copied()).collect();
+        let files = regions.iter().flat_map(|region| region.files()).map(|file| file.id).collect();
+        mappers::holder(&files, &ours, suspects).unwrap_or(Some(self.me))
     }
 
     /// The regions whose files a process can reach, and how. `suspects`: processes that had them; `but`: processes that
@@ -228,15 +229,12 @@ impl Engine {
             .filter(|region| !region.files().iter().all(|file| self.host.pool.has(file.id)))
             .collect();
         let by_name = (!linked.is_empty()).then(|| "its RAM file still has a name".to_owned());
-        let ours: HashSet<_> = self.ours().into_iter().chain(but.iter().copied()).collect();
         let mut reachable: Vec<_> = linked.into_iter().cloned().collect();
         let mut who = by_name;
         let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));
         let held: Vec<_> = others
             .filter(|region| {
-                // A process that cannot be examined may have it.
-                let files = region.files().iter().map(|file| file.id).collect();
-                let holder = mappers::holder(&files, &ours, suspects).unwrap_or(Some(self.me));
+                let holder = self.holder(std::slice::from_ref(region), suspects, but);
                 if let Some(process) = holder {
                     who.get_or_insert_with(|| format!("process {} still has its RAM file", mappers::name(process)));
                 }

@@ -291,8 +291,8 @@ fn a_page_discarded_while_its_unit_is_mapped_reads_zeros_and_keeps_the_next_writ
         let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         let granule_of = |page| world.granule(page);
         let pause = || Ok(thread::yield_now());
-        discard(REGION, PageRange::one(PageIdx(0)), granule_of, &*world, &world.store, pause, |_| Ok(()))
-            .expect("punch");
+        let punch = |run| world.punch(run).map(drop);
+        discard(REGION, PageRange::one(PageIdx(0)), granule_of, punch, &world.store, pause, |_| Ok(())).expect("punch");
         assert_eq!(world.read(0), 0);
         world.write(0, 3);
         coalesce.join().unwrap();

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire;
 use ballast_base::{Hva, PAGE_SIZE, PageIdx, PageRange};
-use ballast_store::PageBytes;
 use ballast_sys::uffd::FillOutcome;
 
 use super::{Hold, Vm};
@@ -19,7 +18,7 @@ use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
 use ballast_page::discard::discard;
-use ballast_page::memory::{Backing, Holds, Mapped, Punched, ReadOutcome};
+use ballast_page::memory::{Backing, Mapped};
 
 /// How long a discard waits for a page that is locked, while another engine serves the VM as well. The lock may be one
 /// that a killed engine has left: then it goes when this engine has closed the VM and opens it again, which a discard
@@ -51,27 +50,6 @@ enum Frees {
     Copies,
 }
 
-/// A region whose memory stays in its file.
-struct Unpunched<'a>(&'a Region);
-
-impl Backing for Unpunched<'_> {
-    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
-        self.0.read(first, out)
-    }
-
-    fn holds(&self, pages: PageRange) -> io::Result<Holds> {
-        self.0.holds(pages)
-    }
-
-    fn punch(&self, _: PageRange) -> io::Result<Punched> {
-        Ok(Punched::Gone)
-    }
-
-    fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()> {
-        self.0.write(page, bytes)
-    }
-}
-
 impl Vm {
     /// The VMM frees these ranges: drops far copies and memory. Addresses are those of `view`. Ranges outside the VM's
     /// RAM are ignored; ends are rounded inward to whole granules, as the kernel's punch would.
@@ -96,6 +74,9 @@ impl Vm {
         const BATCH: u64 = 512;
         let views = self.views();
         let heal = |page| {
+            if frees == Frees::Copies {
+                return Ok(());
+            }
             let mut memories = views.iter().filter_map(|view| view.of_region(region));
             memories.try_for_each(|memory| {
                 let begun = Instant::now();
@@ -131,18 +112,19 @@ impl Vm {
                 if self.is_stopping() {
                     return Err(io::ErrorKind::Interrupted.into());
                 }
-                let is_tried_again = frees == Frees::Memory;
-                let limit = if is_tried_again && !self.life.is_alone() { LOCKED_FOR } else { LOCKED_FOR_LONG };
+                // An unplug is not tried again.
+                let short = frees == Frees::Memory && !self.life.is_alone();
+                let limit = if short { LOCKED_FOR } else { LOCKED_FOR_LONG };
                 if begun.elapsed() > limit {
                     return Err(io::ErrorKind::WouldBlock.into());
                 }
                 region.check_table()
             };
-            let (key, stores) = (region.region_key(), &self.stores);
-            let done = match frees {
-                Frees::Memory => discard(key, run, granule_of, region, stores, wait, heal),
-                Frees::Copies => discard(key, run, granule_of, &Unpunched(region), stores, wait, |_| Ok(())),
-            }?;
+            let punch = |run| match frees {
+                Frees::Memory => region.punch(run).map(drop),
+                Frees::Copies => Ok(()),
+            };
+            let done = discard(region.region_key(), run, granule_of, punch, &self.stores, wait, heal)?;
             region.take_back(run);
             self.ledger().discarded(&done);
             not_healed = done.not_healed.or(not_healed);

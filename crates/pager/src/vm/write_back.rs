@@ -11,7 +11,7 @@ use std::io;
 use std::sync::Arc;
 
 use ballast_base::wire::Span;
-use ballast_base::{Bytes, Hva, PageCount, PageIdx, PageRange};
+use ballast_base::{Bytes, Hva, PageCount, PageRange};
 use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_sys::Uffd;
 use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
@@ -124,8 +124,8 @@ impl Vm {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(true) };
         for written in self.state.written_words(&record)? {
             for chunk in written.pieces(PAGES_PER_CHUNK) {
-                let is_far = |page: &PageIdx| matches!(region.word(*page).state(), State::Far | State::Restoring);
-                let far = region.granules(chunk).filter(is_far).count() as u64 * region.granule_pages();
+                let far =
+                    region.granules(chunk).filter(|page| region.is_far(*page)).count() as u64 * region.granule_pages();
                 if far > 0 && !each(chunk, far)? {
                     return Ok(false);
                 }
