@@ -258,6 +258,13 @@ pub enum Order {
         /// In nanoseconds of the monotonic clock.
         until_ns: u64,
     },
+    /// A prober: read the clock over and over instead, without a fault.
+    Compute {
+        /// In nanoseconds of the monotonic clock.
+        from_ns: u64,
+        /// In nanoseconds of the monotonic clock.
+        until_ns: u64,
+    },
     /// Return the number of operations that the workload has done so far.
     Progress,
     /// Run the workload for this long.

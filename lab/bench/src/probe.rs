@@ -73,6 +73,7 @@ impl Prober {
                 Ok(Answer::Done)
             }
             Order::Read { from_ns, until_ns } => self.probe(*from_ns, *until_ns).map(Answer::Probed),
+            Order::Compute { from_ns, until_ns } => Ok(Answer::Probed(compute(*from_ns, *until_ns))),
             other => bail!("a prober cannot do {other:?}"),
         }
     }
@@ -109,6 +110,21 @@ impl Prober {
         probed.faulted = faults()? - faulted;
         Ok(probed)
     }
+}
+
+/// Read the clock without a pause and without a fault. A time between two readings is one in which the thread had no
+/// CPU.
+fn compute(from_ns: u64, until_ns: u64) -> Probed {
+    let slices = (until_ns.saturating_sub(from_ns) / SLICE_NS) as usize + 1;
+    let mut probed = Probed { slices: vec![Slice::default(); slices], ..Probed::default() };
+    std::thread::sleep(Duration::from_nanos(from_ns.saturating_sub(monotonic_ns())));
+    let mut last = monotonic_ns();
+    while last < until_ns {
+        let now = monotonic_ns();
+        probed.slices[(((now - from_ns) / SLICE_NS) as usize).min(slices - 1)].gaps.add(now - last);
+        last = now;
+    }
+    probed
 }
 
 /// Faults of this thread, by the kernel's count.
@@ -172,20 +188,35 @@ impl Probe {
         bench: &Bench,
         meanwhile: impl FnOnce() -> Result<T>,
     ) -> Result<(Probed, Window, T)> {
-        let served = || Ok::<_, anyhow::Error>(bench.daemon.api().vm(&self.name)?.faults.total());
+        let name = self.name.clone();
+        let served = || Ok::<_, anyhow::Error>(bench.daemon.api().vm(&name)?.faults.total());
         let before = served()?;
+        let turn = self.run(|from_ns, until_ns| Order::Read { from_ns, until_ns }, meanwhile)?;
+        let served = served()? - before;
+        let Probed { touches, faulted, .. } = turn.0;
+        ensure!(faulted >= touches, "of {touches} touches of the prober only {faulted} were faults");
+        ensure!(served >= touches, "of {touches} touches of the prober engines served only {served}");
+        Ok(turn)
+    }
+
+    /// As `turn`, but its thread only reads the clock.
+    pub(crate) fn compute<T>(&mut self, meanwhile: impl FnOnce() -> Result<T>) -> Result<(Probed, Window, T)> {
+        self.run(|from_ns, until_ns| Order::Compute { from_ns, until_ns }, meanwhile)
+    }
+
+    fn run<T>(
+        &mut self,
+        order: impl FnOnce(u64, u64) -> Order,
+        meanwhile: impl FnOnce() -> Result<T>,
+    ) -> Result<(Probed, Window, T)> {
         let from_ns = monotonic_ns() + LEAD.as_nanos() as u64;
-        self.worker.tell(&Order::Read { from_ns, until_ns: from_ns + TIME.as_nanos() as u64 })?;
+        self.worker.tell(&order(from_ns, from_ns + TIME.as_nanos() as u64))?;
         std::thread::sleep(LEAD + BEFORE);
         let slice = || (monotonic_ns().saturating_sub(from_ns) / SLICE_NS) as usize;
         let first = slice();
         let meanwhile = meanwhile()?;
         let end = slice() + 1 + (AFTER.as_nanos() as u64 / SLICE_NS) as usize;
         let Answer::Probed(probed) = self.worker.answer()? else { bail!("a prober does not probe") };
-        let served = bench.daemon.api().vm(&self.name)?.faults.total() - before;
-        let Probed { touches, faulted, .. } = probed;
-        ensure!(faulted >= touches, "of {touches} touches of the prober only {faulted} were faults");
-        ensure!(served >= touches, "of {touches} touches of the prober engines served only {served}");
         let most = probed.slices.len();
         let window = Window { slices: first.min(most - 1)..end.min(most), is_cut: end > most };
         Ok((probed, window, meanwhile))

@@ -66,8 +66,10 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     }
     fleet.verify()?;
     let mut probe = Probe::start(bench)?;
-    // Each round has one window without an upgrade, one with, and one more without: the two show the noise.
+    // Each round has one window without an upgrade, one with, and one more without: the two show the noise. The last
+    // has an upgrade as well, and a thread without faults: what the upgrade takes of its CPU.
     let mut probed: [Vec<Slice>; 3] = Default::default();
+    let mut computed = Vec::new();
     let (mut touches, mut cut) = (0, 0);
     for round in bench.progress.over("probe", 0..turns) {
         let program = if round % 2 == 0 { &next } else { &own };
@@ -75,6 +77,9 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let steady = probe.turn(bench, || Ok(()))?.0;
         let (under, window, _) = probe.turn(bench, || upgrade(&socket, program.display().to_string()))?;
         let again = probe.turn(bench, || Ok(()))?.0;
+        let back = if round % 2 == 0 { &own } else { &next };
+        let (without, at, _) = probe.compute(|| upgrade(&socket, back.display().to_string()))?;
+        computed.push(at.of(&without));
         cut += u64::from(window.is_cut);
         touches += under.touches;
         for (slices, turn) in probed.iter_mut().zip([&steady, &under, &again]) {
@@ -95,6 +100,8 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         row.figure(&format!("{when}_probe_us_longest"), &of(|slice| slice.faults.worst_ns()));
         row.figure(&format!("{when}_probe_unserved_us_longest"), &of(|slice| slice.gaps.worst_ns()));
     }
+    let worst_us = |slice: &Slice| slice.gaps.worst_ns() as f64 / 1e3;
+    row.figure("upgrade_computing_us_longest", &computed.iter().map(worst_us).collect::<Vec<_>>());
     row.fact("probe_faults", touches);
     row.fact("probe_windows_cut", cut);
     row.figure("upgrade_gap_us", &of(&|(_, stat)| stat.longest_gap_us as f64));
