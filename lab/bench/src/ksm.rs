@@ -3,11 +3,18 @@
 //! Before: a bench has private memory with equal pages. After: its settings are as they were.
 //! Units: microseconds of CPU time. Promise: a KSM that runs already, for others, is left alone.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Context, Result, ensure};
+use ballast_base::PAGE_SIZE;
+use ballast_base::units::MIB;
 
 use crate::cpu;
 use crate::setting::{self, Setting};
 
+/// Time after which a merge has failed.
+const TIMEOUT: Duration = Duration::from_secs(60);
+const POLL_EVERY: Duration = Duration::from_millis(10);
 const KSM: &str = "/sys/kernel/mm/ksm";
 /// Settings for merges as fast as possible: the question is the CPU time of a page.
 const SETTINGS: [(&str, &str); 3] = [("pages_to_scan", "5000"), ("sleep_millisecs", "1"), ("run", "1")];
@@ -31,6 +38,31 @@ impl Ksm {
         Ok(Self { pid, cpu_us, _settings: set.into_iter().rev().collect::<Result<_>>()? })
     }
 
+    /// Wait until two passes merged no further page.
+    pub(crate) fn settle(&self) -> Result<()> {
+        let begun = Instant::now();
+        let (mut last, mut scans) = (0, counter("full_scans")?);
+        loop {
+            std::thread::sleep(POLL_EVERY);
+            let now = counter("full_scans")?;
+            if now < scans + 2 {
+                ensure!(begun.elapsed() < TIMEOUT, "it has not ended within {TIMEOUT:?}");
+                continue;
+            }
+            let sharing = counter("pages_sharing")?;
+            if sharing == last && sharing > 0 {
+                return Ok(());
+            }
+            ensure!(begun.elapsed() < TIMEOUT, "it still merges after {TIMEOUT:?}");
+            (last, scans) = (sharing, now);
+        }
+    }
+
+    /// MiB that it saves.
+    pub(crate) fn saved_mib(&self) -> Result<f64> {
+        Ok(counter("pages_sharing")? as f64 * PAGE_SIZE as f64 / MIB as f64)
+    }
+
     /// CPU time since it was started.
     pub(crate) fn cpu_us(&self) -> Result<f64> {
         Ok(cpu::of_threads(self.pid, |_| true)? - self.cpu_us)
@@ -38,7 +70,7 @@ impl Ksm {
 }
 
 /// A counter of KSM.
-pub(crate) fn counter(name: &str) -> Result<u64> {
+fn counter(name: &str) -> Result<u64> {
     let text = setting::read(format!("{KSM}/{name}").as_ref())?;
     text.trim().parse().with_context(|| format!("{KSM}/{name} is {text:?}"))
 }

@@ -8,9 +8,9 @@
 //! more is subtracted. Promise: every page is verified, and KSM's settings are restored.
 
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result};
 use ballast_base::PAGE_SIZE;
 use ballast_base::units::MIB;
 use ballast_sys::Anon;
@@ -19,15 +19,12 @@ use crate::ksm::Ksm;
 use crate::order::{Data, GuestKind, Pace};
 use crate::report::Row;
 use crate::rig::Bench;
+use crate::setting;
 use crate::subject::{Subject, Way, in_turn, out, touch};
-use crate::{ksm, setting};
 
 pub(crate) const GUESTS: u8 = 3;
 /// The setting that puts all guests of this bench into one group.
 pub(crate) const GROUP: &str = "[dedup]\nguests = [\"bench-*\"]\n";
-/// Time after which a merge has failed.
-const TIMEOUT: Duration = Duration::from_secs(60);
-const POLL_EVERY: Duration = Duration::from_millis(10);
 
 /// The figures of one way.
 #[derive(Default)]
@@ -127,25 +124,9 @@ pub(crate) fn twin(guest: u8, count: u64) -> Result<Anon> {
 /// Measure the same content in private memory of one process, which KSM merges until it merges no further page.
 fn merged(count: u64, series: &mut Series) -> Result<()> {
     let _twins = (0..GUESTS).map(|guest| twin(guest, count)).collect::<Result<Vec<_>>>()?;
-    let (ksm, begun) = (Ksm::start()?, Instant::now());
-    let (mut last, mut scans) = (0, ksm::counter("full_scans")?);
-    loop {
-        std::thread::sleep(POLL_EVERY);
-        let now = ksm::counter("full_scans")?;
-        if now < scans + 2 {
-            ensure!(begun.elapsed() < TIMEOUT, "it has not ended within {TIMEOUT:?}");
-            continue;
-        }
-        let sharing = ksm::counter("pages_sharing")?;
-        if sharing == last && sharing > 0 {
-            break;
-        }
-        if begun.elapsed() > TIMEOUT {
-            bail!("it still merges after {TIMEOUT:?}");
-        }
-        (last, scans) = (sharing, now);
-    }
-    series.saved_mib.push(last as f64 * PAGE_SIZE as f64 / MIB as f64);
+    let ksm = Ksm::start()?;
+    ksm.settle()?;
+    series.saved_mib.push(ksm.saved_mib()?);
     series.cpu_s.push(ksm.cpu_us()? / 1e6);
     Ok(())
 }

@@ -7,20 +7,22 @@
 //! Threads: a process for each guest; the twins are threads of this one. Units: pages per second, MiB, seconds.
 //! Promise: sides by turns; every page that is read is checked, and all of a guest's bytes at the end.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use ballast_base::PAGE_SIZE;
 use ballast_base::units::MIB;
 
 use crate::cpu;
-use crate::ksm::{self, Ksm};
+use crate::ksm::Ksm;
 use crate::native::{self, Ram};
 use crate::order::{Data, GuestKind};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::share::{GROUP, GUESTS, own_mib, twin};
 use crate::subject::{Subject, Way, in_turn, serve};
+
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The sides, by turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +39,8 @@ const SIDES: [Side; 4] = [Side::Alone, Side::Share, Side::Twins, Side::Ksm];
 #[derive(Default)]
 struct Series {
     per_s: Vec<f64>,
+    /// When all that goes, or merges, has.
+    settled_per_s: Vec<f64>,
     saved_mib: Vec<f64>,
     cpu_s: Vec<f64>,
 }
@@ -78,6 +82,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let [alone, share, twins, ksm] = &series;
     for (name, of) in [("alone", alone), ("share", share), ("twins", twins), ("ksm", ksm)] {
         row.figure(&format!("{name}_pages_per_s"), &of.per_s);
+        row.figure(&format!("{name}_settled_pages_per_s"), &of.settled_per_s);
     }
     for (name, of) in [("share", share), ("ksm", ksm)] {
         row.figure(&format!("load_{name}_saved_mib"), &of.saved_mib);
@@ -85,6 +90,8 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     }
     row.ratio("share_throughput_ratio", &share.per_s, &alone.per_s);
     row.ratio("ksm_throughput_ratio", &ksm.per_s, &twins.per_s);
+    row.ratio("share_settled_throughput_ratio", &share.settled_per_s, &alone.settled_per_s);
+    row.ratio("ksm_settled_throughput_ratio", &ksm.settled_per_s, &twins.settled_per_s);
     each(row)
 }
 
@@ -94,10 +101,10 @@ fn guests(bench: &mut Bench, side: Side, (count, hot, ms): (u64, u64, u64), seri
     let mut guests = (0..GUESTS).map(new).collect::<Result<Vec<_>>>()?;
     let engine = bench.engine_pid()?;
     let (own, cpu_us) = (own_mib(engine)?, cpu::of_threads(engine, |_| true)?);
+    // Reclaim goes on until 1/32 of the limit, and at least a MiB, is free.
+    let limit = hot * PAGE_SIZE as u64;
+    let limit = limit + (limit / 32).max(MIB);
     if side == Side::Share {
-        let limit = hot * PAGE_SIZE as u64;
-        // Reclaim goes on until 1/32 of the limit, and at least a MiB, is free.
-        let limit = limit + (limit / 32).max(MIB);
         guests.iter_mut().try_for_each(|guest| guest.hold_to(bench, limit))?;
     }
     series.per_s.push(serve(&mut guests, hot, ms)?);
@@ -105,7 +112,19 @@ fn guests(bench: &mut Bench, side: Side, (count, hot, ms): (u64, u64, u64), seri
         let (host, own) = (bench.daemon.api().host()?, own_mib(engine)? - own);
         series.saved_mib.push((host.far_bytes as f64 - host.store_bytes as f64) / MIB as f64 - own);
         series.cpu_s.push((cpu::of_threads(engine, |_| true)? - cpu_us) / 1e6);
+        let begun = Instant::now();
+        while guests
+            .iter()
+            .map(Subject::resident)
+            .collect::<Result<Vec<_>>>()?
+            .iter()
+            .any(|pages| pages.bytes().0 > limit)
+        {
+            ensure!(begun.elapsed() < TIMEOUT, "the cold third has not gone within {TIMEOUT:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
+    series.settled_per_s.push(serve(&mut guests, hot, ms)?);
     guests.iter_mut().try_for_each(Subject::verify)
 }
 
@@ -113,6 +132,18 @@ fn guests(bench: &mut Bench, side: Side, (count, hot, ms): (u64, u64, u64), seri
 fn twins(side: Side, (count, hot, ms): (u64, u64, u64), series: &mut Series) -> Result<()> {
     let twins = (0..GUESTS).map(|guest| twin(guest, count).map(Ram::Private)).collect::<Result<Vec<_>>>()?;
     let ksm = if side == Side::Ksm { Some(Ksm::start()?) } else { None };
+    series.per_s.push(serve_twins(&twins, hot, ms)?);
+    if let Some(ksm) = &ksm {
+        series.saved_mib.push(ksm.saved_mib()?);
+        series.cpu_s.push(ksm.cpu_us()? / 1e6);
+        ksm.settle()?;
+    }
+    series.settled_per_s.push(serve_twins(&twins, hot, ms)?);
+    Ok(())
+}
+
+/// Have these twins serve their first `hot` pages, all at once. Returns the pages per second of all together.
+fn serve_twins(twins: &[Ram], hot: u64, ms: u64) -> Result<f64> {
     let time = Duration::from_millis(ms);
     let served = std::thread::scope(|scope| {
         let serve = |ram| move || native::serve(ram, &mut native::first_words(ram, hot), time);
@@ -121,10 +152,5 @@ fn twins(side: Side, (count, hot, ms): (u64, u64, u64), series: &mut Series) -> 
     });
     let (pages, wrong) = served.iter().fold((0, 0), |(pages, wrong), served| (pages + served.0, wrong + served.1));
     ensure!(wrong == 0, "WRONG DATA: {wrong} of {pages} pages of a twin began with another word");
-    series.per_s.push(pages as f64 / time.as_secs_f64());
-    if let Some(ksm) = ksm {
-        series.saved_mib.push(ksm::counter("pages_sharing")? as f64 * PAGE_SIZE as f64 / MIB as f64);
-        series.cpu_s.push(ksm.cpu_us()? / 1e6);
-    }
-    Ok(())
+    Ok(pages as f64 / time.as_secs_f64())
 }
