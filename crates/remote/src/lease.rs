@@ -3,12 +3,13 @@
 //! Before: a VM is about to put pages into the cluster. After: its engine renews the lease. When the VM or its host
 //! ends, another host of the cluster removes its pages.
 //! Threads: any. Units: time; the cluster's own clocks measure leases.
-//! Promise: pages are removed only if two checks, one full lease time apart, found no lease. An engine renews the lease
-//! ten times in that interval. It creates a lease again that was lost with the only node that had it.
+//! Promise: pages are removed only if two checks, one full lease time apart, found no lease, and the node of the lease
+//! accepted a write each time: an engine cannot renew a lease there while writes are refused. An engine renews the
+//! lease ten times in that interval. It creates a lease again that was lost with the only node that had it.
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
@@ -16,7 +17,7 @@ use ballast_base::wire::VmId;
 use crate::cluster::Cluster;
 use crate::name;
 use crate::request::{self, Failed, Found, Verb};
-use crate::resp::Commands;
+use crate::resp::{Commands, Replies};
 use crate::slot::slot_of;
 use crate::sweep::{self, Scan};
 
@@ -29,13 +30,25 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 pub struct Lease {
     vm: VmId,
     lasts: Duration,
-    renewed: Mutex<Option<Instant>>,
+    renewal: Mutex<Renewal>,
+}
+
+/// The last renewal.
+#[derive(Debug)]
+struct Renewal {
+    /// Its time; that of the object's creation if there was none.
+    at: Instant,
+    was_done: bool,
 }
 
 impl Lease {
     /// Creates a lease object. The cluster does not have the lease yet.
     pub fn new(vm: VmId, lasts: Duration) -> Self {
-        Self { vm, lasts, renewed: Mutex::default() }
+        Self { vm, lasts, renewal: Mutex::new(Renewal { at: Instant::now(), was_done: false }) }
+    }
+
+    fn renewal(&self) -> MutexGuard<'_, Renewal> {
+        self.renewal.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ensures that the lease exists and lasts for nearly its full duration.
@@ -43,29 +56,45 @@ impl Lease {
     /// # Errors
     /// The reason why the cluster does not store it.
     pub fn ensure(&self, cluster: &Cluster) -> Result<(), String> {
-        let mut renewed = self.renewed.lock().unwrap_or_else(PoisonError::into_inner);
-        if renewed.is_some_and(|at| at.elapsed() < self.lasts / 10) {
+        let mut renewal = self.renewal();
+        if renewal.was_done && renewal.at.elapsed() < self.lasts / 10 {
             return Ok(());
         }
         let key = name::lease(self.vm);
         let ms = self.lasts.as_millis().to_string();
-        let asks = Commands::one(&[b"SET", &key, b"1", b"PX", ms.as_bytes()]);
-        at_owner(cluster, &key, &asks).map_err(|error| format!("its lease: {error}"))?;
-        *renewed = Some(Instant::now());
+        // A node that is out of memory refuses the first and executes the second.
+        let mut asks = Commands::one(&[b"SET", &key, b"1", b"PX", ms.as_bytes()]);
+        asks.add(&[b"PEXPIRE", &key, ms.as_bytes()]);
+        at_owner(cluster, &key, &asks, |replies| match replies.get(0).error() {
+            Some(_) if replies.get(1).int() == Some(1) => Ok(()),
+            Some(error) => Err(error),
+            None => Ok(()),
+        })
+        .map_err(|error| format!("its lease: {error}"))?;
+        *renewal = Renewal { at: Instant::now(), was_done: true };
         Ok(())
+    }
+
+    /// Returns for how long it has not been renewed, if that is half of its duration or more.
+    pub fn overdue(&self) -> Option<Duration> {
+        Some(self.renewal().at.elapsed()).filter(|age| *age >= self.lasts / 2)
     }
 }
 
 /// Sends commands to the owner of a key. After an error or a redirection, it refreshes the map and tries once more.
-fn at_owner(cluster: &Cluster, key: &[u8], asks: &Commands) -> io::Result<Option<i64>> {
+fn at_owner<T>(
+    cluster: &Cluster,
+    key: &[u8],
+    asks: &Commands,
+    read: impl Fn(&Replies<'_>) -> Result<T, String>,
+) -> io::Result<T> {
     let mut last = io::Error::other("no node has its slot");
     for _ in 0..2 {
         let until = Instant::now() + TIMEOUT;
         let asked = cluster.owner(slot_of(key)).and_then(|addr| {
             cluster.with(&addr, until, |link| {
                 let replies = link.ask(asks, until)?;
-                let said = replies.get(0);
-                said.error().map_or(Ok(said.int()), |error| Err(io::Error::other(format!("{addr} says: {error}"))))
+                read(&replies).map_err(|error| io::Error::other(format!("{addr} says: {error}")))
             })
         });
         match asked {
@@ -75,6 +104,18 @@ fn at_owner(cluster: &Cluster, key: &[u8], asks: &Commands) -> io::Result<Option
         cluster.refresh();
     }
     Err(last)
+}
+
+/// Returns whether the VM has no lease, as a node says that accepts writes.
+fn is_without(cluster: &Cluster, vm: VmId) -> bool {
+    let key = name::lease(vm);
+    // A write that changes nothing: it sets a key that exists to its own value, until the same time.
+    let asks = Commands::one(&[b"SET", &key, b"1", b"XX", b"KEEPTTL"]);
+    let is_nil = at_owner(cluster, &key, &asks, |replies| {
+        let said = replies.get(0);
+        said.error().map_or(Ok(said.is_nil()), Err)
+    });
+    is_nil.unwrap_or(false)
 }
 
 /// Removes the lease and all pages of a VM that ended. Returns the number of pages.
@@ -108,30 +149,36 @@ pub struct Leaseless {
 
 impl Leaseless {
     /// Scans all keys of the cluster, and removes pages of VMs that had no lease `lasts` ago and have none now. Returns
-    /// these VMs with the number of their pages.
+    /// these VMs with the number of their pages. `is_here` tells VMs that are never removed.
     ///
     /// # Errors
     /// The cluster does not respond; the scan's memory of VMs is kept.
-    pub fn sweep(&mut self, cluster: &Cluster, lasts: Duration) -> io::Result<Vec<(VmId, u64)>> {
+    pub fn sweep(
+        &mut self,
+        cluster: &Cluster,
+        lasts: Duration,
+        is_here: &dyn Fn(VmId) -> bool,
+    ) -> io::Result<Vec<(VmId, u64)>> {
         let mut scan = Scan::begin(cluster, name::EVERY_PAGE.to_vec())?;
-        let mut leases: HashMap<VmId, bool> = HashMap::new();
+        let mut found: HashMap<VmId, bool> = HashMap::new();
         while let Some(keys) = scan.step(cluster)? {
             for (page, _) in keys.iter().filter_map(|key| name::parse(key)) {
-                if let std::collections::hash_map::Entry::Vacant(vm) = leases.entry(page.region.vm) {
-                    let key = name::lease(page.region.vm);
-                    let there = at_owner(cluster, &key, &Commands::one(&[b"EXISTS", &key]))?;
-                    vm.insert(there.ok_or_else(|| io::Error::other("no number of keys was said"))? != 0);
-                }
+                let vm = page.region.vm;
+                found.entry(vm).or_insert_with(|| !is_here(vm) && is_without(cluster, vm));
             }
         }
         let now = Instant::now();
-        self.without.retain(|vm, _| leases.get(vm) == Some(&false));
+        self.without.retain(|vm, _| found.get(vm) == Some(&true));
         let mut gone = Vec::new();
-        for vm in leases.into_iter().filter(|(_, there)| !there).map(|(vm, _)| vm) {
+        for vm in found.into_iter().filter(|(_, without)| *without).map(|(vm, _)| vm) {
             let since = *self.without.entry(vm).or_insert(now);
-            if now - since >= lasts {
+            if now - since < lasts {
+                continue;
+            }
+            self.without.remove(&vm);
+            // The scan took its time.
+            if !is_here(vm) && is_without(cluster, vm) {
                 gone.push((vm, sweep_all(cluster, vm)?));
-                self.without.remove(&vm);
             }
         }
         Ok(gone)

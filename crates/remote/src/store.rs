@@ -131,6 +131,22 @@ impl RemoteStore {
         Handle::new(*last)
     }
 
+    /// Returns the VM that has the store.
+    pub fn vm(&self) -> VmId {
+        self.vm
+    }
+
+    /// Renews the lease of the VM if the store ever had pages. This must be called at least ten times in a lease, as
+    /// long as a word may name a page of the store. Returns, if half of the lease is over or more, for how long it was
+    /// not renewed, and why.
+    pub fn keep_lease(&self) -> Option<(Duration, String)> {
+        if !self.used.load(Relaxed) {
+            return None;
+        }
+        let why = self.lease.ensure(&self.cluster).err()?;
+        Some((self.lease.overdue()?, why))
+    }
+
     /// Counts pages that are in the cluster already.
     fn add_pages(&self, count: u64) {
         self.used.fetch_or(count > 0, Relaxed);
@@ -295,9 +311,6 @@ impl Store for RemoteStore {
         }
         let steps = || {
             self.garbage.unlink_freed(&self.cluster, &self.share)?;
-            if self.used.load(Relaxed) {
-                self.lease.ensure(&self.cluster)?;
-            }
             self.garbage.sweep(&self.cluster, self.vm)
         };
         if let Err(why) = steps() {

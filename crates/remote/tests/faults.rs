@@ -194,13 +194,58 @@ fn a_vm_without_a_lease_is_swept_by_another_host_and_one_with_a_lease_is_not() {
     let dead_key = RegionKey { vm: gone, number: 0 }.page(PageIdx(0));
     assert!(matches!(dead.put(dead_key, &pages::mixed(1)), PutOutcome::Stored(_)));
     let mut leaseless = lease::Leaseless::default();
-    assert_eq!(leaseless.sweep(&ours, Duration::ZERO).expect("read"), []);
+    let mut sweep = |lasts, here| leaseless.sweep(&ours, lasts, &|vm| vm == here).expect("read");
+    assert_eq!(sweep(Duration::ZERO, VM), []);
     valkey.say(0, &["DEL", &format!("bl{{{gone}}}")]).expect("the lease runs out");
-    assert_eq!(leaseless.sweep(&ours, LEASE).expect("read"), [], "it was seen without a lease for the first time");
-    assert_eq!(leaseless.sweep(&ours, Duration::ZERO).expect("read"), [(gone, 1)]);
+    assert_eq!(sweep(LEASE, VM), [], "it was seen without a lease for the first time");
+    assert_eq!(sweep(Duration::ZERO, gone), [], "the VM is here");
+    assert_eq!(sweep(LEASE, VM), [], "so this is the first time again");
+    assert_eq!(sweep(Duration::ZERO, VM), [(gone, 1)]);
     (0..).zip(&handles).for_each(|(page, handle)| assert_eq!(get(&living, page, *handle), GetOutcome::Found));
     assert_eq!(lease::end(&ours, VM).expect("its end"), 2);
     assert_eq!(valkey.keys().expect("a size"), 0);
+}
+
+#[test]
+fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node_refuses_writes() {
+    let Some(valkey) = start(Layout { primaries: 1, ..Layout::default() }) else { return };
+    let ours = cluster(&valkey, 1);
+    let set = |name: &str, value: &str| drop(valkey.say(0, &["CONFIG", "SET", name, value]).expect("CONFIG"));
+    // A lease that is to be renewed each time, and is overdue at once.
+    let lasts = Duration::from_millis(1);
+    let brief = RemoteStore::new(VM, ours.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, lasts);
+    let handles = stored(put(&brief, 0, 2));
+    let lease = format!("bl{{{VM}}}");
+    let ttl = || valkey.say(0, &["PTTL", &lease]).and_then(read::<i64>).expect("PTTL");
+    let kept = store(&ours);
+    kept.follow(&mut std::iter::empty());
+    valkey.say(0, &["DEL", &lease]).expect("DEL");
+    set("maxmemory", "1");
+    assert_eq!(kept.keep_lease(), None, "it is not overdue");
+    assert!(ttl() < 0, "a lease that is not there cannot be made");
+    set("maxmemory", "0");
+    assert_eq!(kept.keep_lease(), None);
+    valkey.say(0, &["PEXPIRE", &lease, "60000"]).expect("PEXPIRE");
+    set("maxmemory", "1");
+    let next = store(&ours);
+    next.follow(&mut std::iter::empty());
+    assert_eq!(next.keep_lease(), None);
+    assert!(ttl() > 60_000, "a full node renews it");
+    set("maxmemory", "0");
+    // The lease runs out while writes are refused.
+    valkey.say(0, &["DEL", &lease]).expect("DEL");
+    let mut leaseless = lease::Leaseless::default();
+    let mut sweep = |lasts| leaseless.sweep(&ours, lasts, &|_| false).expect("read");
+    for (name, refuses, accepts) in [("maxmemory", "1", "0"), ("min-replicas-to-write", "3", "0")] {
+        assert_eq!(sweep(LEASE), [], "the first look");
+        set(name, refuses);
+        let (_, why) = brief.keep_lease().expect("it is overdue");
+        assert!(why.contains("its lease: ") && why.contains("says: "), "{why}");
+        assert_eq!(sweep(Duration::ZERO), [], "the lease may be missing because of {name}");
+        set(name, accepts);
+        assert_eq!(sweep(LEASE), [], "and that look forgot the one before");
+    }
+    (0..).zip(&handles).for_each(|(page, handle)| assert_eq!(get_at_last(&brief, page, *handle), GetOutcome::Found));
 }
 
 #[test]

@@ -3,11 +3,12 @@
 //! Before: the settings name a cluster. After: each VM has a store in it; pages of VMs that are gone, here or on hosts
 //! that died, are removed; operators know of settings that would lose pages.
 //! Threads: one for all of that, which may wait for the network; its callers do not.
-//! Promise: a cluster that does not respond delays this thread only.
+//! Promise: a cluster that does not respond delays this thread only. The lease of a VM is renewed as long as its store
+//! exists, whatever its workers wait for, and also while it is closed and its far pages are written back.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -21,12 +22,19 @@ use ballast_store::Codec;
 use crate::events::Events;
 use crate::settings::{Privacy, Remoting, TlsFiles};
 
-/// Time between checks of the cluster's settings.
+/// Time between checks of the cluster's settings, and of the leases.
 const CHECK_EVERY: Duration = Duration::from_secs(60);
 /// Time between scans of all its keys for VMs without a lease.
 const POLL_EVERY: Duration = Duration::from_secs(3600);
 /// Pause before a VM's end is tried again.
 const RETRY: Duration = Duration::from_secs(5);
+
+/// The stores of this engine's VMs, with the VMs' names.
+type Stores = Arc<Mutex<Vec<(String, Weak<RemoteStore>)>>>;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The cluster, and the thread that cares for it.
 #[derive(Debug)]
@@ -37,6 +45,7 @@ pub struct Remote {
     pub budget: Arc<RemoteBudget>,
     ended: mpsc::Sender<VmId>,
     findings: Arc<Mutex<Vec<Finding>>>,
+    stores: Stores,
     /// Pages of VMs that have no key yet are to be sealed.
     encrypt: bool,
     events: Arc<Events>,
@@ -60,19 +69,21 @@ impl Remote {
         };
         let cluster = Arc::new(Cluster::new(options));
         let (ended, its_ended) = mpsc::channel();
-        let findings = Arc::<Mutex<Vec<Finding>>>::default();
+        let (findings, stores) = (Arc::<Mutex<Vec<Finding>>>::default(), Stores::default());
         let keeper = Caretaker {
             cluster: cluster.clone(),
             events: events.clone(),
             findings: findings.clone(),
+            stores: stores.clone(),
             ended: Vec::new(),
+            late: Vec::new(),
         };
         std::thread::Builder::new()
             .name("remote".into())
             .spawn(move || keeper.run(&its_ended))
             .context("Starting a thread for the remote store")?;
         let (budget, encrypt) = (RemoteBudget::new(settings.budget), privacy.encrypt);
-        Ok(Self { cluster, budget, ended, findings, encrypt, events })
+        Ok(Self { cluster, budget, ended, findings, stores, encrypt, events })
     }
 
     /// The store of the VM that has this state file. If another engine has it as well (`beside`), no key is made before
@@ -108,7 +119,9 @@ impl Remote {
             }
             Secret::None => store.sealed(make_key(state).context("Making the key of a VM's far pages")?),
         };
-        Ok(Arc::new(store))
+        let store = Arc::new(store);
+        lock(&self.stores).push((state.name(), Arc::downgrade(&store)));
+        Ok(store)
     }
 
     /// This VM is gone and does not return: remove its pages from the cluster.
@@ -119,7 +132,7 @@ impl Remote {
 
     /// Known problems of the cluster.
     pub fn findings(&self) -> Vec<Finding> {
-        self.findings.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.findings).clone()
     }
 }
 
@@ -135,8 +148,11 @@ struct Caretaker {
     cluster: Arc<Cluster>,
     events: Arc<Events>,
     findings: Arc<Mutex<Vec<Finding>>>,
+    stores: Stores,
     /// VMs that are gone and have keys still.
     ended: Vec<VmId>,
+    /// VMs whose leases could not be renewed for long, which was said.
+    late: Vec<VmId>,
 }
 
 impl Caretaker {
@@ -146,6 +162,7 @@ impl Caretaker {
         loop {
             let now = Instant::now();
             if now >= next_check {
+                self.keep_leases();
                 self.check();
                 next_check = now + CHECK_EVERY;
             }
@@ -177,15 +194,40 @@ impl Caretaker {
     /// Report new problems.
     fn check(&self) {
         let found = check(&self.cluster);
-        let before =
-            std::mem::replace(&mut *self.findings.lock().unwrap_or_else(PoisonError::into_inner), found.clone());
+        let before = std::mem::replace(&mut *lock(&self.findings), found.clone());
         for finding in found.into_iter().filter(|finding| finding.serious && !before.contains(finding)) {
             self.events.add(None, "remote-unsafe", format!("the remote store: {}", finding.text));
         }
     }
 
+    /// The stores that exist.
+    fn stores(&self) -> Vec<(String, Arc<RemoteStore>)> {
+        let mut stores = lock(&self.stores);
+        stores.retain(|(_, store)| store.strong_count() > 0);
+        stores.iter().filter_map(|(name, store)| Some((name.clone(), store.upgrade()?))).collect()
+    }
+
+    /// Renew the leases. Report those that could not be renewed for half of their duration.
+    fn keep_leases(&mut self) {
+        let mut late = Vec::new();
+        for (name, store) in self.stores() {
+            let Some((age, why)) = store.keep_lease() else { continue };
+            if !self.late.contains(&store.vm()) {
+                let text = format!(
+                    "the lease of VM {name} in the remote store has not been renewed for {} s ({why}): if that goes \
+                     on, another host may remove its pages",
+                    age.as_secs()
+                );
+                self.events.add(Some(name), "remote-lease", text);
+            }
+            late.push(store.vm());
+        }
+        self.late = late;
+    }
+
     fn sweep(&self, leaseless: &mut lease::Leaseless) {
-        match leaseless.sweep(&self.cluster, lease::LEASE) {
+        let is_here = |vm| self.stores().iter().any(|(_, store)| store.vm() == vm);
+        match leaseless.sweep(&self.cluster, lease::LEASE, &is_here) {
             Ok(gone) => gone.into_iter().for_each(|(vm, pages)| {
                 let text = format!("the lease of VM {vm} was not renewed for a day: its {pages} pages were removed");
                 self.events.add(None, "remote-swept", text);
