@@ -5,7 +5,7 @@
 //! Threads: any, without locks; sums may be off for a moment. Units: pages, at the mean size of the pages that were
 //! put.
 //! Promise: dropping a store subtracts all pages that it counted. Freed pages count until their keys are unlinked, but
-//! they do not limit the puts of their own store.
+//! they do not limit the puts of their own store, except those that a node has refused to unlink.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

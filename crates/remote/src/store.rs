@@ -166,7 +166,7 @@ impl RemoteStore {
         if !seal.works() {
             return Err(self.refuse("the key that its pages are sealed with is lost".into(), PutOutcome::Busy));
         }
-        if !self.share.has_room(count, self.garbage.waiting()) {
+        if !self.share.has_room(count, self.garbage.waiting_briefly()) {
             let limit = self.share.budget().limit();
             return Err(self.refuse(format!("its budget of {limit} is used"), PutOutcome::Full));
         }
@@ -310,8 +310,8 @@ impl Store for RemoteStore {
             return;
         }
         let steps = || {
-            self.garbage.unlink_freed(&self.cluster, &self.share)?;
-            self.garbage.sweep(&self.cluster, self.vm)
+            let unlinked = self.garbage.unlink_freed(&self.cluster, &self.share);
+            self.garbage.sweep(&self.cluster, self.vm).and(unlinked)
         };
         if let Err(why) = steps() {
             *lock(&self.rests_until) = Some(Instant::now() + REST);

@@ -249,6 +249,37 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
 }
 
 #[test]
+fn a_node_that_refuses_keeps_its_own_pages_only_and_they_count_until_they_are_unlinked() {
+    let Some(valkey) = start(Layout { replicas: 0, ..Layout::default() }) else { return };
+    let ours = cluster(&valkey, 0);
+    // Twenty pages, none of which is compressed, and their keys.
+    let budget = RemoteBudget::new(Bytes(20 * 4300));
+    let store = RemoteStore::new(VM, ours, budget, Codec::Lz4, LEASE);
+    let owner = |chunk: u64| valkey.owner(slot_of(format!("b{{{VM}:0:{chunk:x}}}").as_bytes())).expect("an owner");
+    let firsts: Vec<u64> = (0..12).map(|chunk| chunk * 512).collect();
+    let handles: Vec<Handle> = firsts.iter().flat_map(|first| stored(put(&store, *first, 1))).collect();
+    let refusing = owner(0);
+    let its = (0..12).filter(|chunk| owner(*chunk) == refusing).count() as u64;
+    let other = (0..12).find(|chunk| owner(*chunk) != refusing).expect("a chunk of another node");
+    let set = |value| drop(valkey.say(refusing, &["CONFIG", "SET", "min-replicas-to-write", value]).expect("CONFIG"));
+    set("1");
+    firsts.iter().zip(&handles).for_each(|(first, handle)| store.free(key(*first), *handle));
+    store.tidy();
+    assert!(store.last_refusal().expect("a reason").contains("NOREPLICAS"));
+    assert_eq!(valkey.keys().expect("a size"), its + 1, "the lease, and what that node has");
+    assert_eq!(store.usage().pages, 0);
+    let more = (1..).take_while(|page| matches!(put(&store, other * 512 + page, 1)[..], [PutOutcome::Stored(_)]));
+    assert_eq!(more.count() as u64, 20 - its, "{:?}", store.last_refusal());
+    set("0");
+    let begun = Instant::now();
+    while valkey.keys().expect("a size") > 20 - its + 1 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", store.last_refusal());
+        store.tidy();
+    }
+    assert!(matches!(put(&store, other * 512, 1)[..], [PutOutcome::Stored(_)]));
+}
+
+#[test]
 fn a_server_that_is_none_or_never_ends_its_reply_costs_time_and_nothing_else() {
     let map = |port: u16| {
         let text = format!(
