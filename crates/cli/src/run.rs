@@ -114,6 +114,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     } else if args.pool.is_some() {
         bail!("--pool is for QEMU; another VMM takes memory of the pool by the client library");
     }
+    check_filter(program, &rest)?;
     let name = name.unwrap_or_else(|| format!("vm-{}", std::process::id()));
     check_name(&name).map_err(|reason| anyhow!(reason))?;
     check_program(program)?;
@@ -182,6 +183,25 @@ fn agent_port(words: &[String]) -> Result<[String; 6]> {
 fn is_qemu(program: &OsStr) -> bool {
     let name = Path::new(program).file_name().unwrap_or_default().to_string_lossy();
     name.starts_with("qemu-system-") || matches!(&*name, "qemu-kvm" | "kvm" | "qemu")
+}
+
+/// Refuse a Cloud Hypervisor that filters its system calls: the kernel kills it at the first one of the client library,
+/// and no message says why.
+fn check_filter(program: &OsStr, words: &[OsString]) -> Result<()> {
+    let name = Path::new(program).file_name().unwrap_or_default().to_string_lossy();
+    let is_off = |at: usize| {
+        let word = words[at].to_string_lossy();
+        let next = words.get(at + 1).map(|next| next.to_string_lossy());
+        let value = if word == "--seccomp" { next.as_deref() } else { word.strip_prefix("--seccomp=") };
+        matches!(value, Some("false" | "log"))
+    };
+    if name.starts_with("cloud-hypervisor") && !(0..words.len()).any(is_off) {
+        bail!(
+            "{name} filters its system calls, and the kernel would kill it at the first one that the preload library \
+             makes; write --seccomp false (--seccomp log does as well, with a line in the kernel's log for each)"
+        );
+    }
+    Ok(())
 }
 
 /// Is the file (or the folder it would be made in) in a tmpfs, or in a hugetlbfs of 2 MiB pages?
@@ -266,6 +286,23 @@ mod tests {
         let words = agent_port(&["-m".into(), "1G".into()]).expect("a port");
         assert!(words[1].contains(&format!("path=ballast-agent-{},", std::process::id())), "{words:?}");
         assert!(agent_port(&["-daemonize".into()]).expect_err("another process").to_string().contains("-daemonize"));
+    }
+
+    #[test]
+    fn a_cloud_hypervisor_that_filters_its_system_calls_is_refused_with_the_words_to_write() {
+        let check = |program: &str, words: &str| {
+            let words: Vec<OsString> = words.split_ascii_whitespace().map(OsString::from).collect();
+            check_filter(program.as_ref(), &words)
+        };
+        for words in ["", "--memory size=1G,shared=on", "--seccomp true", "--seccomp", "--seccomp=true --kernel false"]
+        {
+            let error = check("/usr/bin/cloud-hypervisor", words).expect_err(words).to_string();
+            assert!(error.contains("--seccomp false"), "{words}: {error}");
+        }
+        for words in ["--seccomp false --kernel k", "--kernel k --seccomp=false", "--seccomp log"] {
+            check("cloud-hypervisor-static", words).expect(words);
+        }
+        check("crosvm", "run").expect("another VMM");
     }
 
     #[test]

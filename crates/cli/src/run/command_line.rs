@@ -214,10 +214,14 @@ fn refusal(option: &Opt) -> Option<String> {
     match option.name.as_str() {
         "netdev" if option.head == "vhost-user" => Some(format!("{}: {foreign}", shown())),
         "device" if option.head.starts_with("vhost-user-") => Some(format!("{}: {foreign}", shown())),
-        "device" if option.head.starts_with("ivshmem-plain") => {
+        // The doorbell's memory is a file that its server sends.
+        "device" if option.head.starts_with("ivshmem-") => {
             Some(format!("{}: its memory is shared with other VMs", shown()))
         }
-        "machine" if option.get("confidential-guest-support").is_some() => {
+        // The second is how it was written before QEMU 6.0.
+        "machine"
+            if ["confidential-guest-support", "memory-encryption"].iter().any(|key| option.get(key).is_some()) =>
+        {
             Some(format!("{}: memory encrypted for one guest cannot be evicted and restored", shown()))
         }
         _ => None,
@@ -402,7 +406,9 @@ mod tests {
             ("-device vhost-user-fs-pci,chardev=c,tag=t", "another process"),
             (r#"-device {"driver":"vhost-user-blk-pci","chardev":"c"}"#, "another process"),
             ("-device ivshmem-plain,memdev=s", "other VMs"),
+            ("-device ivshmem-doorbell,chardev=c", "other VMs"),
             ("-machine confidential-guest-support=sev0", "encrypted"),
+            ("-machine q35,memory-encryption=sev0", "encrypted"),
         ] {
             let error = planned(&format!("{ram} {words}"), true).expect_err(words);
             assert!(error.contains(reason), "{words}: {error}");
