@@ -10,7 +10,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
+use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use ballast_client::{Client, DiscardError, Ram, Range, chain, visit};
 use ballast_sys::memfd::{self, FileId};
 
@@ -46,40 +46,24 @@ pub extern "C" fn in_child() {
 
 /// Should hooks check the calls of this thread?
 pub fn watching() -> bool {
-    MODE.load(Ordering::Acquire) != OFF && !visit::inside()
+    !visit::inside() && (MODE.load(Ordering::Acquire) == WAITING || is_attached())
+}
+
+/// Has this process attached? A child that was made by the system call itself (`in_child` is not called there) has not,
+/// though it sees what its parent stored.
+fn is_attached() -> bool {
+    MODE.load(Ordering::Acquire) == MANAGED && OWNER.load(Ordering::Acquire) == std::process::id()
 }
 
 /// The client, if this process is attached and the calling thread is not inside it.
 pub fn client() -> Option<&'static Client> {
-    if MODE.load(Ordering::Acquire) != MANAGED || visit::inside() {
+    if visit::inside() || !is_attached() {
         return None;
     }
     CLIENT.get()
 }
 
-/// Could this new mapping be guest RAM? [`new_ram`] checks the file itself.
-pub fn looks_like_ram(len: usize, prot: c_int, flags: c_int, fd: c_int) -> bool {
-    let both = libc::PROT_READ | libc::PROT_WRITE;
-    let kind = flags & libc::MAP_TYPE;
-    fd >= 0
-        && len >= HUGE_SIZE
-        && prot & both == both
-        && (kind == libc::MAP_SHARED || kind == libc::MAP_SHARED_VALIDATE)
-        && flags & libc::MAP_ANONYMOUS == 0
-}
-
-/// A reservation of a multiple of 2 MiB plus one guard page: what QEMU makes before it maps RAM into it. The guard page
-/// pushes it off the 2 MiB border, and RAM mapped there could never be mapped by huge pages.
-pub fn is_ram_reservation(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int) -> bool {
-    addr.is_null()
-        && fd == -1
-        && prot == libc::PROT_NONE
-        && flags & !libc::MAP_NORESERVE == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
-        && len > HUGE_SIZE
-        && len % HUGE_SIZE == PAGE_SIZE
-}
-
-/// The VMM has mapped something that looks like RAM: attach with it or add it.
+/// The VMM has mapped what is RAM if its file is: attach with it or add it.
 pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i64) {
     let _quiet = visit::enter();
     // SAFETY: the VMM just mapped this descriptor successfully; it is borrowed for the duration of this call.
@@ -138,8 +122,6 @@ pub fn stop_if_starting() {
 }
 
 fn attach(ram: Ram) {
-    let text = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let required = text("BALLAST_REQUIRE").is_some_and(|value| value != "0");
     // A VMM without support for Ballast promises nothing: direct I/O, vhost, and plain reads of some file systems write
     // to RAM past the page table.
     let mut builder = Client::builder().ram(ram).may_pin(true);
@@ -163,17 +145,25 @@ fn attach(ram: Ram) {
                 guest::learn(client);
             }
         }
-        Err(error) if required => {
-            announce(format_args!("{error}. Stopping before the guest starts, as BALLAST_REQUIRE=1 asks"));
-            // SAFETY: ends the process without running exit handlers of a VMM that is half started.
-            unsafe { libc::_exit(1) };
-        }
-        Err(error) => {
-            announce(format_args!("{error}. The VM runs unmanaged"));
-            MODE.store(OFF, Ordering::Release);
-            guest::drop_monitor();
-        }
+        Err(error) => no_client(&error),
     }
+}
+
+/// Nothing will be managed: stop, if that was asked for.
+fn no_client(why: &str) {
+    if text("BALLAST_REQUIRE").is_some_and(|value| value != "0") {
+        announce(format_args!("{why}. Stopping before the guest starts, as BALLAST_REQUIRE=1 asks"));
+        // SAFETY: ends the process without running exit handlers of a VMM that is half started.
+        unsafe { libc::_exit(1) };
+    }
+    announce(format_args!("{why}. The VM runs unmanaged"));
+    MODE.store(OFF, Ordering::Release);
+    guest::drop_monitor();
+}
+
+/// A variable of the environment, if it is not empty.
+fn text(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 fn pin_or_die(client: &Client, reason: &str) {
@@ -226,9 +216,6 @@ pub fn pin_before(reason: &'static str, restore: bool) -> Result<(), c_int> {
 /// page must be in its file before: `exec` closes the userfaultfds, and the next program would read zeros where pages
 /// are far.
 pub fn executing() -> Result<(), c_int> {
-    if OWNER.load(Ordering::Acquire) != std::process::id() {
-        return Ok(());
-    }
     let Some(client) = client() else { return Ok(()) };
     if pool::is_used() {
         announce("the VMM may not execute another program: its RAM is the pool's, which it cannot hand on");
@@ -243,7 +230,7 @@ pub fn executing() -> Result<(), c_int> {
 
 /// Report that the `exec` failed: the VMM continues, and its pin stays.
 pub fn executed_nothing() {
-    if OWNER.load(Ordering::Acquire) == std::process::id() && client().is_some() {
+    if client().is_some() {
         announce("the other program could not be executed; this VM stays pinned");
     }
 }
@@ -323,11 +310,12 @@ pub fn touches_ram(addr: *mut c_void, len: usize) -> bool {
 /// The reason if an `ioctl` takes hold of guest memory, and whether memory must be restored first because the kernel
 /// will read the pages from the file, past our userfaultfd.
 pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
-    // The numbers of linux/vfio.h, linux/iommufd.h, linux/vhost.h and linux/udmabuf.h.
+    // The numbers of linux/vfio.h, linux/iommufd.h, linux/vhost.h, linux/kvm.h and linux/udmabuf.h.
     const VFIO_IOMMU_MAP_DMA: libc::c_ulong = 0x3B71;
     const IOMMU_IOAS_MAP: libc::c_ulong = 0x3B85;
     const IOMMU_IOAS_MAP_FILE: libc::c_ulong = 0x3B8F;
     const VHOST_VDPA_GET_DEVICE_ID: libc::c_ulong = 0x8004_AF70;
+    const KVM_MEMORY_ENCRYPT_REG_REGION: libc::c_ulong = 0x8010_AEBB;
     const UDMABUF_CREATE: libc::c_ulong = 0x4018_7542;
     const UDMABUF_CREATE_LIST: libc::c_ulong = 0x4008_7543;
     // Some callers sign-extend the request; its meaning is in the low 32 bits.
@@ -335,9 +323,34 @@ pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
         VFIO_IOMMU_MAP_DMA | IOMMU_IOAS_MAP => Some(("a VFIO device holds its memory for DMA", false)),
         IOMMU_IOAS_MAP_FILE => Some(("a VFIO device holds its memory for DMA", true)),
         VHOST_VDPA_GET_DEVICE_ID => Some(("a vDPA device holds its memory for DMA", false)),
+        KVM_MEMORY_ENCRYPT_REG_REGION => Some(("its memory is encrypted for the guest (SEV)", false)),
         UDMABUF_CREATE | UDMABUF_CREATE_LIST => Some(("its memory is exported as a DMA buffer (udmabuf)", true)),
         _ => None,
     }
+}
+
+/// Does this `ioctl` let a vCPU run, and has nothing been attached yet?
+pub fn runs_a_vcpu(request: libc::c_ulong) -> bool {
+    const KVM_RUN: libc::c_ulong = 0xAE80;
+    request & 0xFFFF_FFFF == KVM_RUN && MODE.load(Ordering::Relaxed) == WAITING
+}
+
+/// The guest starts. If none of its RAM was found, it is private memory, and stays unmanaged.
+pub fn starting() {
+    let _one = ATTACHING.lock().unwrap_or_else(PoisonError::into_inner);
+    if MODE.load(Ordering::Acquire) == WAITING {
+        no_client("the guest's RAM is not a shared memory file");
+    }
+}
+
+/// Is this descriptor a file of guest RAM, or a stand-in for one?
+pub fn is_ram_file(fd: c_int) -> bool {
+    let Some(client) = client().filter(|_| fd >= 0) else { return false };
+    let quiet = visit::enter();
+    // SAFETY: borrowed for `fstat` only, which returns EBADF if it is not open.
+    let Ok(file) = memfd::file_id(unsafe { BorrowedFd::borrow_raw(fd) }) else { return false };
+    drop(quiet);
+    pool::has(file) || !client.of_file(file, 0, u64::MAX).is_empty()
 }
 
 /// Does this message carry the file of guest RAM to another process?

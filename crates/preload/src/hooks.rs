@@ -14,9 +14,10 @@ use crate::announce::announce;
 use crate::decide;
 use crate::next;
 use crate::pool;
+use crate::shape;
 
 /// Run our part of a call. It leaves errno as it was.
-fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
+pub fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
     // SAFETY: the location of this thread's errno is valid for the thread's life.
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: as above.
@@ -32,7 +33,7 @@ fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
 }
 
 /// Set errno and return `answer`, to refuse a call.
-fn refuse<T>(errno: c_int, answer: T) -> T {
+pub fn refuse<T>(errno: c_int, answer: T) -> T {
     // SAFETY: the location of this thread's errno is valid for the thread's life.
     unsafe { *libc::__errno_location() = errno };
     answer
@@ -45,14 +46,17 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
         // SAFETY: the caller's promise.
         return unsafe { next::mmap(addr, len, prot, flags, fd, offset) };
     }
-    if decide::is_ram_reservation(addr, len, prot, flags, fd) {
+    if shape::is_ram_reservation(addr, len, prot, flags, fd) {
         // SAFETY: a fresh reservation replaces nothing.
-        return unsafe { reserve_aligned(len, flags) };
+        let got = unsafe { reserve_aligned(len, flags) };
+        shape::reserved(got, len);
+        return got;
     }
     if flags & libc::MAP_FIXED != 0 {
         quietly((), || decide::unmapping(addr, len));
     }
-    if decide::looks_like_ram(len, prot, flags, fd) {
+    let may_be_ram = shape::looks_like_ram(len, prot, flags, fd);
+    if may_be_ram {
         // If there is a bug, the VMM must not map the stand-in of RAM.
         let fallback = pool::is_wanted().then_some(Err(libc::ENOMEM));
         // SAFETY: the caller's promise.
@@ -71,7 +75,12 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
     }
     // SAFETY: the caller's promise.
     let mapped = unsafe { next::mmap(addr, len, prot, flags, fd, offset) };
-    if mapped != libc::MAP_FAILED && decide::looks_like_ram(len, prot, flags, fd) {
+    if mapped == libc::MAP_FAILED {
+        return mapped;
+    }
+    if shape::is_reservation(addr, prot, flags, fd) {
+        shape::reserved(mapped, len);
+    } else if shape::is_place_of_ram(mapped, len, flags) && may_be_ram {
         quietly((), || decide::new_ram(mapped, len, flags, fd, offset));
     }
     mapped
@@ -246,6 +255,9 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
 /// As the C function. Its one optional argument is a word that is passed on as it came, used or not.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) -> c_int {
+    if decide::runs_a_vcpu(request) {
+        quietly((), decide::starting);
+    }
     if let Some((reason, restore)) = decide::ioctl_holds_ram(request)
         && let Err(errno) = quietly(Ok(()), || decide::pin_before(reason, restore))
     {

@@ -8,9 +8,9 @@
 //!
 //! # Intercepted symbols
 //!
-//! - `mmap`, `mmap64`: find guest RAM (shared, readable and writable, shmem file, 2 MiB or more), and attach or add it.
-//!   They align big reservations to 2 MiB. Before RAM is mapped over, its far pages are restored, and that part is
-//!   never reclaimed again.
+//! - `mmap`, `mmap64`: find guest RAM (shared, readable and writable, shmem file, 2 MiB or more, and under QEMU in a
+//!   reservation of its own: `shape`), and attach or add it. They align big reservations to 2 MiB. Before RAM is mapped
+//!   over, its far pages are restored, and that part is never reclaimed again.
 //! - `munmap`: RAM is unplugged; the keeper is told first.
 //! - `mremap`: refused for guest RAM, because a moved or second mapping has no userfaultfd.
 //! - `fallocate`, `fallocate64`: to punch RAM is a discard; the engine is told first. To fill RAM is refused, because
@@ -18,7 +18,12 @@
 //! - `posix_fallocate`, `posix_fallocate64`: to fill RAM is refused, as above.
 //! - `madvise`: `MADV_REMOVE` on RAM is a discard. `MADV_DONTNEED` of a shared mapping drops no data and goes through.
 //! - `mlock`, `mlock2`, `mlockall`: locked memory must not be reclaimed; the call pins the VM.
-//! - `ioctl`: VFIO, iommufd, vDPA and udmabuf hold RAM pages for long; the call pins the VM.
+//! - `ioctl`: VFIO, iommufd, vDPA, udmabuf and SEV hold RAM pages for long; the call pins the VM. If a vCPU runs before
+//!   any RAM was found, RAM is private: with `BALLAST_REQUIRE=1` the VMM stops, else it runs unmanaged.
+//! - `lseek`, `lseek64`: a RAM file does not tell its holes (`SEEK_DATA`, `SEEK_HOLE`): EINVAL. A VMM that saves memory
+//!   by its file's data (Cloud Hypervisor from 52) saves all of it, through the mapping.
+//! - `pread`, `pread64`, `sendfile`, `sendfile64`, `copy_file_range`: refused from a RAM file, which has zeros where
+//!   pages are far.
 //! - `sendmsg`: a RAM file goes to another process (vhost-user). The call pins the VM and restores every page first,
 //!   because the other process's touches raise no faults here.
 //! - `execve`, `execv`, `execvp`, `execvpe`, `fexecve`, `execveat`: the VMM may hand its RAM to the program that takes
@@ -38,10 +43,10 @@
 //! for them: a VM of this library *may pin* from the start, and the engine checks whether a page is held, or waits.
 //!
 //! Not seen, and not supported: `userfaultfd` used by the VMM itself on guest RAM (postcopy migration, background
-//! snapshots: registering fails with EBUSY on one side), `read`/`write`/`ftruncate` on the RAM file; memory registered
-//! for RDMA or with io_uring, where the engine cannot check who holds a page; `exec` by way of `syscall`, `execl` and
-//! its like (pages of a VMM that executes itself this way are written back when it is seen to be gone, which may be too
-//! late); a static VMM binary.
+//! snapshots: registering fails with EBUSY on one side), `read`, `readv`, `preadv`, `splice`, `write` and `ftruncate`
+//! on the RAM file; memory registered for RDMA or with io_uring, where the engine cannot check who holds a page; `exec`
+//! by way of `syscall`, `execl` and its like (pages of a VMM that executes itself this way are written back when it
+//! is seen to be gone, which may be too late); a static VMM binary.
 //!
 //! # Environment
 //!
@@ -57,4 +62,6 @@ mod hooks;
 mod monitor;
 mod next;
 mod pool;
+mod reads;
+mod shape;
 mod start;

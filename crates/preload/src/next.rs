@@ -86,6 +86,13 @@ next!(mlock, c"mlock", libc::SYS_mlock, (addr: *const c_void, len: size_t) -> c_
 next!(mlock2, c"mlock2", libc::SYS_mlock2, (addr: *const c_void, len: size_t, flags: c_uint) -> c_int);
 next!(mlockall, c"mlockall", libc::SYS_mlockall, (flags: c_int) -> c_int);
 next!(ioctl, c"ioctl", libc::SYS_ioctl, (fd: c_int, request: c_ulong, arg: *mut c_void) -> c_int);
+next!(lseek, c"lseek", libc::SYS_lseek, (fd: c_int, offset: off_t, base: c_int) -> off_t);
+next!(pread, c"pread", libc::SYS_pread64,
+    (fd: c_int, buffer: *mut c_void, len: size_t, offset: off_t) -> ssize_t);
+next!(sendfile, c"sendfile", libc::SYS_sendfile,
+    (to: c_int, from: c_int, offset: *mut off_t, len: size_t) -> ssize_t);
+next!(copy_file_range, c"copy_file_range", libc::SYS_copy_file_range,
+    (from: c_int, from_offset: *mut off_t, to: c_int, to_offset: *mut off_t, len: size_t, flags: c_uint) -> ssize_t);
 next!(sendmsg, c"sendmsg", libc::SYS_sendmsg, (fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t);
 
 /// Declares `fn name(args) -> c_int` that executes another program by the next function of that name. That function is

@@ -5,7 +5,7 @@
 
 use std::ffi::{CStr, CString};
 
-use crate::{decide, guest};
+use crate::{decide, guest, shape};
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -15,6 +15,7 @@ extern "C" fn at_start() {
     let _ = std::panic::catch_unwind(|| {
         leave_preload();
         take_monitor();
+        shape::learn_program();
         crate::next::find_executing();
         // SAFETY: the handler is a plain function that stores to an atomic, which is allowed in a forked child.
         unsafe { libc::pthread_atfork(None, None, Some(decide::in_child)) };

@@ -4,13 +4,16 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -30,6 +33,19 @@ static char *map_new(int *fd_out) {
         *fd_out = fd;
     else
         close(fd);
+    return map;
+}
+
+/* Map RAM as QEMU does. Like VMMs, it has a guard page on either side. */
+static char *map_ram(int *fd_out) {
+    char *reserved = mmap(NULL, RAM + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int fd = memfd_create("guest-ram", MFD_CLOEXEC);
+    if (reserved == MAP_FAILED || fd < 0 || ftruncate(fd, RAM) != 0)
+        abort();
+    char *map = mmap(reserved + PAGE, RAM, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    if (map == MAP_FAILED)
+        abort();
+    *fd_out = fd;
     return map;
 }
 
@@ -88,6 +104,18 @@ static int do_fork(void) {
     return waitpid(child, &status, 0) == child && status == 0 ? 0 : -1;
 }
 
+/* A child that the C library does not know of, as a sandbox makes it. */
+static int do_clone(void) {
+    pid_t child = syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
+    if (child == 0) {
+        int punched = fallocate(ram_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, PAGE);
+        int sought = lseek(ram_fd, 0, SEEK_DATA) == PAGE;
+        _exit(punched == 0 && sought ? 0 : 1);
+    }
+    int status;
+    return waitpid(child, &status, 0) == child && status == 0 ? 0 : -1;
+}
+
 /* Check that calls that fail by themselves keep their errno. */
 static int do_errno(void) {
     errno = 0;
@@ -120,6 +148,17 @@ static int deed(const char *what) {
     if (!strcmp(what, "mremap-copy")) return mremap(ram, 0, RAM, MREMAP_MAYMOVE) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "twice"))
         return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "sev")) return ioctl(-1, 0x8010AEBB, 0);
+    if (!strcmp(what, "run")) return ioctl(-1, 0xAE80, 0);
+    if (!strcmp(what, "data")) return lseek(ram_fd, 0, SEEK_DATA) == 0 ? 0 : -1;
+    if (!strcmp(what, "hole-after")) return lseek(ram_fd, 0, SEEK_HOLE) == RAM ? 0 : -1;
+    if (!strcmp(what, "end")) return lseek(ram_fd, 0, SEEK_END) == RAM ? 0 : -1;
+    if (!strcmp(what, "pread")) return pread(ram_fd, ram, PAGE, 0) == PAGE ? 0 : -1;
+    if (!strcmp(what, "sendfile")) return sendfile(1, ram_fd, &(off_t){0}, PAGE) == PAGE ? 0 : -1;
+    if (!strcmp(what, "copy")) return copy_file_range(ram_fd, &(off_t){0}, 1, NULL, PAGE, 0) == PAGE ? 0 : -1;
+    if (!strcmp(what, "clone")) return do_clone();
+    if (!strcmp(what, "buffer")) return map_new(NULL)[PAGE];
+    if (!strcmp(what, "plug")) return map_ram(&(int){0})[PAGE];
     if (!strcmp(what, "hole")) return munmap(ram + 8 * PAGE, PAGE);
     if (!strcmp(what, "unmap")) return munmap(ram - PAGE, RAM + 2 * PAGE);
     if (!strcmp(what, "fork")) return do_fork();
@@ -133,14 +172,7 @@ static int deed(const char *what) {
 int main(int count, char **words) {
     if (count > 1)
         deed(words[1]);
-    /* Like VMMs, it has a guard page on either side. */
-    char *reserved = mmap(NULL, RAM + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    ram_fd = memfd_create("guest-ram", MFD_CLOEXEC);
-    if (reserved == MAP_FAILED || ram_fd < 0 || ftruncate(ram_fd, RAM) != 0)
-        abort();
-    ram = mmap(reserved + PAGE, RAM, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, ram_fd, 0);
-    if (ram == MAP_FAILED)
-        abort();
+    ram = map_ram(&ram_fd);
     memset(ram, 7, RAM);
     puts("ready");
     fflush(stdout);

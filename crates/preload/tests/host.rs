@@ -15,12 +15,12 @@ use ballast_sys::memfd;
 use common::{Driven, preloaded};
 use double::{Keeper, Session, have_uffd};
 
-fn compile(dir: &Path) -> Option<PathBuf> {
+fn compile(dir: &Path, name: &str) -> Option<PathBuf> {
     let works = Command::new("cc").arg("--version").output().is_ok_and(|output| output.status.success());
     if !have_uffd() || missing("cc", (!works).then_some("no C compiler called cc")) {
         return None;
     }
-    let program = dir.join("host");
+    let program = dir.join(name);
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/host.c");
     let status = Command::new("cc")
         .args(["-std=c11", "-Wall", "-Wextra", "-O1", "-pthread"])
@@ -42,8 +42,13 @@ struct Stage {
 }
 
 fn stage() -> Option<Stage> {
+    stage_as("host")
+}
+
+/// The host program under this name, attached.
+fn stage_as(name: &str) -> Option<Stage> {
     let dir = tempfile::tempdir().expect("tempdir");
-    let program = compile(dir.path())?;
+    let program = compile(dir.path(), name)?;
     let keeper = Keeper::start();
     let mut host = Driven::start(preloaded(program, &keeper.path));
     let session = keeper.client();
@@ -132,6 +137,7 @@ fn a_call_that_takes_hold_of_ram_pins_the_vm_first() {
     let cases = [
         ("mlock", "ok", "memory is locked (mlock)"),
         ("vfio", "EBADF", "a VFIO device holds its memory for DMA"),
+        ("sev", "EBADF", "its memory is encrypted for the guest (SEV)"),
         ("udmabuf", "EBADF", "its memory is exported as a DMA buffer (udmabuf)"),
         ("send", "ok", "another process maps the same RAM (vhost-user, or a passed RAM file)"),
         ("twice", "ok", "the VMM maps the same RAM twice"),
@@ -140,6 +146,44 @@ fn a_call_that_takes_hold_of_ram_pins_the_vm_first() {
         let (said, _, asked) = stage.deed(line);
         assert_eq!((said.as_str(), asked), (answer, vec![ClientToKeeper::Pin(reason.into())]), "{line}");
     }
+}
+
+#[test]
+fn a_ram_file_does_not_tell_its_holes_and_is_not_read_past_its_mapping() {
+    let Some(mut stage) = stage() else { return };
+    let cases = [
+        ("data", "EINVAL"),
+        ("hole-after", "EINVAL"),
+        ("end", "ok"),
+        ("pread", "EOPNOTSUPP"),
+        ("sendfile", "EOPNOTSUPP"),
+        ("copy", "EOPNOTSUPP"),
+    ];
+    for (line, answer) in cases {
+        let (said, heard, asked) = stage.deed(line);
+        assert_eq!((said.as_str(), heard.len(), asked.len()), (answer, 0, 0), "{line}");
+    }
+}
+
+#[test]
+fn a_guest_that_starts_on_private_ram_is_stopped_or_runs_unmanaged_with_a_word() {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let Some(program) = compile(dir.path(), "host") else { return };
+    let keeper = Keeper::start();
+    let host = |required: &str| {
+        let mut command = preloaded(&program, &keeper.path);
+        command.env("BALLAST_REQUIRE", required).arg("run");
+        Driven::start(command)
+    };
+    let (code, said) = host("1").finish();
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("not a shared memory file. Stopping before the guest starts"), "{said}");
+    let mut host = host("0");
+    assert_eq!(host.next(), "ready");
+    assert_eq!(host.ask("data"), "ok", "nothing is managed");
+    let (code, said) = host.finish();
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("The VM runs unmanaged"), "{said}");
 }
 
 #[test]
@@ -169,13 +213,26 @@ fn unmapped_ram_is_not_zapped_and_a_whole_region_is_removed_first() {
 #[test]
 fn children_are_left_alone_and_errno_is_kept() {
     let Some(mut stage) = stage() else { return };
-    for line in ["fork", "exec"] {
+    for line in ["fork", "clone", "exec"] {
         let (said, heard, asked) = stage.deed(line);
         assert_eq!((said.as_str(), heard.len(), asked.len()), ("ok", 0, 0), "{line}");
     }
     let (said, _, asked) = stage.deed("errno");
     assert_eq!(said, "ok");
     assert!(matches!(asked[..], [ClientToKeeper::AddRegion { .. }]), "{asked:?}");
+}
+
+#[test]
+fn what_qemu_maps_where_there_is_room_is_no_ram_and_of_another_vmm_it_is() {
+    for (name, buffers) in [("qemu-system-host", 0), ("host", 1)] {
+        let Some(mut stage) = stage_as(name) else { return };
+        for (line, count) in [("buffer", buffers), ("plug", 1), ("buffer", buffers), ("plug", 1)] {
+            let (said, _, asked) = stage.deed(line);
+            let added = |request: &ClientToKeeper| matches!(request, ClientToKeeper::AddRegion { .. });
+            assert_eq!((said.as_str(), asked.len()), ("ok", count), "{name}: {line}");
+            assert!(asked.iter().all(added), "{name}: {line}: {asked:?}");
+        }
+    }
 }
 
 #[test]

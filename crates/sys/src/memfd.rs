@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PageCount};
-use rustix::fs::{FallocateFlags, MemfdFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, FileType, MemfdFlags, SeekFrom};
 
 /// Create an empty shared memory file of `size` bytes. It is sparse: memory is used as pages are touched.
 pub fn create(name: &str, size: Bytes) -> io::Result<OwnedFd> {
@@ -174,10 +174,14 @@ pub fn is_shmem(fd: impl AsFd) -> io::Result<bool> {
 }
 
 /// Bytes of the pages that a RAM file consists of: a base page for the shared-memory file system, the page size of a
-/// hugetlbfs. `None` for a file of any other file system.
+/// hugetlbfs. `None` for a file of any other file system, and for a device, whose node is in one as well (`/dev`).
 pub fn ram_page(fd: impl AsFd) -> io::Result<Option<Bytes>> {
     const TMPFS_MAGIC: i64 = 0x0102_1994;
     const HUGETLBFS_MAGIC: i64 = 0x9584_58F6;
+    let kind = FileType::from_raw_mode(rustix::fs::fstat(&fd)?.st_mode);
+    if matches!(kind, FileType::CharacterDevice | FileType::BlockDevice) {
+        return Ok(None);
+    }
     let stat = rustix::fs::fstatfs(&fd)?;
     Ok(match stat.f_type as i64 {
         TMPFS_MAGIC => Some(Bytes(PAGE_SIZE as u64)),
@@ -269,5 +273,13 @@ mod tests {
         assert!(reader.write_all_at(&[1], 0).is_err());
         assert_eq!(file_id(&fd).expect("stat"), file_id(&reader).expect("stat"));
         assert!(is_shmem(&fd).expect("statfs"));
+    }
+    #[test]
+    fn a_device_in_a_tmpfs_is_no_ram_file() {
+        let device = File::open("/dev/zero").expect("open");
+        assert_eq!(ram_page(&device).expect("stat"), None);
+        assert!(check_ram_file(&device).expect_err("a device").contains("not shared memory"));
+        let fd = create("ballast-test", Bytes(PAGE_SIZE as u64)).expect("memfd");
+        assert_eq!(ram_page(&fd).expect("stat"), Some(Bytes(PAGE_SIZE as u64)));
     }
 }

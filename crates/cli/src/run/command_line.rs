@@ -214,14 +214,11 @@ fn refusal(option: &Opt) -> Option<String> {
     match option.name.as_str() {
         "netdev" if option.head == "vhost-user" => Some(format!("{}: {foreign}", shown())),
         "device" if option.head.starts_with("vhost-user-") => Some(format!("{}: {foreign}", shown())),
-        // The doorbell's memory is a file that its server sends.
         "device" if option.head.starts_with("ivshmem-") => {
             Some(format!("{}: its memory is shared with other VMs", shown()))
         }
-        // The second is how it was written before QEMU 6.0.
-        "machine"
-            if ["confidential-guest-support", "memory-encryption"].iter().any(|key| option.get(key).is_some()) =>
-        {
+        // The second name is that of before QEMU 6.0.
+        "machine" if option.get("confidential-guest-support").or(option.get("memory-encryption")).is_some() => {
             Some(format!("{}: memory encrypted for one guest cannot be evicted and restored", shown()))
         }
         _ => None,
