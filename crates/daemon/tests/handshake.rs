@@ -14,7 +14,9 @@ use std::time::Duration;
 use ballast_api::VmStatus;
 use ballast_base::extent::MAX_EXTENTS;
 use ballast_base::store::{FILE_STORE, RAM_STORE};
-use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, MAX_SHARDS, RegionInfo, Span, StoreFiles};
+use ballast_base::wire::{
+    self, ClientToKeeper, KeeperToClient, MAX_FILES, MAX_REGIONS, MAX_SHARDS, RegionInfo, Span, StoreFiles,
+};
 use ballast_base::{Bytes, Extent, Hva};
 use ballast_sys::{Uffd, memfd, scm};
 use common::raw::{Ram, RawClient, connect, hear, no_uffd, userfaultfd};
@@ -731,6 +733,9 @@ fn one_region_too_many_or_twice_the_same_is_refused_and_the_vm_stays() {
         more.iter().map(|ram| vmm.ask(&add(ram.info()), &[ram.fd.as_fd()]) == Some(KeeperToClient::Ok)).collect();
     assert_eq!(answers.iter().filter(|added| **added).count(), MAX_REGIONS - 1);
     assert!(!answers[MAX_REGIONS - 1]);
+    let why = format!("{MAX_FILES} are allowed");
+    let is_said = |event: &ballast_api::Event| event.kind == "ram-unmanaged" && event.message.contains(&why);
+    until("operators are told", || daemon.api.events().expect("events").iter().any(is_said));
     let far = RegionInfo { span: Span { hva: Hva(u64::MAX - 4095), len: Bytes(4096) }, ..ram.info() };
     let outside = vmm.ask(&add(far), &[ram.fd.as_fd()]);
     assert!(matches!(outside, Some(KeeperToClient::Refused(_))), "{outside:?}");

@@ -176,7 +176,16 @@ impl Keeper {
         }
         match message {
             ClientToKeeper::Attach(attach) => self.attach(key, &attach, fds),
-            ClientToKeeper::AddRegion { region, files } => self.add_region(key, region, files, fds),
+            ClientToKeeper::AddRegion { region, files } => {
+                let len = region.span.len;
+                let added = self.add_region(key, region, files, fds);
+                if let (Err(why), Ok(entry)) = (&added, self.entry_of(key)) {
+                    let name = entry.state.name();
+                    let message = format!("{len} of RAM plugged into VM {name} are not managed: {why}");
+                    self.note(name, "ram-unmanaged", message);
+                }
+                added
+            }
             ClientToKeeper::RemoveRegion(hva) => {
                 let view = self.clients[&key].view.as_ref().ok_or("attach first")?;
                 let span = view.spans.iter().find(|(span, _)| span.hva == hva);
