@@ -182,6 +182,51 @@ fn discarded_pages_read_zeros_wherever_they_were_and_free_their_copies() {
 }
 
 #[test]
+fn a_large_discard_frees_what_never_moved_without_a_word_for_it_and_what_did_with_its_copies() {
+    let rig = Rig::new(Bytes(96 * MIB), AMPLE, QUICK);
+    let all = [(Hva(rig.guest.addr() as u64), 96 * MIB)];
+    let words = || {
+        let written = rig.vm.state.written_words(&rig.vm.state.regions()[0]).expect("ask");
+        written.iter().map(|pages| pages.count()).sum::<u64>()
+    };
+    rig.fill_all();
+    let before = words();
+    rig.vm.discard(&rig.view, &all).expect("discard");
+    assert_eq!((rig.resident(), words()), (Bytes(0), before));
+    assert!(before < rig.pages, "most of it never moved");
+    assert_eq!(rig.vm.stats().get(Counter::Discarded), rig.pages);
+    // A part of it has moved now, in many places.
+    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.squeeze(Bytes(80 * MIB));
+    rig.vm.hold(Hold::Shared, Some("counting".into()));
+    rig.wait_for_quarantine();
+    let (first, len) = (rig.guest.addr() + PAGE_SIZE, 96 * MIB - 2 * PAGE_SIZE as u64);
+    rig.vm.discard(&rig.view, &[(Hva(first as u64), len)]).expect("discard");
+    assert!((1..rig.pages - 1).all(|page| rig.word(page).load(Ordering::Relaxed) == 0));
+    assert!([0, rig.pages - 1].into_iter().all(|page| rig.holds(page, 1)), "a page outside the range was touched");
+    assert!(rig.vm.stats().get(Counter::Far) <= 2, "copies are freed");
+    rig.check_census();
+}
+
+#[test]
+fn large_discards_race_with_eviction_and_lose_no_later_write() {
+    let rig = Rig::new(Bytes(64 * MIB), AMPLE, Duration::from_millis(2));
+    rig.set_limit(Some(Bytes(16 * MIB)));
+    let half = 32 * MIB;
+    let state = AtomicU64::new(78);
+    for round in 1..=200u64 {
+        let kept = (0..50).map(|_| rig.pages / 2 + random(&state) % (rig.pages / 2)).collect::<Vec<_>>();
+        kept.iter().for_each(|page| rig.word(*page).store(round, Ordering::Relaxed));
+        let gone = (0..200).map(|_| random(&state) % (rig.pages / 2)).collect::<Vec<_>>();
+        gone.iter().for_each(|page| rig.word(*page).store(round, Ordering::Relaxed));
+        rig.vm.discard(&rig.view, &[(Hva(rig.guest.addr() as u64), half)]).expect("discard");
+        let now = |page: &u64| rig.word(*page).load(Ordering::Relaxed);
+        assert!(gone.iter().all(|page| now(page) == 0), "round {round}");
+        assert!(kept.iter().all(|page| now(page) == round), "round {round}");
+    }
+}
+
+#[test]
 fn discards_race_with_eviction_and_restore_without_losing_a_later_write() {
     let rig = Rig::new(Bytes(8 * MIB), AMPLE, Duration::from_millis(2));
     rig.set_limit(Some(Bytes(2 * MIB)));

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ballast_base::wire::MAX_REGIONS;
-use ballast_base::{Extents, PageIdx, PageRange};
+use ballast_base::{Extents, PAGE_SIZE, PageIdx, PageRange};
 use ballast_sys::Mapping;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::memory_error::{Fill, Survival, Surviving};
@@ -108,6 +108,21 @@ impl StateFile {
             let page = |offset: u64| PageIdx((offset - words_start) / 8);
             ranges.push(PageRange::new(page(start), page(end.min(words_end))));
             at = end;
+        }
+        Ok(ranges)
+    }
+
+    /// The same for a part of the region; the cost depends on the part alone.
+    pub fn written_words_within(&self, record: &RegionRecord, pages: PageRange) -> io::Result<Vec<PageRange>> {
+        let page_size = PAGE_SIZE as u64;
+        let place = |page: PageIdx| record.words_at() + page.0 * 8;
+        let page = |offset: u64| PageIdx((offset - record.words_at()) / 8);
+        let mut at = place(pages.start()) / page_size * page_size;
+        let end = place(pages.end()).next_multiple_of(page_size);
+        let mut ranges = Vec::new();
+        while let Some((start, stop)) = memfd::next_data_within(&self.fd, at, end)? {
+            ranges.push(PageRange::new(page(start), page(stop)).from(pages.start()).before(pages.end()));
+            at = stop;
         }
         Ok(ranges)
     }
