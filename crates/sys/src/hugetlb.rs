@@ -99,14 +99,14 @@ impl PoolLoan {
     /// As for [`Self::new`], or the host has fewer.
     pub fn reserved(pages: u64) -> io::Result<Self> {
         let loan = Self::of(Self::RESERVED, pages)?;
-        if Self::read(Self::RESERVED)? < pages {
+        if loan.pages < pages {
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, format!("the host lacks {pages} huge pages")));
         }
         Ok(loan)
     }
 
     fn of(setting: &'static str, pages: u64) -> io::Result<Self> {
-        Self::change(setting, |now| now + pages)?;
+        let pages = Self::change(setting, |now| now + pages)?;
         Ok(Self { setting, pages })
     }
 
@@ -114,11 +114,14 @@ impl PoolLoan {
         std::fs::read_to_string(setting)?.trim().parse().map_err(io::Error::other)
     }
 
-    fn change(setting: &str, to: impl Fn(u64) -> u64) -> io::Result<()> {
+    /// Returns how much more it is now: the kernel reserves as many pages as it can.
+    fn change(setting: &str, to: impl Fn(u64) -> u64) -> io::Result<u64> {
         let file = std::fs::File::options().read(true).write(true).open(setting)?;
         // Several test programs may change it at once; the lock ends with the descriptor.
         rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)?;
-        std::fs::write(setting, to(Self::read(setting)?).to_string())
+        let before = Self::read(setting)?;
+        std::fs::write(setting, to(before).to_string())?;
+        Ok(Self::read(setting)?.saturating_sub(before))
     }
 }
 

@@ -15,19 +15,31 @@ use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::cgroup::{self, Cgroup};
+use crate::end_pool::end_pool;
 use crate::helper::obey;
 use crate::order::{Answer, Order, Role};
-use crate::setting::warn;
+use crate::setting::{Setting, warn};
 use crate::worker::Worker;
 use crate::zram::{Swap, SwapFile};
 
 /// A process to end, by a pidfd, which cannot refer to another process.
 struct Process(OwnedFd);
 
-impl Drop for Process {
-    fn drop(&mut self) {
+impl Process {
+    fn open(pid: u32) -> Result<Self> {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).context("no such process id")?;
+        Ok(Self(pidfd_open(pid, PidfdFlags::empty())?))
+    }
+
+    fn kill(&self) {
         // An error means that it is gone.
         let _ = pidfd_send_signal(&self.0, Signal::KILL);
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
     }
 }
 
@@ -43,13 +55,29 @@ impl Drop for Directory {
     }
 }
 
+/// The pool of a daemon.
+struct Pool {
+    dir: PathBuf,
+    keeper: Process,
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.keeper.kill();
+        if let Err(error) = end_pool(&self.dir) {
+            eprintln!("ballast bench: returning the memory of {}: {error:#}", self.dir.display());
+        }
+    }
+}
+
 trait Undo {}
 impl Undo for Process {}
 impl Undo for Directory {}
 impl Undo for Cgroup {}
 impl Undo for Swap {}
 impl Undo for SwapFile {}
-impl Undo for PoolLoan {}
+impl Undo for Pool {}
+impl Undo for Option<Setting> {}
 
 /// Play the guard.
 pub(crate) fn run() -> Result<()> {
@@ -58,6 +86,7 @@ pub(crate) fn run() -> Result<()> {
         unsafe { libc::signal(signal, libc::SIG_IGN) };
     }
     let mut made: Vec<Box<dyn Undo>> = Vec::new();
+    let mut loans = Vec::new();
     let result = obey(|order| {
         let (undo, answer): (Box<dyn Undo>, Answer) = match order {
             Order::Swap => {
@@ -71,24 +100,28 @@ pub(crate) fn run() -> Result<()> {
                 (Box::new(swap), Answer::Path(path))
             }
             Order::HugePages(pages) => {
-                let loan = PoolLoan::reserved(pages).context("Raising nr_hugepages")?;
-                (Box::new(loan), Answer::Done)
+                loans.push(PoolLoan::reserved(pages).context("Raising nr_hugepages")?);
+                return Ok(Answer::Done);
             }
+            Order::NoHugePages => {
+                loans.clear();
+                return Ok(Answer::Done);
+            }
+            Order::EndPool { dir, keeper } => (Box::new(Pool { dir, keeper: Process::open(keeper)? }), Answer::Done),
+            Order::Set(path, value) => (Box::new(Setting::change(path, &value)?), Answer::Done),
             Order::Cgroup(name) => {
                 let cgroup = Cgroup::new(&name)?;
                 let path = cgroup.path().to_owned();
                 (Box::new(cgroup), Answer::Path(path))
             }
-            Order::EndProcess(pid) => {
-                let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).context("no such process id")?;
-                (Box::new(Process(pidfd_open(pid, PidfdFlags::empty())?)), Answer::Done)
-            }
+            Order::EndProcess(pid) => (Box::new(Process::open(pid)?), Answer::Done),
             Order::RemoveDir(path) => (Box::new(Directory(path)), Answer::Done),
             other => bail!("the guard cannot do {other:?}"),
         };
         made.push(undo);
         Ok(answer)
     });
+    loans.clear();
     while made.pop().is_some() {}
     result
 }
@@ -125,6 +158,21 @@ impl Guard {
     /// Add huge pages to the host's pool, until the guard ends.
     pub fn huge_pages(&mut self, pages: u64) -> Result<()> {
         self.worker.ask(&Order::HugePages(pages)).map(drop)
+    }
+
+    /// Take away all huge pages that were added.
+    pub fn no_huge_pages(&mut self) -> Result<()> {
+        self.worker.ask(&Order::NoHugePages).map(drop)
+    }
+
+    /// Have the guard return the memory of a daemon's pool when it ends; it kills the daemon before that.
+    pub fn end_pool(&mut self, dir: PathBuf, keeper: u32) -> Result<()> {
+        self.worker.ask(&Order::EndPool { dir, keeper }).map(drop)
+    }
+
+    /// Give a file of the kernel's this value, until the guard ends.
+    pub fn set(&mut self, file: &str, value: &str) -> Result<()> {
+        self.worker.ask(&Order::Set(file.into(), value.into())).map(drop)
     }
 
     /// Have the guard kill a process when it ends, if it still runs then.

@@ -42,7 +42,15 @@ pub(crate) struct Contestant(Worker);
 impl Contestant {
     /// Start it, and fill its memory.
     pub(crate) fn start(config: WorkloadConfig) -> Result<Self> {
+        Self::attached(config, false)
+    }
+
+    /// The same; `now`: it is attached before it is filled.
+    pub(crate) fn attached(config: WorkloadConfig, now: bool) -> Result<Self> {
         let mut worker = Worker::start(&Role::Workload(config))?;
+        if now {
+            worker.ask(&Order::Attach)?;
+        }
         worker.ask(&Order::Fill)?;
         let contestant = Self(worker);
         contestant.signal(Signal::STOP)?;

@@ -19,6 +19,7 @@ mod balance;
 mod cgroup;
 mod cpu;
 mod density;
+mod end_pool;
 mod far;
 mod far_guests;
 mod fault_workers;

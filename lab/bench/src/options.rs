@@ -71,7 +71,7 @@ impl Which {
     }
 }
 
-/// A part of what [`Which::Balance`] or [`Which::Density`] measures.
+/// A part of what [`Which::Balance`], [`Which::Density`] or [`Which::Pool`] measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Part {
     /// Eight VMs at falling levels of memory.
@@ -90,6 +90,12 @@ pub enum Part {
     Recovery,
     /// Many idle VMs.
     Idle,
+    /// A VM's start on the daemon's pool.
+    Start,
+    /// The speed of a guest on the daemon's pool.
+    Guest,
+    /// The memory that a VM of the daemon's pool costs.
+    Cost,
 }
 
 impl Part {
@@ -98,6 +104,7 @@ impl Part {
         match self {
             Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
             Self::Busy | Self::Recovery | Self::Idle => Which::Density,
+            Self::Start | Self::Guest | Self::Cost => Which::Pool,
         }
     }
 }
@@ -113,7 +120,7 @@ pub struct Options {
     pub quick: bool,
     /// Spill: a directory on the disk.
     pub dir: PathBuf,
-    /// Balance, density: this part alone.
+    /// Balance, density, pool: this part alone.
     pub part: Option<Part>,
     /// Density: this number of VMs alone.
     pub vms: Option<usize>,

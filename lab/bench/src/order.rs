@@ -126,6 +126,13 @@ pub enum Backing {
         /// The VM's name.
         name: String,
     },
+    /// The same, with RAM of its pool (workloads alone).
+    Pool {
+        /// Its attach socket.
+        socket: PathBuf,
+        /// The VM's name.
+        name: String,
+    },
     /// The kernel's swap.
     Kernel {
         /// The file of a memory cgroup that takes a process id.
@@ -285,6 +292,17 @@ pub enum Order {
     },
     /// Guard: add this number of huge pages to the host's pool.
     HugePages(u64),
+    /// Guard: take away all that were added.
+    NoHugePages,
+    /// Guard: at its own end, return the memory of the pool of a daemon, which ends before that.
+    EndPool {
+        /// The pool's directory.
+        dir: PathBuf,
+        /// The daemon's keeper.
+        keeper: u32,
+    },
+    /// Guard: give this file of the kernel's this value.
+    Set(PathBuf, String),
     /// Guard: a memory cgroup of this name.
     Cgroup(String),
     /// Guard: kill this process at its own end.

@@ -28,7 +28,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Held {
     /// Memory of their own, and their share of programs and libraries (`Pss_Anon`, `Pss_File`).
-    own: f64,
+    pub(crate) own: f64,
     /// Memory files: page states, arenas with their index.
     pub(crate) files: f64,
 }

@@ -12,14 +12,18 @@
 //! kernel:            Fill          Slice Slice ... [Verify]
 //! ```
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use ballast_base::{HUGE_SIZE, Hva};
+use ballast_base::pool::{Nodes, Pages, Take};
+use ballast_base::{Bytes, HUGE_SIZE, Hva};
+use ballast_client::RamExtent;
+use ballast_client::pool::take;
 use ballast_sys::remote::{Collapsed, Remote};
-use ballast_testvm::{GuestKind, Moment, Vm};
+use ballast_testvm::{GuestKind, GuestRam, Moment, Vm};
 
 use crate::cpu;
 use crate::order::{Answer, Backing, WorkloadConfig};
@@ -55,7 +59,11 @@ impl Runner {
         let mut spec = self.config.spec.clone();
         (spec.ops, spec.report_every) = (u64::MAX, u64::MAX);
         let kind = if self.config.kvm { GuestKind::Kvm } else { GuestKind::Native };
-        Ok(self.vm.insert(Arc::new(Vm::new(&spec, kind)?)).clone())
+        let vm = match &self.config.backing {
+            Backing::Pool { socket, name } => Vm::with_ram(&spec, kind, of_pool(socket, name, spec.ram)?)?,
+            _ => Vm::new(&spec, kind)?,
+        };
+        Ok(self.vm.insert(Arc::new(vm)).clone())
     }
 
     /// Fill the VM's memory and let it run.
@@ -83,7 +91,8 @@ impl Runner {
 
     /// Attach the VM: from now on the daemon may take its memory.
     pub(crate) fn attach(&mut self) -> Result<Answer> {
-        ensure!(matches!(self.config.backing, Backing::Ballast { .. }), "this VM's memory is not for a ballastd");
+        let is_for_it = matches!(self.config.backing, Backing::Ballast { .. } | Backing::Pool { .. });
+        ensure!(is_for_it, "this VM's memory is not for a ballastd");
         ensure!(self.pager.is_none(), "the VM is attached already");
         let vm = self.vm()?;
         self.pager = Some(Pager::attach(&self.config.backing, vm.ram())?);
@@ -147,4 +156,12 @@ impl Runner {
     fn running(&self) -> Result<(&Vm, &Running)> {
         self.vm.as_deref().zip(self.running.as_ref()).context("the VM has not started")
     }
+}
+
+/// RAM of the pool of the daemon with this attach socket.
+fn of_pool(socket: &Path, name: &str, size: Bytes) -> Result<GuestRam> {
+    let wanted = Take { name: name.into(), size, pages: Pages::Mix, nodes: Nodes::Any };
+    let pieces = take(&socket.with_file_name("pool.sock"), &wanted).context("Taking memory of the pool")?;
+    let piece = |piece: RamExtent| (piece.fd, piece.offset.0, piece.len.0 as usize);
+    GuestRam::pieces(pieces.into_iter().map(piece).collect()).context("Mapping memory of the pool")
 }

@@ -208,7 +208,30 @@ fn pool_has_metadata_churn_and_real_memory_and_returns_the_huge_pages() {
             assert_figure(row, key);
         }
     }
+    assert_eq!((of("start").len(), of("guest").len(), of("cost").len()), (1, 1, 1));
+    let measured = |what| of(what).into_iter().filter(|row| row["not_measured"].is_null()).collect::<Vec<_>>();
+    for row in measured("start") {
+        for key in ["product_ready_us", "hugetlb_ready_us", "memfd_touch_ready_us", "product_pinned_ready_us"] {
+            assert_figure_alone(row, key);
+        }
+        ["qemu_plain_128mib_ms", "qemu_pool_ms", "qemu_pool_locked_ms", "qemu_hugetlb_prealloc_ms"]
+            .iter()
+            .for_each(|key| assert_figure_alone(row, key));
+    }
+    for row in measured("guest") {
+        ["ratio_guest_speed_pool", "ratio_guest_speed_aa"].iter().for_each(|key| assert_figure_alone(row, key));
+    }
+    for row in measured("cost") {
+        let of = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
+        assert!(of("page_words_bytes_per_gib") > 0.0 && of("pool_state_bytes_per_gib") > 0.0, "{row}");
+        // 28 of the 32 KiB of each page, as far as no other program allocated any.
+        assert!(of("hvo_freed_bytes_per_gib") > 0.0, "{row}");
+        assert!(of("sellable_share_hvo_pct") > of("sellable_share_pct"), "{row}");
+        assert!(of("hugetlb_sellable_share_pct") > of("plain_sellable_share_pct"), "{row}");
+    }
     assert_eq!(std::fs::read_to_string(HUGE_PAGES).expect("read"), before, "huge pages were kept");
+    let left = std::fs::read_to_string("/proc/self/mounts").expect("read");
+    assert!(!left.contains("ballast-own-"), "files of the pool stay mounted: {left}");
 }
 
 /// Assert that the row has this figure of one repetition.

@@ -90,11 +90,21 @@ type Hook<'a> = dyn Fn(Moment, &GuestRam) + Sync + 'a;
 impl Vm {
     /// Lay out memory and, for a KVM guest, create its vCPUs. This does not touch guest RAM.
     pub fn new(spec: &Spec, kind: GuestKind) -> Result<Self, Error> {
+        spec.validate()?;
+        let make_ram = if spec.huge_pages { GuestRam::huge } else { GuestRam::new };
+        let ram = make_ram(spec.ram);
+        let ram = ram.map_err(|source| Error::Memory { what: "guest RAM", size: spec.ram, source })?;
+        Self::with_ram(spec, kind, ram)
+    }
+
+    /// The same with this RAM, which has the spec's size and is all zeros.
+    pub fn with_ram(spec: &Spec, kind: GuestKind, ram: GuestRam) -> Result<Self, Error> {
         let mut plan = spec.plan()?;
         let memory = |what, size: u64| move |source| Error::Memory { what, size: Bytes(size), source };
+        if ram.len() as u64 != spec.ram.0 {
+            return Err(memory("guest RAM", spec.ram.0)(std::io::ErrorKind::InvalidInput.into()));
+        }
         let mut machine = if kind == GuestKind::Kvm { Some(Machine::new()?) } else { None };
-        let make_ram = if spec.huge_pages { GuestRam::huge } else { GuestRam::new };
-        let ram = make_ram(spec.ram).map_err(memory("guest RAM", spec.ram.0))?;
         let per_worker = size_of::<Job>() + STACK_LEN + 5 * PAGE_SIZE;
         let tables: Vec<Vec<u64>> = plan.iter().map(|params| spec.weights(params)).collect();
         let words: usize = tables.iter().map(Vec::len).sum();

@@ -1,29 +1,37 @@
 //! The pool: its metadata, the memory that VMs can get from it, and the time until that memory can be used.
 //!
-//! Before: the bench has its guard. After: there are rows of six kinds (`measures`). The pool itself computes
+//! Before: the bench has its guard. After: there are rows of nine kinds (`measures`). The pool itself computes
 //! *metadata* and *churn*, without memory; *ready*, *sold*, *speed* and *zeroing* use real memory, which the guard
-//! returns.
+//! returns. *start*, *guest* and *cost* are of the daemon's pool.
 //! Threads: the bench's one. Units: in the keys. Promise: the bench takes no memory that others may need: it leaves out
 //! sizes for which memory is short, with the reason.
 
 mod allocators;
 mod bricks;
 mod churn;
+mod cost;
+mod guest;
 mod metadata;
+mod pin;
+mod product;
 mod ready;
 mod sizes;
 mod sold;
 mod speed;
+mod start;
 mod zeroing;
 
 use anyhow::{Result, bail};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_pool::{Kind, SLICE_SIZE};
+use ballast_testvm::Workload;
 
 use crate::machine;
+use crate::options::Part;
 use crate::order::GuestKind;
 use crate::report::Row;
 use crate::rig::Bench;
+use product::Product;
 
 /// Memory that is left to other programs.
 const SPARE: Bytes = Bytes(8 * GIB);
@@ -32,6 +40,14 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     if !bench.options.is(GuestKind::Native) {
         bail!("this bench has no guests (--guest native)");
     }
+    if bench.options.part.is_none() {
+        without_a_daemon(bench, each)?;
+    }
+    of_the_daemon(bench, each)
+}
+
+/// Rows of the pool's library, and of the kernel's ways beside it.
+fn without_a_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let quick = bench.options.quick;
     for gib in [384, 1024] {
         each(metadata::row(bench.row(&format!("metadata of {gib} GiB")), gib)?)?;
@@ -73,7 +89,88 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             each(left_out(row, "zeroing", *size, "zero_memset_gib_per_s", NO_HUGE_PAGES))?;
         }
     }
+    bench.guard.no_huge_pages()
+}
+
+/// Rows of the daemon's pool.
+fn of_the_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let product = Product::start(bench)?;
+    let only = bench.options.part;
+    for (part, run) in [(Part::Start, starts as Rows), (Part::Guest, guests), (Part::Cost, costs)] {
+        if only.is_none_or(|only| only == part) {
+            run(bench, &product, each)?;
+        }
+    }
     Ok(())
+}
+
+type Rows = fn(&mut Bench, &Product, &mut dyn FnMut(Row) -> Result<()>) -> Result<()>;
+
+/// `None` if the host has this much to spare, and the pool gets its part; else the reason.
+fn short_of(size: u64, of_pool: Bytes, product: &Product) -> Option<String> {
+    let (available, needed) = (machine::mem_available().unwrap_or_default(), size + SPARE.0 / 2);
+    if available < needed {
+        return Some(format!("{} are available, and {} are needed", Bytes(available), Bytes(needed)));
+    }
+    product.hold(of_pool).err().map(|error| error.to_string())
+}
+
+fn starts(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let sizes: &[u64] = if bench.options.quick { &[128 * MIB] } else { &[GIB, 2 * GIB, 4 * GIB, 8 * GIB, 16 * GIB] };
+    for size in sizes {
+        // A round of 16 GiB takes half a minute.
+        let rounds = if bench.options.quick {
+            1
+        } else if *size > 4 * GIB {
+            2
+        } else {
+            4
+        };
+        let row = bench.row(&format!("start with {}", Bytes(*size)));
+        // One side at a time has the memory.
+        match short_of(*size, Bytes(*size), product) {
+            None => each(start::row(bench, product, row, Bytes(*size), rounds)?)?,
+            Some(why) => each(left_out(row, "start", *size, "product_ready_us", &why))?,
+        }
+    }
+    Ok(())
+}
+
+fn guests(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let quick = bench.options.quick;
+    let scale = match quick {
+        true => guest::Scale { ram: Bytes(32 * MIB), repetitions: 1, turns: 2, ms: 20 },
+        false => guest::Scale { ram: Bytes(256 * MIB), repetitions: 8, turns: 6, ms: 100 },
+    };
+    let kvm = ballast_testvm::kvm_missing().is_none();
+    let workloads: &[(Workload, &str)] = &[
+        (Workload::Matrix, "matrix"),
+        (Workload::Sequential, "sequential"),
+        (Workload::Uniform, "uniform"),
+        (Workload::Store, "store"),
+    ];
+    for (workload, name) in &workloads[..if quick { 1 } else { workloads.len() }] {
+        let mut row = bench.row(&format!("{name} on the pool"));
+        row.fact("workload", *name);
+        let short = short_of(3 * scale.ram.0, scale.ram, product);
+        if short.is_none() && bench.guard.huge_pages(2 * product::huge_pages(scale.ram)).is_ok() {
+            each(guest::row(bench, product, row, *workload, kvm, &scale)?)?;
+            bench.guard.no_huge_pages()?;
+        } else {
+            let why = short.unwrap_or_else(|| NO_HUGE_PAGES.into());
+            each(left_out(row, "guest", scale.ram.0, "ratio_guest_speed_pool", &why))?;
+        }
+    }
+    Ok(())
+}
+
+fn costs(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (size, rounds) = if bench.options.quick { (128 * MIB, 1) } else { (GIB, 4) };
+    let row = bench.row(&format!("cost of {}", Bytes(size)));
+    match short_of(2 * size, Bytes(size), product) {
+        None => each(cost::row(bench, product, row, Bytes(size), rounds)?),
+        Some(why) => each(left_out(row, "cost", size, "sellable_share_pct", &why)),
+    }
 }
 
 /// The reason for a missing row.

@@ -87,7 +87,7 @@ fn micros(start: Instant) -> f64 {
 }
 
 /// A file of huge pages that the host has reserved, mapped and faulted in: the kernel zeroes them.
-fn hugetlb(size: Bytes) -> Result<(f64, Mapping)> {
+pub(super) fn hugetlb(size: Bytes) -> Result<(f64, Mapping)> {
     let start = Instant::now();
     let file = memfd::create_huge("ballast-bench-hugetlb", size).context("Making a file of huge pages")?;
     let map = Mapping::shared(&file, 0, size.0 as usize)?;
@@ -96,7 +96,7 @@ fn hugetlb(size: Bytes) -> Result<(f64, Mapping)> {
 }
 
 /// A memory file, each page touched.
-fn touch(size: Bytes) -> Result<(f64, Mapping)> {
+pub(super) fn touch(size: Bytes) -> Result<(f64, Mapping)> {
     let start = Instant::now();
     let file = memfd::create("ballast-bench-touch", size).context("Making a memory file")?;
     let map = Mapping::shared(&file, 0, size.0 as usize)?;
@@ -108,7 +108,12 @@ fn touch(size: Bytes) -> Result<(f64, Mapping)> {
 
 /// Bytes of page tables of this process.
 fn page_tables() -> i64 {
-    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    page_tables_of("self")
+}
+
+/// Bytes of page tables of a process.
+pub(super) fn page_tables_of(pid: &str) -> i64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     meminfo::number_in(&text, "VmPTE").map_or(0, |kib| (kib << 10) as i64)
 }
 

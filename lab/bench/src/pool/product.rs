@@ -1,0 +1,115 @@
+//! The pool of the bench's daemon: it gets memory for a measurement, and returns it.
+//!
+//! Before: a daemon runs. After: the host has all memory of the pool again, also if the bench is killed.
+//! Threads: the bench's one. Units: bytes. Promise: a size that the pool has is zeroed and no VM's.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ballast_api::{Client, LendRequest, PoolRequest, PoolStat};
+use ballast_base::pool::{Nodes, Pages, Take};
+use ballast_base::{Bytes, HUGE_SIZE};
+use ballast_client::pool::take;
+use ballast_sys::Mapping;
+
+use crate::end_pool::unmount;
+use crate::rig::Bench;
+
+/// How long the engine may take to zero what VMs had: some 100 ms a GiB on an idle machine.
+const SETTLED_WITHIN: Duration = Duration::from_secs(120);
+const PAUSE: Duration = Duration::from_millis(2);
+
+pub(super) struct Product {
+    api: Client,
+    dir: PathBuf,
+}
+
+impl Product {
+    /// The pool of the bench's daemon, which has no memory yet.
+    pub(super) fn start(bench: &mut Bench) -> Result<Self> {
+        let dir = bench.daemon.dir().to_owned();
+        let api = Client::new(dir.join("api.sock"))?.retry_for(Duration::from_secs(20));
+        let product = Self { api, dir };
+        let start = Instant::now();
+        while !product.socket().exists() {
+            ensure!(start.elapsed() < SETTLED_WITHIN, "the engine does not open the socket of its pool");
+            std::thread::sleep(PAUSE);
+        }
+        bench.guard.end_pool(product.dir.join("pool"), bench.daemon.keeper_pid())?;
+        Ok(product)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.join("pool.sock")
+    }
+
+    fn stat(&self) -> Result<PoolStat> {
+        self.api.pool().context("Asking for the pool")
+    }
+
+    /// Have it this large, and zeroed.
+    pub(super) fn hold(&self, size: Bytes) -> Result<()> {
+        let sum = |stat: &PoolStat| -> (u64, u64, u64) {
+            stat.nodes.iter().fold((0, 0, 0), |(has, lent, ready), node| {
+                (has + node.reserved_bytes, lent + node.lent_bytes, ready + node.ready_bytes)
+            })
+        };
+        // A slice that is being zeroed is not lent.
+        let rests = |stat: &PoolStat| stat.vms.is_empty() && stat.nodes.iter().all(|node| node.dirty_bytes == 0);
+        let stat = self.settled(rests)?;
+        let (has, lent, _) = sum(&stat);
+        if has > size.0 {
+            let lend = LendRequest { bytes: has + lent - size.0, ..LendRequest::default() };
+            self.api.lend_pool(&lend).context("Lending")?;
+        } else if has < size.0 {
+            let request = PoolRequest { bytes: Some(size.0), ..PoolRequest::default() };
+            self.api.reserve_pool(&request).context("Reserving")?;
+        }
+        let stat = self.stat()?;
+        ensure!(sum(&stat).0 == size.0, "the pool has not {size}: {:?}: {:?}", stat.notes, stat.nodes);
+        self.settled(|stat| sum(stat).2 == size.0).map(drop)
+    }
+
+    fn settled(&self, is: impl Fn(&PoolStat) -> bool) -> Result<PoolStat> {
+        let start = Instant::now();
+        loop {
+            let stat = self.stat()?;
+            if is(&stat) {
+                return Ok(stat);
+            }
+            ensure!(start.elapsed() < SETTLED_WITHIN, "the pool does not come to rest: {stat:?}");
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Bytes of the pool's own state.
+    pub(super) fn state_bytes(&self) -> Result<u64> {
+        Ok(self.stat()?.metadata_bytes)
+    }
+
+    /// RAM for a VM that the bench's process is, from the request to its page tables.
+    pub(super) fn take(&self, size: Bytes) -> Result<Mapping> {
+        let wanted = Take { name: "bench".into(), size, pages: Pages::Mix, nodes: Nodes::Any };
+        let pieces = take(&self.socket(), &wanted).context("Taking memory of the pool")?;
+        let places: Vec<_> = pieces.iter().map(|piece| (&piece.fd, piece.offset.0, piece.len.0 as usize)).collect();
+        let map = Mapping::shared_pieces(&places).context("Mapping memory of the pool")?;
+        map.populate(0, map.len()).context("Filling page tables")?;
+        Ok(map)
+    }
+}
+
+impl Drop for Product {
+    fn drop(&mut self) {
+        let unmount = || unmount(&self.dir.join("pool")).context("unmounting its files");
+        let ended = self.hold(Bytes(0)).and_then(|()| unmount());
+        if let Err(error) = ended {
+            eprintln!("ballast bench: returning the pool's memory: {error:#}");
+        }
+    }
+}
+
+/// Whole huge pages of a size.
+pub(super) fn huge_pages(size: Bytes) -> u64 {
+    size.0.div_ceil(HUGE_SIZE as u64)
+}

@@ -1,0 +1,233 @@
+//! A VM's start on the daemon's own pool: memory for a VMM, the same pinned as for a device, and QEMU until it answers.
+//!
+//! Before: the host has this much memory, and some to spare. After: there is a row. Units: microseconds and, of QEMU,
+//! milliseconds.
+//! Promise: the sides take turns, forwards and backwards, after an uncounted round. One side at a time has the memory,
+//! so that a VM may be as large as nearly all of the host's. No side pays for memory that a hypervisor below has to
+//! find first: the kernel's ways have touched it once before they are measured. Memory of the pool is checked for data
+//! of others.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_base::{Bytes, GIB, MIB, PAGE_SIZE};
+use ballast_sys::{Mapping, program};
+use ballast_testvm::qemu::{QEMU, qemu_missing};
+use rustix::process::Signal;
+
+use super::pin::Pinned;
+use super::product::{Product, huge_pages};
+use super::ready::{hugetlb, touch};
+use crate::report::Row;
+use crate::rig::Bench;
+
+/// How a QEMU gets its RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ram {
+    /// 128 MiB of its own, without Ballast.
+    Plain,
+    /// 128 MiB in a memory file, by `ballast run`.
+    Run,
+    /// Memory of the pool, by `ballast run --pool`.
+    Pool,
+    /// The same, and QEMU locks all its memory.
+    PoolLocked,
+    /// Huge pages, faulted in by QEMU (`prealloc=on`), without Ballast.
+    Hugetlb,
+    /// Huge pages, and QEMU locks all its memory.
+    HugetlbLocked,
+    /// A memory file, faulted in by QEMU.
+    Memfd,
+}
+
+const RAMS: [(Ram, &str); 7] = [
+    (Ram::Plain, "qemu_plain_128mib_ms"),
+    (Ram::Run, "qemu_run_128mib_ms"),
+    (Ram::Pool, "qemu_pool_ms"),
+    (Ram::PoolLocked, "qemu_pool_locked_ms"),
+    (Ram::Hugetlb, "qemu_hugetlb_prealloc_ms"),
+    (Ram::HugetlbLocked, "qemu_hugetlb_locked_ms"),
+    (Ram::Memfd, "qemu_memfd_prealloc_ms"),
+];
+
+/// The largest VM in base pages: to touch more takes minutes.
+const MOST_BASE: Bytes = Bytes(4 * GIB);
+
+/// Figures of a row, in the order of their rounds.
+#[derive(Default)]
+struct Figures {
+    /// Times of the pool, of huge pages, and of a memory file.
+    ready: [Vec<f64>; 3],
+    pinned: [Vec<f64>; 3],
+    qemu: [Vec<f64>; RAMS.len()],
+}
+
+/// The row of one size.
+pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, size: Bytes, rounds: u32) -> Result<Row> {
+    row.fact("measures", "start");
+    row.fact("ram_bytes", size.0);
+    let without = qemu_missing();
+    let mut figures = Figures::default();
+    let progress = bench.progress.clone();
+    for round in progress.over("round", 0..=rounds) {
+        let mut now = Figures::default();
+        let groups: [&[Ram]; 4] = [
+            &[Ram::Plain, Ram::Run],
+            &[Ram::Pool, Ram::PoolLocked],
+            &[Ram::Hugetlb, Ram::HugetlbLocked],
+            &[Ram::Memfd],
+        ];
+        for group in if round % 2 == 0 { [0usize, 1, 2, 3] } else { [3, 2, 1, 0] } {
+            if group == 3 && size > MOST_BASE {
+                continue;
+            }
+            let of_pool = if group == 1 { size } else { Bytes(0) };
+            product.hold(of_pool)?;
+            if group == 2 {
+                bench.guard.huge_pages(huge_pages(size))?;
+            }
+            if let Some(side) = group.checked_sub(1) {
+                let (ready, pinned) = memory(product, side, size)?;
+                now.ready[side].push(ready);
+                now.pinned[side].extend(pinned);
+            }
+            for ram in groups[group].iter().filter(|_| without.is_none()) {
+                product.hold(of_pool)?;
+                let at = RAMS.iter().position(|(other, _)| other == ram).context("every way is in the list")?;
+                now.qemu[at].push(until_qmp(bench, *ram, size).with_context(|| format!("Starting QEMU: {ram:?}"))?);
+            }
+            if group == 2 {
+                bench.guard.no_huge_pages()?;
+            }
+        }
+        // The first round warms up: memory that the host uses for the first time is slow.
+        if round > 0 {
+            let add = |sums: &mut [Vec<f64>], now: &[Vec<f64>]| {
+                sums.iter_mut().zip(now).for_each(|(sum, now)| sum.extend(now));
+            };
+            add(&mut figures.ready, &now.ready);
+            add(&mut figures.pinned, &now.pinned);
+            add(&mut figures.qemu, &now.qemu);
+        }
+    }
+    product.hold(Bytes(0))?;
+    for (of, name) in [(&figures.ready, "ready"), (&figures.pinned, "pinned_ready")] {
+        row.figure(&format!("product_{name}_us"), &of[0]);
+        row.figure(&format!("hugetlb_{name}_us"), &of[1]);
+        row.figure(&format!("memfd_touch_{name}_us"), &of[2]);
+        row.ratio(&format!("ratio_product_{name}"), &of[0], &of[1]);
+    }
+    RAMS.iter().zip(&figures.qemu).for_each(|((_, key), times)| row.figure(key, times));
+    let beyond = |at: usize| -> Vec<f64> {
+        figures.qemu[at].iter().zip(&figures.qemu[0]).map(|(ours, plain)| ours - plain).collect()
+    };
+    row.difference("qemu_run_beyond_plain_ms", &beyond(1));
+    row.difference("qemu_pool_beyond_plain_ms", &beyond(2));
+    row.ratio("ratio_qemu_pool", &figures.qemu[2], &figures.qemu[4]);
+    row.ratio("ratio_qemu_locked", &figures.qemu[3], &figures.qemu[5]);
+    without.iter().for_each(|why| row.because(why));
+    if size > MOST_BASE {
+        row.because("a memory file this large is not touched");
+    }
+    Ok(row)
+}
+
+/// The time until memory of this side can be used, and until it is pinned, too.
+fn memory(product: &Product, side: usize, size: Bytes) -> Result<(f64, Option<f64>)> {
+    match side {
+        0 => {}
+        1 => drop(hugetlb(size)?),
+        _ => drop(touch(size)?),
+    }
+    let (ready, map) = match side {
+        0 => {
+            let start = Instant::now();
+            let map = product.take(size)?;
+            (start.elapsed().as_secs_f64() * 1e6, map)
+        }
+        1 => hugetlb(size)?,
+        _ => touch(size)?,
+    };
+    let (pin, pinned) = Pinned::new(&map)?;
+    if side == 0 {
+        check_and_mark(&map)?;
+    }
+    drop(pinned);
+    Ok((ready, Some(ready + pin)))
+}
+
+/// Check that no page has data of another VM, and leave some for the next one to find.
+fn check_and_mark(map: &Mapping) -> Result<()> {
+    for at in (0..map.len()).step_by(PAGE_SIZE) {
+        let found = map.words(at, 1)[0].swap(0x005e_c2e7_005e_c2e7, Relaxed);
+        ensure!(found == 0, "a VM found {found:#x} at {at:#x}: memory of another VM");
+    }
+    Ok(())
+}
+
+/// A process that ends with this value.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The time from the start of QEMU, stopped and without devices, until it answers, in milliseconds.
+fn until_qmp(bench: &mut Bench, ram: Ram, size: Bytes) -> Result<f64> {
+    let ours = match ram {
+        Ram::Run => Some("--add-memory-backend"),
+        Ram::Pool | Ram::PoolLocked => Some("--pool=2M"),
+        _ => None,
+    };
+    let mut command = match ours {
+        None => Command::new(QEMU),
+        Some(how) => {
+            let mut command = Command::new(program::find("ballast").context("Finding what starts QEMU")?);
+            command.args(["run", "--no-balloon", "--name", &bench.vm_name(), how, "--attach-socket"]);
+            command.arg(bench.daemon.attach_socket()).args(["--", QEMU]);
+            command
+        }
+    };
+    let mib = if matches!(ram, Ram::Plain | Ram::Run) { 128 } else { size.0 / MIB };
+    let own = match ram {
+        Ram::Hugetlb => Some(",hugetlb=on,hugetlbsize=2M,prealloc=on"),
+        Ram::HugetlbLocked => Some(",hugetlb=on,hugetlbsize=2M"),
+        Ram::Memfd => Some(",prealloc=on"),
+        _ => None,
+    };
+    command.args(["-nodefaults", "-display", "none", "-accel", "tcg,tb-size=16", "-S", "-qmp", "stdio"]);
+    command.args(["-m", &format!("{mib}M"), "-machine", if own.is_some() { "pc,memory-backend=r" } else { "pc" }]);
+    if let Some(own) = own {
+        command.args(["-object", &format!("memory-backend-memfd,id=r,size={mib}M,share=on{own}")]);
+    }
+    if matches!(ram, Ram::PoolLocked | Ram::HugetlbLocked) {
+        command.args(["-overcommit", "mem-lock=on"]);
+    }
+    // SAFETY: the closure makes one system call in the child, which also holds after `ballast run` has become QEMU.
+    unsafe {
+        command.pre_exec(|| Ok(rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?));
+    }
+    let start = Instant::now();
+    let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut running = Running(child.context("Starting QEMU")?);
+    let (input, output) = (running.0.stdin.take(), running.0.stdout.take());
+    let (mut input, output) = input.zip(output).context("QEMU has no input or no output")?;
+    input.write_all(b"{\"execute\":\"qmp_capabilities\"}\n").context("Asking QEMU")?;
+    for line in BufReader::new(output).lines() {
+        if line.context("Reading QEMU's answer")?.contains("\"return\"") {
+            return Ok(start.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    let mut said = String::new();
+    if let Some(mut errors) = running.0.stderr.take() {
+        let _ = std::io::Read::read_to_string(&mut errors, &mut said);
+    }
+    bail!("QEMU ended: {said}")
+}
