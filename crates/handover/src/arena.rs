@@ -69,6 +69,8 @@ pub const MEMBERS_START: usize = 2048;
 pub const MEMBERS: usize = 256;
 const _: () =
     assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= MEMBERS_START && MEMBERS_START + MEMBERS * 8 == PAGE_SIZE);
+/// Replaces a member's word: the list of members was lost with the header.
+pub const UNKNOWN_MEMBER: u64 = u64::MAX;
 
 /// The properties that tell one kind of arena from another.
 #[derive(Debug)]
@@ -178,6 +180,11 @@ impl Layout {
         Ok(slabs)
     }
 
+    /// How many slabs an arena of this file size has, whose header was lost.
+    fn slabs_of_lost(&self, size: u64) -> io::Result<u32> {
+        self.slabs_of(size).ok_or_else(|| self.invalid(format!("its header is lost, and none has {size} bytes")))
+    }
+
     fn invalid(&self, what: String) -> io::Error {
         io::Error::new(io::ErrorKind::InvalidData, format!("Opening a {}: {what}", self.name))
     }
@@ -223,29 +230,52 @@ pub fn format(layout: &Layout, fd: impl AsFd, slabs: u32) -> io::Result<()> {
     Ok(rustix::fs::ftruncate(&fd, layout.file_bytes(slabs) as u64)?)
 }
 
-/// Check the head of an arena that exists. One that was lost is written again.
+/// Is this the first word of a header that was lost, and that no process has written again to the end? A lost header
+/// reads as zeros, and the magic number is written last.
+fn is_lost(magic: u64, fd: impl AsFd) -> io::Result<bool> {
+    Ok(magic == 0 && memfd::next_data(fd, TABLE_START as u64)?.is_some())
+}
+
+/// How many of `slabs` slabs the table's memory may have entries of: a page with a written entry is present.
+///
+/// # Errors
+/// The kernel could not tell.
+pub fn touched_slabs(fd: impl AsFd, slabs: u32) -> io::Result<u32> {
+    let table_end = (TABLE_START + slabs as usize * ENTRY_BYTES) as u64;
+    let (mut at, mut touched_end) = (TABLE_START as u64, TABLE_START as u64);
+    while let Some((start, end)) = memfd::next_data(&fd, at)? {
+        if start >= table_end {
+            break;
+        }
+        touched_end = table_end.min(end);
+        at = touched_end;
+    }
+    Ok(((touched_end as usize - TABLE_START) / ENTRY_BYTES) as u32)
+}
+
+/// Check the head of an arena that exists. One that was lost is written again. That of a group says from then on that
+/// its members are not known.
 ///
 /// # Errors
 /// It is none, it has a layout that this program cannot read, or it has the wrong size.
 pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
-    let invalid = |what| layout.invalid(what);
     let size = memfd::size(&**fd)?.0;
     if size < PAGE_SIZE as u64 {
-        return Err(invalid(format!("the file has {size} bytes, less than a header")));
+        return Err(layout.invalid(format!("the file has {size} bytes, less than a header")));
     }
-    // Of a lost header there is a hole, if the process that met the loss died before it wrote the header again.
-    let table = TABLE_START as u64;
-    let is_hole = memfd::is_hole(&**fd, 0, table)? && memfd::next_data(&**fd, table)?.is_some();
     let fills = vec![(PAGE_SIZE, Fill::Zeros)];
     let survival = Survival { file: fd.clone(), offset: 0, fills, journal: None };
     let header_map = Surviving::new(Mapping::shared(&**fd, 0, PAGE_SIZE)?, survival);
     let header = header_map.words(0, HEADER_WORDS);
-    header[WORD_MAGIC].load(Ordering::Acquire);
-    let was_lost = is_hole || header_map.lost() > 0;
+    let magic = header[WORD_MAGIC].load(Ordering::Acquire);
+    let was_lost = header_map.lost() > 0 || is_lost(magic, &**fd)?;
     if was_lost {
         // The rest of the header follows from the size of the file.
-        let slabs =
-            layout.slabs_of(size).ok_or_else(|| invalid(format!("its header is lost, and none has {size} bytes")))?;
+        let slabs = layout.slabs_of_lost(size)?;
+        header[WORD_FRESH].store(touched_slabs(&**fd, slabs)?.into(), Ordering::Relaxed);
+        if layout.magic == GROUP.magic {
+            header_map.words(MEMBERS_START, 1)[0].store(UNKNOWN_MEMBER, Ordering::Relaxed);
+        }
         layout.write_header(slabs, header);
     }
     let words: Vec<u64> = header.iter().map(|word| word.load(Ordering::Acquire)).collect();
@@ -253,21 +283,30 @@ pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
     Ok(Head { slabs, was_lost, words })
 }
 
-/// Could [`read`] open this arena? Changes nothing, even while other processes use the arena. One that was never laid
-/// out is fine.
+/// The words of a header that [`read`] could open; `None` if it was lost. Changes nothing.
+fn look(layout: &Layout, fd: impl AsFd) -> io::Result<Option<Vec<u64>>> {
+    let size = memfd::size(&fd)?.0;
+    let mut bytes = [0; HEADER_WORDS * 8];
+    let failed = match rustix::io::pread(&fd, &mut bytes, 0) {
+        Ok(len) if len < bytes.len() => return Err(layout.invalid("the file is shorter than a header".into())),
+        Err(error) if error != rustix::io::Errno::IO => return Err(error.into()),
+        read => read.is_err(),
+    };
+    let words: Vec<u64> = bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+    if failed || is_lost(words[WORD_MAGIC], &fd)? {
+        return layout.slabs_of_lost(size).map(|_| None);
+    }
+    layout.check_header(&words, size)?;
+    Ok(Some(words))
+}
+
+/// Could [`read`] open this arena? Changes nothing, even while other processes use the arena: the engine that opens it
+/// is to know if its header was lost. One that was never laid out is fine.
 ///
 /// # Errors
 /// If not, with the reason.
 pub fn inspect(layout: &Layout, fd: impl AsFd) -> io::Result<()> {
-    if is_new(&fd)? {
-        return Ok(());
-    }
-    let mut bytes = [0; HEADER_WORDS * 8];
-    if rustix::io::pread(&fd, &mut bytes, 0)? != bytes.len() {
-        return Err(layout.invalid("the file is shorter than a header".into()));
-    }
-    let words: Vec<u64> = bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
-    layout.check_header(&words, memfd::size(&fd)?.0).map(drop)
+    if is_new(&fd)? { Ok(()) } else { look(layout, fd).map(drop) }
 }
 
 /// The name of a member in its group's arena: never 0, and no byte in common with [`ENGINES`].
@@ -287,22 +326,14 @@ pub fn announce(group: impl AsFd, vm: VmId) -> io::Result<()> {
     presence::announce(group, member(vm))
 }
 
-/// Is this an arena that this program can open, or one that was never laid out?
-///
-/// # Errors
-/// If not, with the reason.
-pub fn check(layout: &Layout, fd: OwnedFd) -> io::Result<()> {
-    if is_new(&fd)? { Ok(()) } else { read(layout, &Arc::new(fd)).map(drop) }
-}
-
 /// The file that an index belongs to, for a caller that must know that a descriptor is this file before any other call
 /// on it.
 ///
 /// # Errors
 /// If it is no index that this program can read.
-pub fn file_of(index: OwnedFd) -> io::Result<FileId> {
-    let head = read(&INDEX, &Arc::new(index))?;
-    let own = |word: usize| head.words[OWN_WORDS_START + word];
+pub fn file_of(index: impl AsFd) -> io::Result<FileId> {
+    let words = look(&INDEX, index)?.ok_or_else(|| INDEX.invalid("its header is lost".into()))?;
+    let own = |word: usize| words[OWN_WORDS_START + word];
     Ok(FileId { dev: own(WORD_FILE_DEV), ino: own(WORD_FILE_INO) })
 }
 
@@ -314,8 +345,7 @@ mod tests {
     fn a_file_is_an_arena_once_it_has_its_full_size_and_before_that_it_holds_nothing() {
         let fd = create().expect("memfd");
         let is_new_and_good = |fd: &OwnedFd| {
-            check(&RAM, fd.try_clone().expect("dup")).expect("an engine of ours can lay it out");
-            inspect(&RAM, fd).expect("the same, with a look");
+            inspect(&RAM, fd).expect("an engine of ours can lay it out");
             is_new(fd).expect("stat")
         };
         assert!(is_new_and_good(&fd));
@@ -333,12 +363,33 @@ mod tests {
     fn a_file_of_another_kind_is_neither_new_nor_an_arena() {
         for size in [1, 100, 4097, 1 << 20] {
             let fd = memfd::create("ballast-test", Bytes(size)).expect("memfd");
-            check(&RAM, fd).expect_err("it is none");
+            inspect(&RAM, &fd).expect_err("it is none");
+            read(&RAM, &Arc::new(fd)).expect_err("it is none");
         }
         let fd = create().expect("memfd");
         format(&INDEX, &fd, 1).expect("formatted");
         assert!(inspect(&RAM, &fd).expect_err("an index").to_string().contains("magic"));
         inspect(&INDEX, &fd).expect("an index");
-        assert!(check(&RAM, fd).expect_err("an index").to_string().contains("magic"));
+        assert!(read(&RAM, &Arc::new(fd)).expect_err("an index").to_string().contains("magic"));
+    }
+
+    #[test]
+    fn a_lost_header_is_left_by_a_look_and_written_again_by_the_first_that_reads_it() {
+        let fd = Arc::new(create().expect("memfd"));
+        format(&GROUP, &fd, 100).expect("formatted");
+        // An entry in the second page of the table.
+        rustix::io::pwrite(&fd, &[1], 2 * 4096).expect("written");
+        memfd::punch(&fd, 0, 4096).expect("punched");
+        inspect(&GROUP, &fd).expect("an engine can open it");
+        assert!(memfd::is_hole(&fd, 0, 4096).expect("a look"), "a look changes nothing");
+        // As if a process had died while it wrote the header.
+        rustix::io::pwrite(&fd, &[100], 8 * WORD_SLABS as u64).expect("written");
+        let head = read(&GROUP, &fd).expect("an arena");
+        assert_eq!((head.slabs, head.was_lost, head.words[WORD_FRESH]), (100, true, 64));
+        let mut word = [0; 8];
+        rustix::io::pread(&fd, &mut word, MEMBERS_START as u64).expect("read");
+        assert_eq!(u64::from_le_bytes(word), UNKNOWN_MEMBER);
+        inspect(&GROUP, &fd).expect("sound");
+        assert!(!read(&GROUP, &fd).expect("an arena").was_lost);
     }
 }

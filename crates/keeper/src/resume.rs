@@ -47,8 +47,7 @@ impl Keeper {
                 _ => continue,
             };
             for arena in files.iter() {
-                let opened = arena.as_fd().try_clone_to_owned().and_then(|arena| arena::check(layout, arena));
-                opened.map_err(|error| error.to_string())?;
+                arena::inspect(layout, arena.as_fd()).map_err(|error| error.to_string())?;
             }
         }
         let named = state.engine().map(|(pid, start)| Process { pid, start });

@@ -147,8 +147,7 @@ pub fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
 /// without waiting for its file system: until it is known, it may be any file.
 fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the file of the file store: {error}");
-    let index = index.as_fd().try_clone_to_owned().map_err(|error| say(&error))?;
-    let named = arena::file_of(index).map_err(|error| say(&error))?;
+    let named = arena::file_of(index.as_fd()).map_err(|error| say(&error))?;
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let stat = statx(&fd, "", flags, StatxFlags::BASIC_STATS).map_err(|error| say(&error))?;
     let found = FileId { dev: makedev(stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino };

@@ -79,6 +79,10 @@ impl Allocator {
             punch_failures: AtomicU64::new(0),
         };
         allocator.arena.raise_stamp();
+        if allocator.arena.header_was_lost() {
+            let held = (0..allocator.arena.fresh()).filter(|number| !allocator.is_free(*number)).count();
+            allocator.arena.held_set(held as u32);
+        }
         allocator.learn();
         allocator.resync();
         allocator

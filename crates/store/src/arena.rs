@@ -238,22 +238,13 @@ impl Arena {
         self.header(WORD_FRESH).load(Ordering::Acquire).min(self.slabs.into()) as u32
     }
 
-    /// Set the number of slabs ever used to what the table's memory shows: a page with a written entry is present. For
-    /// `recover`, so that it finds every slab even if the header word was damaged.
+    /// Set the number of slabs ever used to what the table's memory shows. For `recover`, so that it finds every slab
+    /// even if the header word was damaged.
     pub(crate) fn fresh_rebuild(&self) -> io::Result<u32> {
-        let table_end = TABLE_START + self.slabs as usize * ENTRY_BYTES;
-        let (mut at, mut touched_end) = (TABLE_START, TABLE_START);
-        while let Some((start, end)) = memfd::next_data(&self.fd, at as u64)? {
-            if start >= table_end as u64 {
-                break;
-            }
-            touched_end = table_end.min(end as usize);
-            at = touched_end;
-        }
-        let fresh = (touched_end - TABLE_START) / ENTRY_BYTES;
-        self.header(WORD_FRESH).store(fresh as u64, Ordering::Release);
-        self.header_copy.words()[WORD_FRESH].store(fresh as u64, Ordering::Release);
-        Ok(fresh as u32)
+        let fresh = arena::touched_slabs(&self.fd, self.slabs)?;
+        self.header(WORD_FRESH).store(fresh.into(), Ordering::Release);
+        self.header_copy.words()[WORD_FRESH].store(fresh.into(), Ordering::Release);
+        Ok(fresh)
     }
 
     /// A slab number that was never used; `None` when there is none left.
@@ -319,7 +310,7 @@ impl Arena {
         set
     }
 
-    /// Was its header lost when it was opened, and with it the list of members?
+    /// Was its header lost when it was opened, and is that not reported yet?
     pub(crate) fn header_was_lost(&self) -> bool {
         self.header_was_lost.load(Ordering::Acquire)
     }

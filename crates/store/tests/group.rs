@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_handover::arena;
+use ballast_handover::arena::{self, GROUP};
 use ballast_store::{
     Budget, GetOutcome, Group, GroupMember, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RegionKey, Store,
     conformance, pages,
@@ -409,6 +409,45 @@ fn a_corrupted_byte_costs_those_whose_words_name_it_and_nobody_else() {
     one.free(key(vm(0), 0), shared);
     other.free(key(vm(1), 7), shared);
     assert_eq!(get(&one, key(vm(0), 1), again).0, GetOutcome::Found);
+}
+
+#[test]
+fn a_lost_header_costs_no_page_of_any_member_even_if_the_engine_that_finds_it_dies() {
+    for dies in [false, true] {
+        let arena = new_arena();
+        let group = Group::open(&arena, options()).expect("a group");
+        let members: Vec<_> = (0..3).map(|number| (vm(number), join(&group, &arena, vm(number), true))).collect();
+        let put = |(id, member): &(VmId, GroupMember)| -> Vec<(PageKey, Handle)> {
+            let pages = (1..200).map(|page| (key(*id, page), bytes(page + u64::from(id.0[0]) * 50)));
+            pages.map(|(key, bytes)| (key, stored(member.put(key, &bytes)))).collect()
+        };
+        let named: Vec<_> = members.iter().map(put).collect();
+        drop((members, group));
+        memfd::punch(&arena, 0, PAGE_SIZE as u64).expect("punched");
+        arena::inspect(&GROUP, &arena).expect("a keeper takes it");
+        if dies {
+            drop(Group::open(&arena, options()).expect("an engine that dies at once"));
+        }
+        let group = Group::open(&arena, options()).expect("a group");
+        assert!(group.usage().bytes > 0);
+        let members: Vec<_> = named
+            .iter()
+            .map(|named| {
+                let member = join(&group, &arena, named[0].0.region.vm, false);
+                let recovered = member.recover(&mut named.iter().copied()).expect("recovered");
+                assert_eq!((recovered.kept_blobs, recovered.missing), (199, 0));
+                member
+            })
+            .collect();
+        for (member, named) in members.iter().zip(&named) {
+            member.tidy();
+            for (at, handle) in named {
+                let expected = bytes(at.page.0 + u64::from(at.region.vm.0[0]) * 50);
+                assert!(get(member, *at, *handle) == (GetOutcome::Found, Box::new(expected)), "{at:?}");
+            }
+        }
+        assert_eq!(group.usage().missing, 1, "those of the list that was lost");
+    }
 }
 
 #[test]

@@ -190,7 +190,7 @@ fn an_index_of_a_newer_version_opens_if_it_may_and_else_is_refused_and_left_as_i
         let expected =
             format!("a file store index: it has version {version} and needs a reader of at least {least_reader}");
         assert!(said.contains(&expected), "{said}");
-        arena::file_of(dup(&index)).expect_err("nor is it asked for its file");
+        arena::file_of(&index).expect_err("nor is it asked for its file");
         assert_eq!(words(&index), before, "who is refused changes nothing");
     }
     set_stamp(&index, readable);

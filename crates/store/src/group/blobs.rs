@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{PAGE_SIZE, PageIdx};
-use ballast_handover::arena::{ENGINES, member as word_of};
+use ballast_handover::arena::{ENGINES, UNKNOWN_MEMBER, member as word_of};
 use ballast_sys::{memfd, presence};
 
 use super::index::{Index, Pages, number_of};
@@ -25,8 +25,6 @@ use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store
 
 /// Time between checks which of the missing members are gone.
 const ASK_EVERY: Duration = Duration::from_secs(1);
-/// Replaces a member's word: the list of members was lost with the arena's header.
-const UNKNOWN: u64 = u64::MAX;
 /// Another engine lays out a new arena within this.
 const LAID_OUT_WITHIN: Duration = Duration::from_secs(2);
 
@@ -89,10 +87,7 @@ impl Group {
         }
         let id = memfd::file_id(&fd)?;
         let opened = Arena::open(&arena::GROUP, fd)?;
-        if opened.header_was_lost() {
-            // The members are unknown: nothing that they may name is freed any more.
-            opened.set_member(0, 0, UNKNOWN);
-        }
+        // If the members are unknown, nothing that they may name is freed any more.
         let words = opened.members().iter().map(|word| word.load(Relaxed)).filter(|word| *word != 0);
         let index = Index { missing: words.collect(), unswept: true, ..Index::default() };
         let mut seed = [0; 16];
@@ -318,7 +313,7 @@ impl Group {
         }
         index.asked = Some(now);
         // If the check fails, the member counts as alive.
-        let is_there = |word: &u64| *word == UNKNOWN || presence::is_present(&self.file, *word).unwrap_or(true);
+        let is_there = |word: &u64| *word == UNKNOWN_MEMBER || presence::is_present(&self.file, *word).unwrap_or(true);
         let gone: Vec<u64> = index.missing.iter().copied().filter(|word| !is_there(word)).collect();
         for word in &gone {
             index.missing.remove(word);
