@@ -273,17 +273,14 @@ impl Group {
         self.sweep();
     }
 
-    /// Free blobs that no word names, if all members have come and no other engine has the arena; else later.
+    /// Free blobs that no word names, if all members have come and no other engine has the arena; else later. One
+    /// thread at a time, because it lets other engines open the arena again when it is done.
     fn sweep(&self) {
+        let _alone_here = self.using.write().unwrap_or_else(PoisonError::into_inner);
         if !lock(&self.index).missing.is_empty() || !presence::alone(&self.file, ENGINES).unwrap_or(false) {
             return;
         }
         let _shares_again = Shares(&self.file);
-        self.sweep_alone();
-    }
-
-    fn sweep_alone(&self) {
-        let _alone = self.using.write().unwrap_or_else(PoisonError::into_inner);
         let mut index = lock(&self.index);
         self.find_missing_members(&mut index);
         if !index.missing.is_empty() {
