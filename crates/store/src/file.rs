@@ -40,7 +40,7 @@ pub use disk::{DiskFault, DiskFaults};
 pub use layout::AREA_BYTES;
 pub use limits::Refusal;
 
-use crate::alloc::{Allocator, Inconsistent, Place};
+use crate::alloc::{Allocator, Inconsistent};
 use crate::arena::Arena;
 use crate::budget::Budget;
 use crate::handle::Named;
@@ -200,7 +200,14 @@ impl FileStore {
     /// No other thread or process may use the store meanwhile.
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         let inner = &self.inner;
-        let bad: Vec<Place> = inner.taken().filter(|place| inner.header(*place).encoding == BAD).collect();
+        let mut bad = Vec::new();
+        for place in inner.taken() {
+            match inner.header(place).encoding {
+                BAD => bad.push(place),
+                BEING_WRITTEN => inner.disown(place),
+                _ => {}
+            }
+        }
         let mut same_filled = 0;
         let places = live.filter_map(|handle| match Named::by(handle) {
             Named::SameFilled(_) => {

@@ -7,8 +7,9 @@
 //! Promise: a header fits a handle only while its block holds that page; a block that failed is never used again.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicIsize, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ballast_base::PageIdx;
@@ -31,7 +32,7 @@ const LONG_RUN: usize = 64;
 /// are written without a change to the file system's metadata.
 const EMPTY_AREAS_KEPT: usize = 8;
 
-/// `BlobHeader::encoding` of a block that is being written: it fits no handle.
+/// `BlobHeader::encoding` of a block that is being written: it fits no handle. Its checksum is a number of this write.
 pub(super) const BEING_WRITTEN: u8 = 0;
 /// ... and of a block that the device failed to write or read: it is never used again.
 pub(super) const BAD: u8 = 0xbd;
@@ -59,13 +60,16 @@ pub(super) struct Inner {
     /// Blocks with writes that no thread waits for and that are not over. Below zero for a moment, when one is over
     /// before it is counted.
     late: AtomicIsize,
+    /// The number of the next block that is written: random at first, so that no two openings have the same.
+    next_write: AtomicU64,
 }
 
 /// A block that was taken for a page of a run.
 struct Taken {
     index: usize,
     place: Place,
-    tag: u8,
+    /// Its header while it is written.
+    header: BlobHeader,
 }
 
 /// A block that is wanted for a page of a run.
@@ -86,7 +90,8 @@ pub(super) fn page_after(first: PageKey, index: usize) -> PageKey {
 impl Inner {
     pub(super) fn new(allocator: Allocator, disk: Disk, limits: Limits) -> Self {
         let (unreadable, unreadable_count, late) = Default::default();
-        Self { allocator, disk, limits, unreadable, unreadable_count, late }
+        let next_write = RandomState::new().hash_one(0).into();
+        Self { allocator, disk, limits, unreadable, unreadable_count, late, next_write }
     }
 
     pub(super) fn count(&self, counter: Counter) {
@@ -120,12 +125,13 @@ impl Inner {
     }
 
     /// A block for one page; its header fits no handle yet.
-    fn take(&self, class: usize) -> Option<(Place, u8)> {
+    fn take(&self, class: usize) -> Option<(Place, BlobHeader)> {
         let allocated = self.allocator.alloc(class)?;
         let tag = handle::next_tag(self.header(allocated.place).tag, allocated.generation);
-        let header = BlobHeader { checksum: 0, key_check: 0, len: 0, encoding: BEING_WRITTEN, tag };
+        let checksum = self.next_write.fetch_add(1, Ordering::Relaxed);
+        let header = BlobHeader { checksum, key_check: 0, len: 0, encoding: BEING_WRITTEN, tag };
         self.set_header(allocated.place, header);
-        Some((allocated.place, tag))
+        Some((allocated.place, header))
     }
 
     /// Never use this block again. Its bit stays set, and it was not counted as live (any more).
@@ -174,12 +180,17 @@ impl Inner {
 
     /// A write that no thread waited for is over. `recover` may have freed the block before, and another page may use
     /// it by now: then the header is not this write's any more.
-    fn was_late(&self, place: Place, tag: u8) {
+    fn was_late(&self, place: Place, header: BlobHeader) {
         self.late.fetch_sub(1, Ordering::AcqRel);
-        let header = self.header(place);
-        if header.encoding == BEING_WRITTEN && header.tag == tag {
+        if self.header(place) == header {
             self.allocator.free(place);
         }
+    }
+
+    /// The writes of these blocks are over, and the blocks are to be freed: `was_late` has nothing to do for them.
+    pub(super) fn disown(&self, place: Place) {
+        let tag = self.header(place).tag;
+        self.set_header(place, BlobHeader { checksum: 0, key_check: 0, len: 0, encoding: BEING_WRITTEN, tag });
     }
 
     /// Are writes under way that no thread waits for?
@@ -199,8 +210,8 @@ impl Inner {
                 *outcome = PutOutcome::Stored(handle);
             } else if let Some(refused) = self.limits.may_write(today) {
                 *outcome = refused;
-            } else if let Some((place, tag)) = self.take(class) {
-                taken.push(Taken { index, place, tag });
+            } else if let Some((place, header)) = self.take(class) {
+                taken.push(Taken { index, place, header });
             } else {
                 *outcome = self.limits.refuse(Refusal::Budget);
             }
@@ -220,8 +231,8 @@ impl Inner {
             runs.iter().map(|run| (block_of(run[0].place), &pages[run[0].index..][..run.len()])).collect();
         let when_late = |run: usize| {
             let inner = Arc::clone(inner);
-            let blocks: Vec<_> = runs[run].iter().map(|taken| (taken.place, taken.tag)).collect();
-            move || blocks.into_iter().for_each(|(place, tag)| inner.was_late(place, tag))
+            let blocks: Vec<_> = runs[run].iter().map(|taken| (taken.place, taken.header)).collect();
+            move || blocks.into_iter().for_each(|(place, header)| inner.was_late(place, header))
         };
         let mut headers = Vec::with_capacity(taken.len());
         let moved = inner.disk.write(&pieces, when_late, || {
@@ -244,12 +255,13 @@ impl Inner {
 
     /// The block is written: make the page findable.
     fn keep(&self, taken: &Taken, header: BlobHeader) -> PutOutcome {
-        self.set_header(taken.place, BlobHeader { tag: taken.tag, ..header });
+        let tag = taken.header.tag;
+        self.set_header(taken.place, BlobHeader { tag, ..header });
         self.count(Counter::LiveBlocks);
         self.count(Counter::WrittenBlocks);
         self.limits.wrote();
         // Slab, slot and tag always fit.
-        handle::of_blob(taken.place, taken.tag).map_or(PutOutcome::Full, PutOutcome::Stored)
+        handle::of_blob(taken.place, tag).map_or(PutOutcome::Full, PutOutcome::Stored)
     }
 
     /// The header of the block that a handle names, if the block holds this page.
