@@ -3,8 +3,10 @@
 //! Before: `ram` knows the size of a blob. After: `slab` holds the slot; the budget is charged; a slab whose last slot
 //! was freed is punched out of the arena.
 //! Threads: any. Processes share only the arena; the hints and queues here are this process's own and may be
-//! incomplete, which costs memory for a while and never correctness. Quick path: no lock. Slow path (a slab becomes
-//! full, or no longer is): a lock of this process, per size class, never held during a system call.
+//! incomplete, which costs memory for a while and never correctness. When a process or its use of the arena ends, that
+//! changes nothing in the arena: the next one may have it by then, and `recover` finds emptied slabs. Quick path: no
+//! lock. Slow path (a slab becomes full, or no longer is): a lock of this process, per size class, never held during a
+//! system call.
 //! Promise: every slab that is not FREE is charged exactly once; nothing is charged when the budget refuses.
 
 use std::collections::{HashSet, VecDeque};
@@ -197,7 +199,7 @@ impl Allocator {
     fn activate(&self, class: usize) -> Option<u32> {
         let charge = self.slab_charge();
         // A slab that still waits to be punched is reused without that, if the budget would grant another one.
-        let emptied = lock(&self.to_punch).pop_back();
+        let emptied = lock(&self.to_punch).pop_back().filter(|number| self.is_in(*number, Phase::Retiring));
         if let Some(number) = emptied {
             self.account.adjust(-charge);
             if !self.account.try_charge(charge) {
@@ -250,7 +252,11 @@ impl Allocator {
     }
 
     fn is_free(&self, number: u32) -> bool {
-        self.arena.slab(number).state().is_some_and(|state| state.phase == Phase::Free)
+        self.is_in(number, Phase::Free)
+    }
+
+    fn is_in(&self, number: u32, phase: Phase) -> bool {
+        self.arena.slab(number).state().is_some_and(|state| state.phase == phase)
     }
 
     /// The slab of a taken place, with its class; `None` if the place is not a taken slot of an active slab.
@@ -310,13 +316,17 @@ impl Allocator {
         }
     }
 
-    /// Punch RETIRING slabs and make them FREE. If the kernel refuses, they stay as they are, and charged.
+    /// Punch those slabs of a run that are RETIRING, and make them FREE. If the kernel refuses, they stay as they are,
+    /// and charged. A slab that is not: another opening of the arena has swept it.
     fn retire(&self, run: Range<u32>) {
-        if self.arena.punch(&run).is_err() {
-            self.punch_failures.fetch_add(run.len() as u64, Ordering::Relaxed);
-            return;
+        let numbers: Vec<u32> = run.filter(|number| self.is_in(*number, Phase::Retiring)).collect();
+        for run in numbers.chunk_by(|a, b| a + 1 == *b) {
+            if self.arena.punch(&(run[0]..run[0] + run.len() as u32)).is_err() {
+                self.punch_failures.fetch_add(run.len() as u64, Ordering::Relaxed);
+                continue;
+            }
+            run.iter().for_each(|number| self.make_free(*number));
         }
-        run.for_each(|number| self.make_free(number));
     }
 
     fn make_free(&self, number: u32) {
@@ -389,12 +399,5 @@ impl Allocator {
             return Err(Inconsistent(format!("slab {active} is listed as free and is not")));
         }
         Ok(taken)
-    }
-}
-
-impl Drop for Allocator {
-    /// The arena outlives this.
-    fn drop(&mut self) {
-        self.settle(0);
     }
 }

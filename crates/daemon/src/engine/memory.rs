@@ -98,7 +98,7 @@ impl Engine {
         let listed = last.vm.state.list_thread();
         last.vm.stop();
         last.jobs.close();
-        last.vm.stores.first().store.tidy();
+        last.settle();
         let state = last.vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?;
         let state = StateFile::open(state)?;
         let epoch = state.take_over(self.me.pid, self.me.start, LOST).context("Taking the state file over")?;

@@ -64,6 +64,13 @@ impl Served {
         self.store.usage().bytes + self.group.as_ref().map_or(0, |group| group.usage().bytes)
     }
 
+    /// Do what its near stores have put off. Call it when the VM was stopped: another thread may still look at it when
+    /// its arenas have been opened again, and nothing must be done then. A disk is not waited for: recovery finds what
+    /// a file store has put off.
+    pub fn settle(&self) {
+        self.vm.stores.tiers().iter().filter(|tier| !tier.is_slow()).for_each(|tier| tier.store.tidy());
+    }
+
     fn scans_requested(&self) -> std::sync::MutexGuard<'_, u64> {
         self.scans_requested.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -405,7 +405,7 @@ impl Engine {
         if let Some(group) = &served.group {
             group.part();
         }
-        // As for the first store (`stop_vm`): a disk may be waited for here.
+        // As for the near stores (`stop_vm`): a disk may be waited for here.
         for tier in served.vm.stores.slow() {
             blocking(|| served.vm.state.beside(|| tier.store.tidy()));
         }
@@ -423,9 +423,7 @@ impl Engine {
         stopped.file.cancel();
         stopped.vm.stop();
         stopped.jobs.close();
-        // Nothing is freed from here on. Another thread may still look at this VM when its arena has been opened again,
-        // and postponed frees must not be done then.
-        stopped.vm.stores.first().store.tidy();
+        stopped.settle();
         drop(listed);
         Some(stopped)
     }

@@ -76,7 +76,10 @@ impl Engine {
             Ok(far) if far.0 == 0 => Some(regions.clone()),
             far => self.write_back(served, closing, &regions, far.unwrap_or_default()),
         };
-        let Some(reachable) = reachable.filter(|_| !closing.load(Ordering::Acquire)) else { return };
+        let Some(reachable) = reachable.filter(|_| !closing.load(Ordering::Acquire)) else {
+            // The copies of pages that went back were freed.
+            return served.settle();
+        };
         let is_lost = |region: &Arc<Region>| reachable.iter().all(|other| other.number != region.number);
         let (lost, kept): (Vec<_>, Vec<_>) = regions.into_iter().partition(is_lost);
         let forgotten = vm.give_up(&lost).and_then(|()| kept.iter().try_for_each(|region| vm.forget_resident(region)));
