@@ -15,6 +15,7 @@ use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
 use ballast_handover::state_file::StateFile;
 use ballast_needs::skip;
 use ballast_page::copies::store_number;
+use ballast_page::page_state::Word;
 use ballast_pager::tier::stores::{Stores, Tier};
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::client_peer::ClientPeer;
@@ -210,4 +211,15 @@ fn an_engine_closes_a_vm_whose_discard_meets_the_lock_of_a_dead_engine() {
     next.stop();
     let region = rig.vm.region(0).expect("region");
     assert!((0..5).all(|page| !region.word(PageIdx(page)).is_locked()), "it leaves no lock");
+}
+
+#[test]
+fn a_word_that_was_lost_in_the_mapping_of_another_engine_is_found() {
+    let rig = Rig::new(RAM, Bytes(64 * MIB), Duration::from_millis(2));
+    rig.vm.stop();
+    assert!(!rig.vm.has_lost_words().expect("read"));
+    let (state, region) = (rig.vm.state.fd(), &rig.vm.state.regions()[0]);
+    let lost = Word::LOST.bits().to_le_bytes();
+    rustix::io::pwrite(state, &lost, region.words_at() + 700 * lost.len() as u64).expect("written");
+    assert!(rig.vm.has_lost_words().expect("read") && rig.vm.lost() == 0);
 }

@@ -12,6 +12,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -61,8 +62,7 @@ fn say(served: &Served) -> bool {
     let state = served.vm.losses();
     let (ram, ram_damaged) = served.store.losses();
     let (file, file_damaged) = served.file.opened().map(|file| file.losses()).unwrap_or_default();
-    // Also those that were reported before, while two engines had the VM.
-    let reopens = served.vm.lost() > 0 || ram_damaged || file_damaged;
+    let reopens = served.vm.lost() > 0 || ram_damaged || file_damaged || served.is_damaged.load(Ordering::Acquire);
     // Nothing is to be done about a group's losses: each member finds its own when it touches the pages.
     let group = served.group.iter().flat_map(|member| member.group().losses());
     for what in state.into_iter().chain(ram).chain(group).chain(file) {
@@ -76,6 +76,9 @@ impl Engine {
     fn reopen(&self, served: &Arc<Served>) {
         if served.vm.is_stopping() || served.vm.state.leaving().is_some() {
             // Nothing can be repaired while another engine serves the VM's faults: the one that has it alone does it.
+            if served.is_damaged.swap(true, Ordering::AcqRel) {
+                return;
+            }
             let text = "the VM is recovered when one engine has it alone: two have it at this moment";
             return served.vm.report("memory-error", text.into());
         }

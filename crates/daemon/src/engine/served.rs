@@ -7,6 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ballast_api::VmStat;
@@ -38,6 +39,8 @@ pub struct Served {
     pub vmm: String,
     /// Work beside its orders and workers.
     pub jobs: Jobs,
+    /// Words or tables were lost while another engine had the VM as well: it must be opened again.
+    pub is_damaged: AtomicBool,
     /// Its processes, including those that are about to be served.
     pids: Mutex<HashSet<u32>>,
     /// Its processes that are not served everywhere they map its RAM, and why.
@@ -55,8 +58,8 @@ impl Served {
         file: late::File,
         vmm: String,
     ) -> Self {
-        let (pids, unserved, scans_requested) = Default::default();
-        Self { vm, store, group, file, vmm, jobs: Jobs::default(), pids, unserved, scans_requested }
+        let (is_damaged, pids, unserved, scans_requested) = Default::default();
+        Self { vm, store, group, file, vmm, jobs: Jobs::default(), is_damaged, pids, unserved, scans_requested }
     }
 
     /// RAM that its far pages occupy; for pages that its group stores once, its share.

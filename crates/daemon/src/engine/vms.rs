@@ -8,6 +8,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -160,10 +161,14 @@ impl Engine {
             served.vm.start().context("Starting its workers")?;
         }
         self.mapper_scan.send(served.clone()).context("Requesting a scan for foreign mappers")?;
-        if served.vm.lost() > 0 {
-            memory_error::notify();
+        // The other engine may have met a loss, in its own mapping.
+        let has_lost = served.vm.has_lost_words().context("Looking for lost words");
+        if matches!(has_lost, Ok(true)) {
+            served.is_damaged.store(true, Ordering::Release);
         }
-        owns
+        // Opens it again if it is damaged.
+        memory_error::notify();
+        owns.and(has_lost.map(drop))
     }
 
     /// Report whether this process is served in these regions. If not, it may read zeros where pages are far, so it is

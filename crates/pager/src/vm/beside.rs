@@ -38,6 +38,24 @@ impl Vm {
         Ok(())
     }
 
+    /// Was a word lost? The engine whose mapping met the loss may have been the other one.
+    ///
+    /// # Errors
+    /// Words could not be read.
+    pub fn has_lost_words(&self) -> io::Result<bool> {
+        for (region, record) in self.regions().into_iter().zip(self.state.regions()) {
+            if region.is_removed() {
+                continue;
+            }
+            for pages in self.state.written_words(&record)? {
+                if region.granules(pages).any(|first| region.word(first).is_lost()) {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
     fn tell_stores(&self, tell: impl Fn(&Tier, &LiveCopies)) -> io::Result<()> {
         let told: Vec<_> = self.stores.tiers().iter().filter(|tier| tier.store.is_told()).collect();
         if told.is_empty() {
