@@ -77,9 +77,10 @@ const ballast_client *ballast_attach(const struct ballast_config *config, const 
 const ballast_client *ballast_attach_ram(const struct ballast_config *config, const struct ballast_ram *ram,
                                          size_t count);
 
-/* Add hot-plugged RAM. Call this before the guest can use it. Waits until far pages of an earlier VM have been written
-* back into this file. After an error the RAM is not managed; call ballast_remove_region() before unmapping it all the
-* same, because a keeper that did not answer (-ETIMEDOUT) may know it. */
+/* Add hot-plugged RAM. Call this before the guest can use it. Waits some seconds while far pages of an earlier VM are
+* written back into this file; then it returns -EAGAIN, and the RAM must not be used, because it may read as zeros.
+* After another error the RAM is not managed; call ballast_remove_region() before unmapping it all the same, because a
+* keeper that did not answer (-ETIMEDOUT) may know it. */
 int ballast_add_region(const ballast_client *client, const struct ballast_region *region);
 
 /* Add hot-plugged RAM that has several pieces or a known guest-physical address. */

@@ -7,7 +7,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ballast_base::guest::{GuestRange, check_guest_ranges};
 use ballast_base::wire::{self, ClientToKeeper, MAX_RANGES, MAX_REGIONS, Range, VmId};
@@ -49,9 +49,10 @@ impl Client {
 
     /// Announce hot-plugged RAM; call it before the guest can see the RAM. While there is no keeper this succeeds at
     /// once, and the next attach message announces the region; if no keeper takes it then, a message on standard error
-    /// says so, and the RAM is not managed. It waits while far pages of an earlier VM are written back into this file,
-    /// as attaching does. After an error the RAM is not managed, but a keeper that did not answer may know it: call
-    /// [`Client::remove_region`] before you unmap it.
+    /// says so, and the RAM is not managed. While far pages of an earlier VM are written back into this file, it waits,
+    /// but only seconds, since the VMM may hold up its guest meanwhile; then it fails with [`RequestError::Later`], and
+    /// the RAM must not be used: it may read as zeros where pages are far. After any other error the RAM is not
+    /// managed, but a keeper that did not answer may know it: call [`Client::remove_region`] before you unmap it.
     pub fn add_region(&self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Result<(), RequestError> {
         self.add_ram(Ram::one(fd, hva, len, file_offset))
     }
@@ -81,15 +82,24 @@ impl Client {
             checked.map_err(RequestError::Invalid)?;
         }
         let fds: Vec<_> = sent.iter().map(AsFd::as_fd).collect();
+        let until = Instant::now() + shared.timing.answer;
+        // Why the keeper asked to wait.
+        let mut waits = None;
         loop {
             let message = ClientToKeeper::AddRegion { region: info.clone(), files: fds.len() as u8 };
             let answer = shared.link.ask(&message, &fds, shared.timing.handshake, false, |_| {
-                let mut table = lock(&shared.table);
-                table.extend(region.take());
-                table.ask(hva);
+                lock(&shared.table).extend(region.take());
             });
+            if matches!(answer, Ok(Asked::Later))
+                && let Some(why) = waits
+            {
+                // The keeper that asked to wait is gone. Pages of this RAM may be far: the next one must not take it
+                // from an attach message, after the VMM has begun to use it.
+                drop(self.remove_region(hva));
+                return Err(RequestError::Later(why));
+            }
             match &answer {
-                Ok(Asked::Again) => {
+                Ok(Asked::Again(why)) => {
                     // If it stayed in the table, an attach message after a keeper's death and the next request would
                     // both announce it.
                     region = lock(&shared.table).take(hva);
@@ -98,12 +108,17 @@ impl Client {
                             "RAM at {hva} was unmapped before it was announced"
                         )));
                     }
+                    if Instant::now() >= until {
+                        return Err(RequestError::Later(why.clone()));
+                    }
+                    waits = Some(why.clone());
                     std::thread::sleep(shared.timing.backoff_last);
                     continue;
                 }
                 // The service thread has confirmed it, or will with the next attach message.
                 Ok(Asked::Done | Asked::Later) => {}
                 Err(RequestError::Refused(_)) => drop(lock(&shared.table).remove(hva)),
+                Err(RequestError::Later(_)) => drop(self.remove_region(hva)),
                 Err(_) => lock(&shared.table).fail(hva),
             }
             return answer.map(drop);
@@ -124,7 +139,7 @@ impl Client {
             match self.shared.link.ask(&message, &[], self.shared.timing.answer, false, |_| ())? {
                 Asked::Done => return Ok(()),
                 // The next attach message does not contain it.
-                Asked::Later | Asked::Again => self.shared.link.wait_for_keeper(WAIT)?,
+                Asked::Later | Asked::Again(_) => self.shared.link.wait_for_keeper(WAIT)?,
             }
         }
     }
@@ -157,7 +172,7 @@ impl Client {
                     unlisted = lock(&shared.table).remove(hva);
                 }
             });
-            if unlisted || !matches!(answer, Ok(Asked::Later | Asked::Again)) {
+            if unlisted || !matches!(answer, Ok(Asked::Later | Asked::Again(_))) {
                 break;
             }
         }
@@ -213,7 +228,7 @@ impl Client {
             };
             match shared.link.ask_while(&message, &[], limit, false, change, &self.pages_return())? {
                 Asked::Done => return Ok(()),
-                Asked::Later | Asked::Again => shared.link.wait_for_keeper(limit)?,
+                Asked::Later | Asked::Again(_) => shared.link.wait_for_keeper(limit)?,
             }
         }
     }

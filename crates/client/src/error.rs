@@ -64,6 +64,9 @@ pub enum RequestError {
     /// The keeper refused, for this reason.
     #[error("the keeper refused: {0}")]
     Refused(String),
+    /// The keeper is not ready for this RAM, for this reason: pages of it may be far, and it must not be used.
+    #[error("the keeper asks to wait: {0}")]
+    Later(String),
     /// The keeper is gone or silent.
     #[error("the keeper did not answer in time")]
     NoAnswer,

@@ -129,6 +129,7 @@ impl From<RequestError> for Failure {
         let errno = match error {
             RequestError::Invalid(_) => libc::EINVAL,
             RequestError::Refused(_) => libc::ECONNREFUSED,
+            RequestError::Later(_) => libc::EAGAIN,
             RequestError::NoAnswer => libc::ETIMEDOUT,
         };
         Self(errno, error.to_string())

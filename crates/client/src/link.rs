@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use ballast_base::Hva;
 use ballast_base::wire::{self, ClientToKeeper, StoreFiles, VmId};
 use ballast_sys::scm;
 
@@ -52,6 +53,8 @@ pub(crate) struct State {
     sent: u64,
     answered: u64,
     answer: Result<Asked, String>,
+    /// The last request asks the keeper to take the region at this address: its number.
+    adding: Option<(u64, Hva)>,
     error: Option<AttachError>,
 }
 
@@ -73,12 +76,12 @@ pub(crate) struct Link {
 }
 
 /// The result of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Asked {
     /// The keeper did it.
     Done,
-    /// The keeper did nothing, and should be asked again in a moment.
-    Again,
+    /// The keeper did nothing, for this reason, and should be asked again in a moment.
+    Again(String),
     /// There is no keeper now; the next attach message carries the change.
     Later,
 }
@@ -96,6 +99,7 @@ impl Link {
             sent: 0,
             answered: 0,
             answer: Ok(Asked::Done),
+            adding: None,
             error: None,
         };
         Self {
@@ -134,7 +138,7 @@ impl Link {
         state.socket = Some(socket);
         state.vm = Some(vm);
         state.escrow = escrow.or(state.escrow.take());
-        (state.sent, state.answered) = (0, 0);
+        (state.sent, state.answered, state.adding) = (0, 0, None);
         self.changed.notify_all();
     }
 
@@ -152,10 +156,19 @@ impl Link {
         self.changed.notify_all();
     }
 
-    pub fn answer(&self, answer: Result<Asked, String>) {
+    /// The keeper has replied to the next request. `taken` is called if it has taken the region that the last request
+    /// is about, before the thread that asked runs: its engine may want pages of it zapped at once. A late reply to an
+    /// earlier request says nothing of that region.
+    pub fn answer(&self, answer: Result<Asked, String>, taken: impl FnOnce(Hva)) {
         let mut state = lock(&self.state);
         if state.answered < state.sent {
             state.answered += 1;
+            if let Some((number, hva)) = state.adding
+                && number == state.answered
+                && answer == Ok(Asked::Done)
+            {
+                taken(hva);
+            }
             state.answer = answer;
             self.changed.notify_all();
         }
@@ -230,7 +243,14 @@ impl Link {
         change(&mut state);
         if let (Phase::Up, Some(socket)) = (state.phase, state.socket.clone()) {
             match scm::send(socket.as_fd(), &wire::encode(message), fds) {
-                Ok(()) => state.sent += 1,
+                Ok(()) => {
+                    state.sent += 1;
+                    let added = match message {
+                        ClientToKeeper::AddRegion { region, .. } => Some(region.span.hva),
+                        _ => None,
+                    };
+                    state.adding = added.map(|hva| (state.sent, hva));
+                }
                 // This keeper does not read its socket, and will not see the request.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(RequestError::NoAnswer),
                 // It is gone; the service thread will notice soon.
@@ -250,11 +270,17 @@ impl Link {
             if state.is_on(&socket) {
                 return match state.answer.clone() {
                     // No other request may have this reply.
-                    Ok(Asked::Again) if !matches!(message, ClientToKeeper::AddRegion { .. }) => {
+                    Ok(Asked::Again(_)) if !matches!(message, ClientToKeeper::AddRegion { .. }) => {
                         Err(RequestError::NoAnswer)
                     }
                     answer => answer.map_err(RequestError::Refused),
                 };
+            }
+            if let (None, Ok(Asked::Again(why))) = (&state.socket, &state.answer)
+                && state.answered >= number
+            {
+                // It is gone since. What it was asked to take is in the next attach message, and must not be.
+                return Err(RequestError::Later(why.clone()));
             }
             return self.settle(state, &socket, until, waits);
         }

@@ -58,8 +58,6 @@ impl Region {
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     regions: Vec<Region>,
-    /// The region that a keeper was asked to take last.
-    asked: Option<Hva>,
 }
 
 impl Table {
@@ -82,20 +80,8 @@ impl Table {
     }
 
     /// A keeper has confirmed this region.
-    fn confirm(&mut self, hva: Hva) {
+    pub fn confirm(&mut self, hva: Hva) {
         self.regions.iter_mut().filter(|region| region.hva() == hva).for_each(|region| region.confirmed = true);
-    }
-
-    /// A keeper is asked to take this region now.
-    pub fn ask(&mut self, hva: Hva) {
-        self.asked = Some(hva);
-    }
-
-    /// The keeper has agreed to what it was asked. Its engine may want pages zapped before the thread that asked runs.
-    pub fn agreed(&mut self) {
-        if let Some(hva) = self.asked.take() {
-            self.confirm(hva);
-        }
     }
 
     /// A keeper has confirmed all regions.

@@ -222,15 +222,12 @@ impl Service<'_> {
         let message = wire::decode::<KeeperToClient>(&received.bytes);
         let Some(pending) = self.pending.take() else {
             return match message {
-                Ok(KeeperToClient::Ok) => {
-                    lock(&self.shared.table).agreed();
-                    self.shared.link.answer(Ok(Asked::Done));
-                }
+                Ok(KeeperToClient::Ok) => self.answered(Ok(Asked::Done)),
                 Ok(KeeperToClient::Later(reason)) => {
                     self.later(&reason);
-                    self.shared.link.answer(Ok(Asked::Again));
+                    self.answered(Ok(Asked::Again(reason)));
                 }
-                Ok(KeeperToClient::Refused(reason)) => self.shared.link.answer(Err(reason)),
+                Ok(KeeperToClient::Refused(reason)) => self.answered(Err(reason)),
                 Ok(KeeperToClient::Attached { .. }) => self.garbage("a reply without a request"),
                 Err(error) => self.garbage(&error.to_string()),
             };
@@ -263,6 +260,11 @@ impl Service<'_> {
             Ok(KeeperToClient::Ok) => self.failed(AttachError::NoAnswer("sent a wrong reply")),
             Err(error) => self.failed(AttachError::Protocol(error)),
         }
+    }
+
+    /// The keeper has replied to a request.
+    fn answered(&self, answer: Result<Asked, String>) {
+        self.shared.link.answer(answer, |hva| lock(&self.shared.table).confirm(hva));
     }
 
     /// The keeper took the VM without the regions that no keeper has confirmed. They have no far pages.

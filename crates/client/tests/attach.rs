@@ -12,6 +12,7 @@ use ballast_client::{AttachError, Builder, Client, DiscardError, RequestError, T
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 use ballast_sys::{Mapping, memfd, scm};
 use double::{Keeper, Session, VM, have_uffd, hva, pages};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 const PAGES: u64 = 16;
@@ -466,6 +467,72 @@ fn a_region_for_which_the_keeper_asks_to_wait_is_asked_for_again_until_it_is_tak
         adding.join().expect("thread").expect("added");
         assert_eq!(session.zap(1, vec![range]), None);
         assert_eq!(client.ram(), Bytes(2 * pages(PAGES)), "once");
+    });
+}
+
+#[test]
+fn a_region_for_which_the_keeper_asks_to_wait_for_long_is_given_up_and_announced_to_no_keeper() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached_as(impatient(builder(&keeper, &fd, &map)), &keeper);
+    let (extra, extra_map) = ram();
+    let range = (hva(extra_map.addr()), pages(1));
+    let add = || client.add_region(extra.try_clone().expect("dup"), range.0, Bytes(pages(PAGES)), Bytes(0));
+    let later = |session: &Session| {
+        assert!(matches!(session.request().0, ClientToKeeper::AddRegion { .. }));
+        session.answer(&KeeperToClient::Later("it is being written back".into()));
+    };
+    let given_up = |added| matches!(added, Err(RequestError::Later(why)) if why == "it is being written back");
+    std::thread::scope(|scope| {
+        let adding = scope.spawn(add);
+        while !adding.is_finished() {
+            let mut fds = [PollFd::new(&session.socket, PollFlags::IN)];
+            let short = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
+            if rustix::event::poll(&mut fds, Some(&short)).is_ok_and(|ready| ready > 0) {
+                later(&session);
+            }
+        }
+        assert!(given_up(adding.join().expect("thread")));
+        assert_eq!(client.ram(), Bytes(pages(PAGES)));
+        assert_eq!(session.zap(1, vec![range]), Some(libc::EINVAL));
+        // The keeper may also go while the client waits.
+        let adding = scope.spawn(add);
+        later(&session);
+        let away = keeper.die();
+        drop(session);
+        assert!(given_up(adding.join().expect("thread")));
+        assert_eq!(Keeper::restart(away).client().attach.regions.len(), 1);
+    });
+}
+
+#[test]
+fn a_late_answer_confirms_no_other_region_than_the_one_it_is_about() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let timing = Timing { handshake: Duration::from_secs(2), ..Timing::default() };
+    let (client, session) = attached_as(builder(&keeper, &fd, &map).timing(timing), &keeper);
+    let (first, first_map) = ram();
+    let (second, second_map) = ram();
+    let [first_range, range] = [&first_map, &second_map].map(|map| (hva(map.addr()), pages(PAGES)));
+    let added = client.add_region(first, first_range.0, Bytes(pages(PAGES)), Bytes(0));
+    assert!(matches!(added, Err(RequestError::NoAnswer)), "{added:?}");
+    std::thread::scope(|scope| {
+        let adding = scope.spawn(|| client.add_region(second, range.0, Bytes(pages(PAGES)), Bytes(0)));
+        for _ in 0..2 {
+            assert!(matches!(session.request().0, ClientToKeeper::AddRegion { .. }));
+        }
+        session.answer(&KeeperToClient::Ok);
+        assert_eq!(session.zap_parts(1, vec![range]), (None, vec![range]), "nobody has taken it");
+        session.answer(&KeeperToClient::Ok);
+        adding.join().expect("thread").expect("added");
+        assert_eq!(session.zap(2, vec![range]), None);
+        assert_eq!(session.zap_parts(3, vec![first_range]), (None, vec![first_range]), "not managed");
     });
 }
 

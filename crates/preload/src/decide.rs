@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
-use ballast_client::{Client, DiscardError, Ram, Range, chain, visit};
+use ballast_client::{Client, DiscardError, Ram, Range, RequestError, chain, visit};
 use ballast_sys::memfd::{self, FileId};
 
 use crate::announce::announce;
@@ -63,29 +63,32 @@ pub fn client() -> Option<&'static Client> {
     CLIENT.get()
 }
 
-/// The VMM has mapped what is RAM if its file is: attach with it or add it.
-pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i64) {
+/// The VMM has mapped what is RAM if its file is: attach with it or add it. `Err` is the errno for the VMM, which must
+/// not have the mapping.
+pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i64) -> Result<(), c_int> {
     let _quiet = visit::enter();
     // SAFETY: the VMM just mapped this descriptor successfully; it is borrowed for the duration of this call.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     // The client checks the size of the pages, and `manage` reports its error.
     if !memfd::ram_page(fd).is_ok_and(|page| page.is_some()) {
-        return;
+        return Ok(());
     }
-    let (Ok(fd), Ok(file)) = (fd.try_clone_to_owned(), memfd::file_id(fd)) else { return };
+    let (Ok(fd), Ok(file)) = (fd.try_clone_to_owned(), memfd::file_id(fd)) else { return Ok(()) };
     let len = len.next_multiple_of(PAGE_SIZE) as u64;
     let (hva, len, offset) = (Hva(addr as u64), Bytes(len), Bytes(offset as u64));
     let is_there = |client: &Client| !client.of_file(file, offset.0, len.0).is_empty();
-    manage(Ram::one(fd, hva, len, offset), flags, is_there);
+    manage(Ram::one(fd, hva, len, offset), flags, is_there)
 }
 
 /// The same for memory of the pool, which is mapped nowhere else.
-pub fn new_ram_of_pool(ram: Ram, flags: c_int) {
+pub fn new_ram_of_pool(ram: Ram, flags: c_int) -> Result<(), c_int> {
     let _quiet = visit::enter();
-    manage(ram, flags, |_| false);
+    manage(ram, flags, |_| false)
 }
 
-fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) {
+/// The VMM may hold up its whole guest while it plugs RAM, so this does not wait for long. A keeper that is not ready
+/// for this RAM, or does not answer, may know of pages in it that are far: the VMM does not get it then.
+fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Result<(), c_int> {
     let (hva, len) = (ram.hva, Bytes(ram.extents.iter().map(|extent| extent.len.0).sum()));
     if flags & libc::MAP_LOCKED != 0 || LOCKS_ALL.load(Ordering::Relaxed) {
         *EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner) = Some(LOCKED);
@@ -96,20 +99,32 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) {
         if MODE.load(Ordering::Acquire) == WAITING {
             attach(ram);
         }
-        return;
+        return Ok(());
     };
     if is_there(client) {
         // Touches through the other mapping raise no faults that the engine serves, so no page may be reclaimed.
         pin_or_die(client, "the VMM maps the same RAM twice");
-        return;
+        return Ok(());
     }
     if flags & libc::MAP_LOCKED != 0 {
         pin_or_die(client, LOCKED);
     }
-    if let Err(error) = client.add_ram(ram) {
-        announce(format_args!("RAM of {len} at {hva} is not managed: {error}"));
+    match client.add_ram(ram) {
+        Ok(()) => {}
+        Err(error @ (RequestError::Later(_) | RequestError::NoAnswer)) => {
+            announce(format_args!("RAM of {len} at {hva} cannot be plugged now: {error}"));
+            // A keeper that takes the region late reads this next.
+            if matches!(error, RequestError::NoAnswer)
+                && let Err(error) = client.remove_region(hva)
+            {
+                announce(format_args!("withdrawing RAM of {len} at {hva}: {error}"));
+            }
+            return Err(libc::ENOMEM);
+        }
+        Err(error) => announce(format_args!("RAM of {len} at {hva} is not managed: {error}")),
     }
     guest::changed();
+    Ok(())
 }
 
 /// Stop, if there is no guest yet: the guest cannot have its RAM.

@@ -153,7 +153,7 @@ fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<bool> {
             // An older keeper does not know this message.
             Err(RequestError::Refused(why)) => return Err(io::Error::other(why)),
             // It was unmapped meanwhile; or there is no keeper now.
-            Err(RequestError::Invalid(_) | RequestError::NoAnswer) => all = false,
+            Err(RequestError::Invalid(_) | RequestError::NoAnswer | RequestError::Later(_)) => all = false,
         }
     }
     Ok(all)

@@ -2,6 +2,7 @@
 //!
 //! Threads: any VMM thread. Promise: errno after a call that goes through is the one that the call left. A panic in our
 //! part is announced once, and the call goes through as without this library, except that RAM of the pool is refused.
+//! RAM for which the keeper is not ready is mapped nowhere when the call has failed.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -63,8 +64,15 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
         let provided = quietly(fallback, || unsafe { pool::provide(addr, len, prot, flags, fd, offset) });
         match provided {
             Some(Ok(ram)) => {
-                quietly((), || decide::new_ram_of_pool(ram, flags));
-                return addr;
+                return match quietly(Ok(()), || decide::new_ram_of_pool(ram, flags)) {
+                    Ok(()) => addr,
+                    Err(errno) => {
+                        quietly((), || pool::unmapping(addr, len));
+                        // SAFETY: the pool's memory was mapped there just now, and this call fails.
+                        unsafe { take_back(addr, len, flags) };
+                        refuse(errno, libc::MAP_FAILED)
+                    }
+                };
             }
             Some(Err(errno)) => {
                 quietly((), decide::stop_if_starting);
@@ -80,10 +88,35 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
     }
     if shape::is_reservation(addr, prot, flags, fd) {
         shape::reserved(mapped, len);
-    } else if shape::is_place_of_ram(mapped, len, flags) && may_be_ram {
-        quietly((), || decide::new_ram(mapped, len, flags, fd, offset));
+    } else if shape::is_place_of_ram(mapped, len, flags)
+        && may_be_ram
+        && let Err(errno) = quietly(Ok(()), || decide::new_ram(mapped, len, flags, fd, offset))
+    {
+        // SAFETY: it was mapped just now, and this call fails.
+        unsafe { take_back(mapped, len, flags) };
+        return refuse(errno, libc::MAP_FAILED);
     }
     mapped
+}
+
+/// Undo the mapping of RAM that the VMM is not to have. What it has mapped over is gone: a reservation, as a rule, so
+/// it gets that again.
+///
+/// # Safety
+/// The caller made the mapping just now, with these flags, and no other code knows of it.
+unsafe fn take_back(addr: *mut c_void, len: size_t, flags: c_int) {
+    // SAFETY: the caller's promise.
+    let failed = unsafe {
+        if flags & libc::MAP_FIXED != 0 {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+            next::mmap(addr, len, libc::PROT_NONE, flags, -1, 0) == libc::MAP_FAILED
+        } else {
+            next::munmap(addr, len) != 0
+        }
+    };
+    if failed {
+        announce(format_args!("undoing a mapping of RAM: {}", std::io::Error::last_os_error()));
+    }
 }
 
 /// Reserve `len` bytes of address space that begin at a multiple of 2 MiB.

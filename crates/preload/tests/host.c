@@ -132,6 +132,30 @@ static int do_errno(void) {
     return errno == 77 ? 0 : 1;
 }
 
+/* Plug RAM into a reservation, as QEMU does. -1 if that failed and the reservation is there as before. */
+static int do_plug(void) {
+    char *reserved = mmap(NULL, RAM + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int fd = memfd_create("guest-ram", MFD_CLOEXEC);
+    if (reserved == MAP_FAILED || fd < 0 || ftruncate(fd, RAM) != 0)
+        abort();
+    char *map = mmap(reserved + PAGE, RAM, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    int error = errno;
+    int pair[2];
+    if (pipe(pair) != 0)
+        abort();
+    int readable = write(pair[1], reserved + PAGE, 1) == 1;
+    char *again = mmap(reserved + PAGE, RAM, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    int free = again != MAP_FAILED;
+    close(pair[0]);
+    close(pair[1]);
+    close(fd);
+    munmap(reserved, RAM + 2 * PAGE);
+    if (map != MAP_FAILED || readable || free)
+        return 1;
+    errno = error;
+    return -1;
+}
+
 static int deed(const char *what) {
     int punch = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
     if (!strcmp(what, "punch")) return fallocate(ram_fd, punch, 0, 2 * PAGE);
@@ -164,6 +188,7 @@ static int deed(const char *what) {
     if (!strcmp(what, "fork")) return do_fork();
     if (!strcmp(what, "storm")) return do_storm();
     if (!strcmp(what, "errno")) return do_errno();
+    if (!strcmp(what, "plug-or-not")) return do_plug();
     if (!strcmp(what, "exec")) return system("test -z \"$LD_PRELOAD\"") == 0 ? 0 : -1;
     errno = ENOSYS;
     return -1;

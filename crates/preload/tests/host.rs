@@ -236,6 +236,40 @@ fn what_qemu_maps_where_there_is_room_is_no_ram_and_of_another_vmm_it_is() {
 }
 
 #[test]
+fn plugged_ram_for_which_the_keeper_is_not_ready_is_enomem_and_leaves_the_reservation_as_it_was() {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let Some(mut stage) = stage() else { return };
+    let regions = stage.session.attach.regions.clone();
+    let Stage { host, session, .. } = &mut stage;
+    let later = || {
+        let (message, _) = session.request();
+        assert!(matches!(message, ClientToKeeper::AddRegion { .. }), "{message:?}");
+        session.answer(&KeeperToClient::Later("it is being written back".into()));
+    };
+    std::thread::scope(|scope| {
+        let said = scope.spawn(|| host.ask("plug-or-not"));
+        while !said.is_finished() {
+            let mut fds = [PollFd::new(&session.socket, PollFlags::IN)];
+            if poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 5_000_000 })).is_ok_and(|ready| ready > 0) {
+                later();
+            }
+        }
+        assert_eq!(said.join().expect("the host answers"), "ENOMEM");
+    });
+    let whole = session.whole(0);
+    assert_eq!(session.zap(1, vec![whole]), None, "the other RAM is managed as before");
+    let (said, _, asked) = stage.deed("plug-or-not");
+    assert_eq!(
+        (said.as_str(), asked.len()),
+        ("wrong", 2),
+        "a ready keeper takes it, and is told when it goes: {asked:?}"
+    );
+    let Stage { keeper, session, host: _host, .. } = stage;
+    drop(session);
+    assert_eq!(keeper.client().attach.regions, regions);
+}
+
+#[test]
 fn threads_that_map_and_unmap_ram_all_the_time_leave_nothing_behind() {
     let Some(mut stage) = stage() else { return };
     let (said, _, asked) = stage.deed("storm");
