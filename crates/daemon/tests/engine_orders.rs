@@ -20,6 +20,7 @@ use ballast_needs::skip;
 use ballast_store::{Budget, RamOptions, RamStore};
 use ballast_sys::process::Process;
 use ballast_sys::{Mapping, Uffd, memfd, scm, uffd};
+use rustix::event::{PollFd, PollFlags};
 
 const VM: VmId = VmId([5; 16]);
 const RAM: Bytes = Bytes(16 * PAGE_SIZE as u64);
@@ -151,8 +152,13 @@ fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_
 
 /// A VM of one region that no engine has opened, and its arena.
 fn vm_of(ram: &OwnedFd) -> (StateFile, OwnedFd) {
+    vm_with(VM, ram)
+}
+
+/// The same for a VM of this id.
+fn vm_with(id: VmId, ram: &OwnedFd) -> (StateFile, OwnedFd) {
     let (_store, arena) = RamStore::create(RamOptions::new(Budget::new(RAM))).expect("a store");
-    let state = StateFile::create(VM, "test").expect("a state file");
+    let state = StateFile::create(id, "test").expect("a state file");
     add_region(&state, ram);
     (state, arena)
 }
@@ -189,6 +195,40 @@ fn an_engine_whose_keeper_died_closes_no_vm_of_whose_processes_it_was_not_told_u
     vmm.kill().expect("kill it");
     vmm.wait().expect("reap it");
     common::until("the engine ends", || engine.child.try_wait().expect("wait").is_some());
+}
+
+#[test]
+fn an_engine_whose_keeper_died_before_it_read_that_a_vm_was_left_records_it() {
+    let other = VmId([6; 16]);
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut engine = Engine::start(dir.path());
+    let process = engine.process();
+    let ram = [(); 2].map(|()| memfd::create("ballast-test-ram", RAM).expect("RAM"));
+    let vms = [vm_of(&ram[0]), vm_with(other, &ram[1])];
+    for ((state, arena), ram) in vms.iter().zip(&ram) {
+        state.name_engine(process.pid, process.start);
+        let mut open = open_with(vec![StoreFiles { store: RAM_STORE, count: 1 }], 1);
+        if let Order::OpenVm { vm, .. } = &mut open {
+            *vm = state.id();
+        }
+        engine.order(&open, &[state.fd(), arena.as_fd(), ram.as_fd()]);
+    }
+    engine.done(&Order::Tell { seq: 1, vm: other }, &[]).expect("it is open");
+    engine.done(&Order::ServeFaults { seq: 2, vm: VM, all: true }, &[]).expect("it can");
+    let [(state, _), _] = &vms;
+    // The engine that follows it: some other process.
+    let next = Process::this().expect("this process");
+    state.name_beside(next.pid, next.start);
+    engine.order(&Order::HandOver { seq: 3, vm: VM }, &[]);
+    // The report has come, and its keeper does not read it.
+    let mut fds = [PollFd::new(engine.socket(), PollFlags::IN)];
+    rustix::event::poll(&mut fds, None).expect("poll");
+    engine.socket = None;
+    // It has another VM, whose RAM this process has, so it lives; the engine that follows waits for it until this is
+    // recorded.
+    common::until("it is recorded", || state.leaving().is_none());
+    assert_eq!(state.engine(), Some((next.pid, next.start)));
+    assert!(engine.child.try_wait().expect("wait").is_none(), "it has a VM whose process lives");
 }
 
 #[test]

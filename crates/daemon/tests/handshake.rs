@@ -21,7 +21,7 @@ use ballast_base::{Bytes, Extent, Hva};
 use ballast_sys::{Uffd, memfd, scm};
 use common::raw::{Ram, RawClient, connect, hear, no_uffd, userfaultfd};
 use common::rng::Rng;
-use common::{Daemon, kill, signal_process, until};
+use common::{Daemon, kill, limit_descriptors, signal_process, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
@@ -524,6 +524,24 @@ fn second_process() {
         println!("asked");
         println!("answer: {:?}", socket.and_then(|socket| client.hear_of_attach(socket)));
     }
+}
+
+#[test]
+fn a_vm_whose_descriptors_found_no_room_in_the_engine_is_given_to_it_again() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let engine = daemon.engine_pid().expect("an engine runs");
+    // Its lowest three descriptors are open: there is no place for another one.
+    assert!(limit_descriptors(engine, "3"));
+    let ram = Ram::new(16);
+    let mut client = RawClient::new(&daemon.attach_socket(), "web");
+    assert!(attaches(&mut client, &[&ram]), "the keeper takes it: {}", daemon.log());
+    until("the engine has lost them", || daemon.log().contains("its descriptors did not come"));
+    assert!(limit_descriptors(engine, "1024"));
+    until("it is served", || daemon.api.vm("web").is_ok());
+    assert_eq!(daemon.engine_pid(), Some(engine), "by the same engine");
 }
 
 /// The keeper is killed, and the next one listens.

@@ -151,8 +151,16 @@ pub struct KeptAsk {
     pub attaches: bool,
 }
 
+/// The first version that knows [`Kept::owed`].
+const OWED: u16 = 3;
+
 impl Message for Kept {
     const FORMAT: Format = Format { version: 3, least_reader: 1, oldest: 1 };
+
+    /// An older program would never send the replies that are held back, so it must not become the keeper then.
+    fn least_reader(&self) -> u16 {
+        if self.owed.is_empty() { Self::FORMAT.least_reader } else { OWED }
+    }
 }
 
 impl Kept {
@@ -261,6 +269,16 @@ mod tests {
             ),
         );
         assert_eq!((Kept::FORMAT.version, said), expected, "raise FORMAT, and put what is written now here");
+    }
+
+    #[test]
+    fn a_program_that_does_not_know_of_replies_that_are_held_back_may_not_read_it_while_there_are_any() {
+        let least_reader = |kept: &Kept| {
+            let bytes = encode(kept);
+            u16::from_le_bytes([bytes[6], bytes[7]])
+        };
+        assert_eq!(least_reader(&kept()), 3);
+        assert_eq!(least_reader(&Kept { owed: Vec::new(), ..kept() }), 1);
     }
 
     #[test]

@@ -20,14 +20,16 @@ use crate::upgrading::Upgrading;
 /// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
 /// Version 9: two engines of one VM. Version 10: whether the keeper was replaced. Version 11: how
 /// long VMs had two engines. Version 12: two engines of a VM with any stores. Version 13: how many regions an order
-/// to open or check a VM is about, and which one is unplugged.
-pub const FORMAT: Format = Format { version: 13, least_reader: 7, oldest: 7 };
+/// to open or check a VM is about, and which one is unplugged. Version 14: an engine that lost descriptors says so.
+pub const FORMAT: Format = Format { version: 14, least_reader: 7, oldest: 7 };
 /// The first version that knows the orders and reports of an upgrade.
 const UPGRADES: u16 = 8;
 /// The first version of an engine that may serve a VM beside another one.
 pub const BESIDE: u16 = 9;
 /// The first one that may do so with any stores.
 pub const ALL_BESIDE: u16 = 12;
+/// The first version that knows [`Report::Lost`].
+const LOST: u16 = 14;
 
 /// The parameters of a new engine. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -318,6 +320,8 @@ pub enum Report {
         /// The program; empty for the one that engines are started from.
         program: String,
     },
+    /// An order came without its descriptors, because the engine has too many open: this VM is to be opened again.
+    Lost(VmId),
 }
 
 impl Message for Order {
@@ -346,6 +350,7 @@ impl Message for Report {
     fn least_reader(&self) -> u16 {
         match self {
             Self::Refused(_) | Self::Past(_) | Self::Upgrade { .. } => UPGRADES,
+            Self::Lost(_) => LOST,
             _ => FORMAT.least_reader,
         }
     }
@@ -405,6 +410,7 @@ mod tests {
             Report::Refused("r".into()),
             Report::Past(vec![7]),
             Report::Upgrade { ask: 1, program: "p".into() },
+            Report::Lost(vm),
         ];
         let hex = |bytes: Vec<u8>| bytes[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let said: Vec<String> = orders
@@ -414,7 +420,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (13, SAID.to_owned()),
+            (14, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -439,5 +445,5 @@ mod tests {
         120107070707070707070707070707070707 13 140107 15010170000000000000016d0101016b00 1601010165 \
         17010707070707070707070707070707070701 1807070707070707070707070707070707 0001010165 \
         0101010165 02 03 \
-        040106 050172 060107 07010170";
+        040106 050172 060107 07010170 0807070707070707070707070707070707";
 }

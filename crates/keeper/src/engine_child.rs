@@ -144,7 +144,7 @@ impl Keeper {
             engine.told_to_serve = true;
             self.order(&Order::Serve, &[]);
         }
-        let closing = self.tend_closing().then_some(LATER);
+        let closing = self.tend_closing().then_some(LATER).into_iter().chain(self.tend_lost()).min();
         waited.map(|waited| if waited < SERVE_TIMEOUT { SOON } else { LATER }).or(closing)
     }
 
@@ -204,7 +204,7 @@ impl Keeper {
         };
         let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id) else { return };
         match fence::end_for(&vm.state, ours) {
-            Ok(Left::Nothing) => vm.fenced = None,
+            Ok(Left::Nothing) => (vm.fenced, vm.lost) = (None, None),
             left => return self.wait_for(id, unserved_since_ns, left),
         }
         // One of the two engines that had it is dead. The other one, which this is if it is ours, has served its faults
@@ -305,6 +305,9 @@ impl Keeper {
                 Ok(Report::Past(events)) if who == Who::Engine => self.order_next(&Order::Past(events), &[]),
                 Ok(Report::Past(_)) => {}
                 Ok(Report::Upgrade { ask, program }) => self.asked_to_upgrade(who, ask, program),
+                // In an upgrade, VMs go back to the engine that can serve them.
+                Ok(Report::Lost(vm)) if who == Who::Engine => self.lost(vm),
+                Ok(Report::Lost(_)) => {}
                 Ok(Report::Done { seq, result }) => {
                     if !self.answered_upgrade(who, seq, &result) {
                         self.done(who, seq, result);

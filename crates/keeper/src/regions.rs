@@ -51,6 +51,16 @@ pub struct VmEntry {
     /// The number of the last question to an upgrade's new engine about this VM. The reply to an earlier question is
     /// about the VM before its processes went and attached again.
     pub question: Option<u64>,
+    /// Its engine lost descriptors for it, and is to open it again.
+    pub lost: Option<Lost>,
+}
+
+/// Descriptors for a VM have not reached its engine.
+pub struct Lost {
+    /// When the keeper heard of it.
+    pub since: Instant,
+    /// Since when a process of it is not served, on the monotonic clock.
+    pub unserved_since_ns: u64,
 }
 
 /// The engine that has a VM, or will get it.
@@ -121,6 +131,7 @@ impl VmEntry {
             named_at: 0,
             fenced: None,
             question: None,
+            lost: None,
         })
     }
 

@@ -120,7 +120,8 @@ impl Keeper {
 
     /// Obstacles that do not come from clients.
     fn engine_in_the_way(&self) -> Option<String> {
-        let is_at_rest = |vm: &VmEntry| vm.fenced.is_none() && vm.search.is_none() && vm.at == At::Engine;
+        let is_at_rest =
+            |vm: &VmEntry| vm.fenced.is_none() && vm.search.is_none() && vm.lost.is_none() && vm.at == At::Engine;
         let serves = self.engine.as_ref().is_some_and(|engine| engine.pulse.starting.is_none() && engine.told_to_serve);
         let closing = self.closing.iter().map(|closing| &closing.entry);
         let unrest = self.vms.iter().chain(closing).find(|vm| !is_at_rest(vm));

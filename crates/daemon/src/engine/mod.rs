@@ -129,6 +129,7 @@ pub fn run() -> anyhow::Result<()> {
         closing: Mutex::default(),
         overdue: Overdue::default(),
         unopened: Mutex::default(),
+        parted: Mutex::default(),
     });
     let workers = Arc::new(Mutex::new(Workers::default()));
     memory::start(&engine, &workers, errors_seen)?;
@@ -217,14 +218,14 @@ impl Orders {
                 // It is carried out without them: that fails, and says which VM is not served as it should be.
                 tracing::error!("{what}: its descriptors did not come, because this process has too many open");
             }
-            if let Err(error) = self.carry_out(order, received.fds) {
+            if let Err(error) = self.carry_out(order, received.fds, is_whole) {
                 self.engine.failed(None, &what, &error);
             }
         }
     }
 
     /// Carry out an order that takes no time; give the others to the VM's worker.
-    fn carry_out(&mut self, order: Order, fds: Vec<OwnedFd>) -> anyhow::Result<()> {
+    fn carry_out(&mut self, order: Order, fds: Vec<OwnedFd>, is_whole: bool) -> anyhow::Result<()> {
         let engine = self.engine.clone();
         match order {
             Order::Begin(_) => {}
@@ -238,12 +239,9 @@ impl Orders {
             Order::HandOver { seq, vm } => self.workers().give_last(vm, move || {
                 let state = engine.host.by_id(vm).and_then(|served| served.vm.state.fd().try_clone_to_owned().ok());
                 let parted = engine.part_with_vm(vm);
+                engine.has_parted(state.and_then(|fd| StateFile::open(fd).ok()));
                 if let Err(error) = engine.done(seq, parted) {
                     tracing::debug!("Reporting that VM {vm} is handed over: {error:#}");
-                    // The keeper cannot record it any more.
-                    let leaves = |state: &StateFile| state.leaving() == Some((engine.me.pid, engine.me.start));
-                    let state = state.and_then(|fd| StateFile::open(fd).ok()).filter(leaves);
-                    state.iter().for_each(StateFile::has_left);
                 }
             })?,
             Order::Past(events) => engine.events.add_past(&events).context("Understanding events")?,
@@ -254,7 +252,7 @@ impl Orders {
                     engine.stop_writing_back(*vm);
                 }
                 if let Some(vm) = order.vm() {
-                    self.workers().give(vm, move || engine.carry_out(vm, order, fds))?;
+                    self.workers().give(vm, move || engine.carry_out(vm, order, fds, is_whole))?;
                 }
             }
         }

@@ -80,6 +80,7 @@ impl Orders {
         let mut done = self.workers().all_so_far();
         loop {
             let is_over = done.is_over();
+            self.engine.record_parted();
             let vms = host.all();
             if is_over && vms.is_empty() {
                 tracing::info!("no VM is left: ending");

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::Context;
 use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::Report;
+use ballast_handover::state_file::StateFile;
 use ballast_pager::vm::Vm;
 use ballast_sys::process::Process;
 use ballast_sys::scm;
@@ -79,6 +80,9 @@ pub(super) struct Engine {
     pub overdue: Overdue,
     /// VMs that could not be opened, and why.
     pub unopened: Mutex<HashMap<VmId, String>>,
+    /// VMs that another engine serves as well and that this one has closed: the keeper records it, unless it dies
+    /// before it reads the report.
+    pub parted: Mutex<Vec<StateFile>>,
 }
 
 impl Engine {
@@ -104,6 +108,26 @@ impl Engine {
     /// Why this VM could not be opened.
     pub fn why_unopened(&self, vm: VmId) -> Option<String> {
         self.unopened.lock().unwrap_or_else(PoisonError::into_inner).get(&vm).cloned()
+    }
+
+    /// This engine has closed a VM that another one serves as well.
+    pub fn has_parted(&self, state: Option<StateFile>) {
+        let mut parted = self.parted.lock().unwrap_or_else(PoisonError::into_inner);
+        parted.extend(state);
+        // The keeper has recorded the others.
+        parted.retain(|state| state.leaving() == Some((self.me.pid, self.me.start)));
+    }
+
+    /// This engine is to have the VM again.
+    pub fn has_again(&self, vm: VmId) {
+        self.parted.lock().unwrap_or_else(PoisonError::into_inner).retain(|state| state.id() != vm);
+    }
+
+    /// The keeper is gone: record the closings that it may not have heard of.
+    pub fn record_parted(&self) {
+        self.has_parted(None);
+        let mut parted = self.parted.lock().unwrap_or_else(PoisonError::into_inner);
+        parted.drain(..).for_each(|state| state.has_left());
     }
 
     /// An order failed, of this VM or of none.

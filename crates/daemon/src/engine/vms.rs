@@ -27,6 +27,7 @@ use ballast_pager::vm::{Hold, Tuning, Vm};
 use ballast_store::{Codec, FileOptions, RamOptions, RamStore};
 use ballast_sys::process::Process;
 use ballast_sys::{clock, memory_error, scm};
+use rustix::io::Errno;
 
 use super::governor::operator;
 use super::late::{self, LateFile};
@@ -79,14 +80,22 @@ fn serve_faults_only(served: Option<&Served>, all: bool) -> io::Result<()> {
     finished()
 }
 
+/// Did it fail because this process, or the host, has as many descriptors open as it may?
+fn is_short_of_descriptors(error: &anyhow::Error) -> bool {
+    let errno = |cause: &(dyn std::error::Error + 'static)| cause.downcast_ref::<io::Error>()?.raw_os_error();
+    error.chain().filter_map(errno).any(|errno| [Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error).contains(&errno))
+}
+
 impl Engine {
-    /// Carry out an order about a VM, on its worker.
-    pub(super) fn carry_out(&self, id: VmId, order: Order, fds: Vec<OwnedFd>) {
+    /// Carry out an order about a VM, on its worker. `is_whole`: all of its descriptors came.
+    pub(super) fn carry_out(&self, id: VmId, order: Order, fds: Vec<OwnedFd>, is_whole: bool) {
         let what = format!("{order:?}");
+        let brings = matches!(order, Order::OpenVm { .. } | Order::AddView { .. } | Order::AddRegion { .. });
         let served = self.host.by_id(id);
         let _listed = served.as_ref().map(|served| served.vm.state.list_thread());
         let result = match (order, &served) {
             (Order::OpenVm { vmm, pinned, may_pin, stores, files, beside, regions, .. }, None) => {
+                self.has_again(id);
                 let opening = Opening { vmm, pinned, may_pin, stores, files, beside, regions };
                 let opened = self.open_vm(id, opening, fds);
                 self.unopened(id, opened.as_ref().err().map(|error| format!("{error:#}")));
@@ -148,6 +157,12 @@ impl Engine {
             }
         };
         if let Err(error) = result {
+            if brings
+                && (!is_whole || is_short_of_descriptors(&error))
+                && let Err(error) = self.report(&Report::Lost(id))
+            {
+                tracing::error!("{error:#}");
+            }
             let error = error.context(format!("VM {id}"));
             self.failed(served.as_ref().map(|served| served.vm.state.name()), &what, &error);
         }
