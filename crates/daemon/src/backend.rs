@@ -6,7 +6,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use ballast_api::{
@@ -72,6 +72,55 @@ impl Shown {
             return Ok(());
         }
         self.governor.request_scan(served)
+    }
+
+    /// Change a VM that is known by then.
+    fn patch_within(&self, name: &str, patch: &VmPatch, until: Instant) -> Result<VmStat, ChangeError> {
+        let served = self.host.attached(name, until).ok_or(ChangeError::NotFound)?;
+        let vm = &served.vm;
+        if let Some(limit) = patch.limit_bytes {
+            self.check_limit(&served, limit.map(Bytes)).map_err(ChangeError::Invalid)?;
+        }
+        if patch.balloon.is_some() && vm.agent().shown().state == told::State::NoPort {
+            let why = format!("{name} has no port for an agent, which holds the memory (ballast run --agent)");
+            return Err(ChangeError::Invalid(why));
+        }
+        let limit = patch.limit_bytes.map_or(vm.state.limit(), |limit| limit.map(Bytes));
+        let before = operator::read(vm.state.settings());
+        let after = patch.settings_after(before);
+        let mut looks = Ok(());
+        let change = || {
+            looks = self.scan_before_first_limit(&served, limit);
+            if looks.is_err() {
+                return;
+            }
+            vm.state.set_settings(operator::write(&after));
+            vm.set_shares(after.effective_shares());
+            vm.state.set_limit(limit);
+            vm.notify_reclaim();
+        };
+        self.governor.admit(&self.host, &served, after, limit, change).map_err(ChangeError::Invalid)?;
+        looks.map_err(ChangeError::Invalid)?;
+        if patch.limit_bytes.is_some() {
+            let text = limit.map_or("removed".into(), |limit| limit.to_string());
+            self.host.events.add(Some(name.to_owned()), "limit", format!("the limit of {name} is {text}"));
+        }
+        if let Some(NodeBalloon { node, bytes }) = patch.balloon {
+            vm.agent().set_balloon(node, bytes / PAGE_SIZE as u64);
+            let text = format!("the agent of {name} is to hold {} of node {node}", Bytes(bytes));
+            self.host.events.add(Some(name.to_owned()), "settings", text);
+        }
+        if after != before {
+            let (reservation, protect) = (Bytes(after.reservation_bytes), Bytes(after.protect_bytes));
+            let text = format!(
+                "{name} is {}, with {} shares, a reservation of {reservation}, {protect} protected and {} % headroom",
+                after.class,
+                after.effective_shares(),
+                after.headroom_percent
+            );
+            self.host.events.add(Some(name.to_owned()), "settings", text);
+        }
+        Ok(stat(&served))
     }
 }
 
@@ -155,55 +204,16 @@ impl Backend for Shown {
     }
 
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError> {
-        let served = self.host.attached(name).ok_or(ChangeError::NotFound)?;
-        let vm = &served.vm;
-        if let Some(limit) = patch.limit_bytes {
-            self.check_limit(&served, limit.map(Bytes)).map_err(ChangeError::Invalid)?;
-        }
-        if patch.balloon.is_some() && vm.agent().shown().state == told::State::NoPort {
-            let why = format!("{name} has no port for an agent, which holds the memory (ballast run --agent)");
-            return Err(ChangeError::Invalid(why));
-        }
-        let limit = patch.limit_bytes.map_or(vm.state.limit(), |limit| limit.map(Bytes));
-        let before = operator::read(vm.state.settings());
-        let after = patch.settings_after(before);
-        let mut looks = Ok(());
-        let change = || {
-            looks = self.scan_before_first_limit(&served, limit);
-            if looks.is_err() {
-                return;
-            }
-            vm.state.set_settings(operator::write(&after));
-            vm.set_shares(after.effective_shares());
-            vm.state.set_limit(limit);
-            vm.notify_reclaim();
-        };
-        self.governor.admit(&self.host, &served, after, limit, change).map_err(ChangeError::Invalid)?;
-        looks.map_err(ChangeError::Invalid)?;
-        if patch.limit_bytes.is_some() {
-            let text = limit.map_or("removed".into(), |limit| limit.to_string());
-            self.host.events.add(Some(name.to_owned()), "limit", format!("the limit of {name} is {text}"));
-        }
-        if let Some(NodeBalloon { node, bytes }) = patch.balloon {
-            vm.agent().set_balloon(node, bytes / PAGE_SIZE as u64);
-            let text = format!("the agent of {name} is to hold {} of node {node}", Bytes(bytes));
-            self.host.events.add(Some(name.to_owned()), "settings", text);
-        }
-        if after != before {
-            let (reservation, protect) = (Bytes(after.reservation_bytes), Bytes(after.protect_bytes));
-            let text = format!(
-                "{name} is {}, with {} shares, a reservation of {reservation}, {protect} protected and {} % headroom",
-                after.class,
-                after.effective_shares(),
-                after.headroom_percent
-            );
-            self.host.events.add(Some(name.to_owned()), "settings", text);
-        }
-        Ok(stat(&served))
+        self.patch_within(name, patch, Host::opens_until())
+    }
+
+    fn patch_vms(&self, names: &[String], patch: &VmPatch) -> Vec<Result<VmStat, ChangeError>> {
+        let until = Host::opens_until();
+        names.iter().map(|name| self.patch_within(name, patch, until)).collect()
     }
 
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError> {
-        let served = self.host.attached(name).ok_or(ChangeError::NotFound)?;
+        let served = self.host.attached(name, Host::opens_until()).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
         // The word first: an engine that takes over now continues with it.
         let was = vm.state.kept();

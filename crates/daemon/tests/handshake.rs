@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ballast_api::VmStatus;
+use ballast_api::{LimitsPatch, VmStatus};
 use ballast_base::extent::MAX_EXTENTS;
 use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::wire::{
@@ -524,6 +524,16 @@ fn second_process() {
         println!("asked");
         println!("answer: {:?}", socket.and_then(|socket| client.hear_of_attach(socket)));
     }
+}
+
+#[test]
+fn one_limit_for_many_vms_that_do_not_exist_is_answered_within_the_time_of_a_request() {
+    let daemon = Daemon::start("");
+    // Each could be attached in a moment, so the engine waits a second, but not for one after the other.
+    let names: Vec<String> = (0..30).map(|number| format!("nobody-{number}")).collect();
+    let client = ballast_api::Client::new(daemon.dir().join("api.sock")).expect("a client");
+    let changes = client.set_limits(&LimitsPatch { vms: Some(names), limit_bytes: None }).expect("an answer in time");
+    assert_eq!(changes.iter().filter(|change| change.problem.is_some()).count(), 30);
 }
 
 #[test]

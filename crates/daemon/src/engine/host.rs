@@ -65,13 +65,17 @@ impl Host {
         self.all().into_iter().rfind(|served| served.vm.state.name() == name)
     }
 
-    /// The same, for a caller that may just have started the VM: a VMM is attached before the engine has opened the VM.
-    /// Waits up to a second for one that is not known.
-    pub fn attached(&self, name: &str) -> Option<Arc<Served>> {
-        let begun = Instant::now();
+    /// When a VM of a caller that may just have started it is open: a VMM is attached before the engine has opened the
+    /// VM.
+    pub fn opens_until() -> Instant {
+        Instant::now() + OPENS_WITHIN
+    }
+
+    /// The VM of this name, as before; waits until then for one that is not known.
+    pub fn attached(&self, name: &str, until: Instant) -> Option<Arc<Served>> {
         loop {
             let known = self.by_name(name);
-            if known.is_some() || begun.elapsed() > OPENS_WITHIN {
+            if known.is_some() || Instant::now() > until {
                 return known;
             }
             std::thread::sleep(OPENS_WITHIN / 1000);

@@ -23,6 +23,10 @@ pub trait Backend: Governing + Upgrades + Pooling + Send + Sync + 'static {
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
     /// Change the operator's settings of a VM, all of them or none. Returns its state after the change.
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError>;
+    /// The same change of each of these VMs; one that is not known is waited for with all others, not by itself.
+    fn patch_vms(&self, names: &[String], patch: &VmPatch) -> Vec<Result<VmStat, ChangeError>> {
+        names.iter().map(|name| self.patch_vm(name, patch)).collect()
+    }
     /// Restore all of a VM and keep it in memory, or end that. Returns its state now.
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
     /// The host and Ballast.

@@ -152,15 +152,16 @@ async fn limit_vms(State(connection): State<Connection>, request: Request) -> An
     let changes = ask(&connection, move |backend| {
         let all = || backend.vms().into_iter().map(|vm| vm.name).collect();
         let names: Vec<String> = vms.unwrap_or_else(all);
-        let change = |name: String| {
-            let (vm, problem) = match backend.patch_vm(&name, &patch) {
+        let change = |(name, changed): (String, Result<_, _>)| {
+            let (vm, problem) = match changed {
                 Ok(vm) => (Some(vm), None),
                 Err(ChangeError::NotFound) => (None, Some(no_such_vm(&name).0)),
                 Err(ChangeError::Invalid(why)) => (None, Some(invalid(why).0)),
             };
             VmChange { name, vm, problem }
         };
-        names.into_iter().map(change).collect::<Vec<_>>()
+        let changed = backend.patch_vms(&names, &patch);
+        names.into_iter().zip(changed).map(change).collect::<Vec<_>>()
     });
     json(&changes.await?)
 }
