@@ -5,7 +5,7 @@ mod common;
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
@@ -439,9 +439,21 @@ struct Second {
     says: BufReader<std::process::ChildStdout>,
 }
 
+/// Where another process finds this RAM.
+fn path_of(ram: &Ram) -> String {
+    format!("/proc/{}/fd/{}", std::process::id(), ram.fd.as_raw_fd())
+}
+
 impl Second {
     fn start(daemon: &Daemon, name: &str, ram: &Ram) -> Self {
-        Self::start_by(Command::new(std::env::current_exe().expect("this program")), daemon, name, ram)
+        Self::start_with(daemon, name, ram, None)
+    }
+
+    /// One that also maps RAM with which it does not attach.
+    fn start_with(daemon: &Daemon, name: &str, ram: &Ram, more: Option<&Ram>) -> Self {
+        let mut program = Command::new(std::env::current_exe().expect("this program"));
+        program.envs(more.map(|more| ("BALLAST_TEST_MORE", path_of(more))));
+        Self::start_by(program, daemon, name, ram)
     }
 
     /// One that says it maps the RAM where nothing is mapped.
@@ -452,10 +464,9 @@ impl Second {
     }
 
     fn start_by(mut program: Command, daemon: &Daemon, name: &str, ram: &Ram) -> Self {
-        use std::os::fd::AsRawFd;
         let mut child = program
             .args(["--exact", "second_process", "--ignored", "--nocapture"])
-            .env("BALLAST_TEST_RAM", format!("/proc/{}/fd/{}", std::process::id(), ram.fd.as_raw_fd()))
+            .env("BALLAST_TEST_RAM", path_of(ram))
             .env("BALLAST_TEST_SOCKET", daemon.attach_socket())
             .env("BALLAST_TEST_NAME", name)
             .stdin(Stdio::piped())
@@ -510,8 +521,9 @@ fn second_process() {
     else {
         return;
     };
-    let file = std::fs::File::options().read(true).write(true).open(ram).expect("open the RAM");
-    let ram = Ram::of(file.into());
+    let open = |path| Ram::of(std::fs::File::options().read(true).write(true).open(path).expect("open it").into());
+    let ram = open(ram);
+    let _more = std::env::var("BALLAST_TEST_MORE").ok().map(open);
     let mut client = RawClient::new(Path::new(&socket), &name);
     let mut info = ram.info();
     if std::env::var_os("BALLAST_TEST_LIES").is_some() {
@@ -524,6 +536,26 @@ fn second_process() {
         println!("asked");
         println!("answer: {:?}", socket.and_then(|socket| client.hear_of_attach(socket)));
     }
+}
+
+#[test]
+fn a_process_of_a_vm_that_maps_more_of_it_than_it_attached_with_holds_the_vm() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let (a, b) = (Ram::new(512), Ram::new(512));
+    let _vmm = attached(&daemon, "web", &[&a, &b]);
+    daemon.api.set_limit("web", Some(4 << 20)).expect("the limit");
+    // It may touch far pages of the second region, which the keeper may have refused, without a userfaultfd there.
+    let mut second = Second::start_with(&daemon, "web", &a, Some(&b));
+    assert!(second.attach().contains("Attached"));
+    let pid = second.child.id();
+    let says_so = |reason: String| reason.contains(&format!("process {pid} ")) && reason.contains("not served in");
+    let reason = || daemon.vm("web").status_reason.unwrap_or_default();
+    until("it is held for that process", || says_so(reason()));
+    drop(second);
+    until("it is released", || daemon.vm("web").status == VmStatus::Running);
 }
 
 #[test]

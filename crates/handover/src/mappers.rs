@@ -117,8 +117,8 @@ fn entries() -> io::Result<Vec<(u32, u64)>> {
 }
 
 /// The same, and a second reading of those processes that are outside `known`: only a process seen twice is a foreign
-/// mapper. A process that runs in the address space of one of `attached` (a child that QEMU keeps to tear its memory
-/// down) touches memory as that one does, through the same userfaultfds, so it is none.
+/// mapper. Another process that runs in the address space of one of `attached` (a child that QEMU keeps to tear its
+/// memory down) touches memory as that one does, through the same userfaultfds, so it is none.
 pub fn foreign_mappers(
     processes: &mut Processes,
     files: &HashSet<FileId>,
@@ -131,7 +131,7 @@ pub fn foreign_mappers(
         std::thread::sleep(SECOND_SCAN);
         // If the kernel cannot tell, it stays suspect.
         let read = move |pid| {
-            let is_same = |other: &u32| kcmp::same_memory(*other, pid).unwrap_or(false);
+            let is_same = |other: &u32| *other != pid && kcmp::same_memory(*other, pid).unwrap_or(false);
             if attached.iter().any(is_same) { Ok(FileRanges::default()) } else { of_these(mapped, pid, &files) }
         };
         scan_these(suspects, &(Arc::new(read) as Arc<Read>), READ_TIMEOUT)

@@ -66,6 +66,37 @@ impl FileRanges {
         })
     }
 
+    /// The bytes of these that are not in `other`.
+    #[must_use]
+    pub fn without(&self, other: &Self) -> Self {
+        let mut left = HashMap::new();
+        for (file, ours) in &self.0 {
+            let theirs = other.0.get(file).map_or(&[][..], Vec::as_slice);
+            let (mut next, mut rest) = (0, Vec::new());
+            for &(start, end) in ours {
+                let mut start = start;
+                // One that ends in a later range of ours is looked at again there.
+                while let Some(&(from, to)) = theirs.get(next).filter(|(from, _)| *from < end) {
+                    if start < from {
+                        rest.push((start, from));
+                    }
+                    start = start.max(to);
+                    if to > end {
+                        break;
+                    }
+                    next += 1;
+                }
+                if start < end {
+                    rest.push((start, end));
+                }
+            }
+            if !rest.is_empty() {
+                left.insert(*file, rest);
+            }
+        }
+        Self(left)
+    }
+
     /// The same ranges; if a file has more than `most`, one range from its first byte to its last.
     #[must_use]
     pub fn at_most(mut self, most: usize) -> Self {
@@ -108,11 +139,19 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(128))]
 
         #[test]
-        fn two_have_a_byte_in_common_if_a_list_of_all_bytes_says_so(
+        fn two_have_in_common_and_apart_what_lists_of_all_bytes_say(
             ours in proptest::collection::vec((0u64..3, 0u64..60, 0u64..7), 0..6),
             theirs in proptest::collection::vec((0u64..3, 0u64..60, 0u64..7), 0..6),
         ) {
             let common: HashSet<_> = bytes(&ours).intersection(&bytes(&theirs)).copied().collect();
+            let rest = of(&ours).without(&of(&theirs));
+            let parts = |(file, parts): (&FileId, &Vec<(u64, u64)>)| {
+                let ino = file.ino;
+                parts.iter().map(move |(from, to)| (ino, *from, to - from)).collect::<Vec<_>>()
+            };
+            let rest = rest.0.iter().flat_map(parts);
+            let expected: HashSet<_> = bytes(&ours).difference(&bytes(&theirs)).copied().collect();
+            prop_assert_eq!(bytes(&rest.collect::<Vec<_>>()), expected);
             for (one, other) in [(&ours, &theirs), (&theirs, &ours)] {
                 match of(one).overlap(&of(other)) {
                     Some((file, at)) => prop_assert!(common.contains(&(file.ino, at))),

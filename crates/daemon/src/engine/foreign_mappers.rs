@@ -1,4 +1,4 @@
-//! The scan for foreign mappers: no page leaves a VM while a process that has not attached maps its RAM.
+//! The scan for foreign mappers: no page leaves a VM while a process maps RAM of it that it has not attached with.
 //!
 //! Before: a view came, a limit was set, or [`EVERY`] is over. After: VMs with foreign mappers are held, and their
 //! pages are restored; a VM whose foreign mappers are gone is released.
@@ -108,27 +108,50 @@ fn ram_of(served: &Served) -> FileRanges {
     regions.iter().flat_map(|region| region.places()).collect()
 }
 
-/// Scan twice for processes that map RAM of one of these VMs and are not among its views.
+/// The RAM of a VM, and which processes may map which of it.
+struct Owner {
+    ram: FileRanges,
+    /// Its processes, and the RAM that each must not map: a region that the keeper did not take from it, say.
+    outside: HashMap<u32, FileRanges>,
+}
+
+impl Owner {
+    fn of(served: &Served) -> Self {
+        let (ram, vm) = (ram_of(served), &served.vm);
+        let (regions, views) = (vm.regions(), vm.views());
+        let outside = |pid| {
+            // One that is about to be served has no view yet.
+            let view = views.iter().find(|view| view.pid == pid)?;
+            let inside = regions.iter().filter(|region| view.base(region.number).is_some());
+            Some(ram.without(&inside.flat_map(|region| region.places()).collect()))
+        };
+        let pids = served.pids().into_iter().map(|pid| (pid, outside(pid).unwrap_or_default()));
+        // This engine queries the pages of a file of hugetlbfs through a mapping that is never touched.
+        let outside = pids.chain([(std::process::id(), FileRanges::default())]).collect();
+        Self { ram, outside }
+    }
+
+    /// Does this process map what it may not, if it maps `found`?
+    fn is_foreign(&self, process: &Process, found: &FileRanges) -> bool {
+        self.outside.get(&process.pid).unwrap_or(&self.ram).overlap(found).is_some()
+    }
+}
+
+/// Scan twice for processes that map RAM of one of these VMs where they are not served.
 fn scan_for_foreign_mappers(processes: &mut Processes, vms: &[&Arc<Served>]) -> Scan {
-    let owners: Vec<(FileRanges, HashSet<u32>)> = vms.iter().map(|served| (ram_of(served), pids_of(served))).collect();
-    let mut of_file: HashMap<FileId, Vec<&(FileRanges, HashSet<u32>)>> = HashMap::new();
+    let owners: Vec<Owner> = vms.iter().map(|served| Owner::of(served)).collect();
+    let mut of_file: HashMap<FileId, Vec<&Owner>> = HashMap::new();
     for owner in &owners {
-        owner.0.files().for_each(|file| of_file.entry(file).or_default().push(owner));
+        owner.ram.files().for_each(|file| of_file.entry(file).or_default().push(owner));
     }
     let all = of_file.keys().copied().collect();
-    let attached = owners.iter().flat_map(|(_, pids)| pids).copied().collect();
-    // A process is known if it is a view of every VM whose RAM it maps; of a file that several VMs share, only their
+    let attached = owners.iter().flat_map(|owner| owner.outside.keys()).copied().collect();
+    // A process is known if it is served wherever it maps RAM of a VM; of a file that several VMs share, only their
     // parts count.
     mappers::foreign_mappers(processes, &all, attached, |process, found| {
         let mut owners = found.files().filter_map(|file| of_file.get(&file)).flatten();
-        owners.all(|(ram, pids)| pids.contains(&process.pid) || ram.overlap(found).is_none())
+        owners.all(|owner| !owner.is_foreign(process, found))
     })
-}
-
-/// Processes that may map a VM's RAM: its own, and this engine, which queries the pages of a file of hugetlbfs through
-/// a mapping that is never touched.
-fn pids_of(served: &Served) -> HashSet<u32> {
-    served.pids().into_iter().chain([std::process::id()]).collect()
 }
 
 /// Why no page of this VM may be evicted, by the result of the scan.
@@ -136,11 +159,16 @@ fn foreign_mapper(served: &Served, scan: &Scan) -> Option<String> {
     if let Some(reason) = served.unserved() {
         return Some(reason);
     }
-    let (ram, pids) = (ram_of(served), pids_of(served));
-    let foreign_mappers =
-        scan.mapping.iter().filter(|(process, found)| !pids.contains(&process.pid) && ram.overlap(found).is_some());
+    // As it is now: a region may have been plugged since the scan began.
+    let owner = Owner::of(served);
+    let foreign_mappers = scan.mapping.iter().filter(|(process, found)| owner.is_foreign(process, found));
     let process = foreign_mappers.map(|(process, _)| *process).min_by_key(|process| process.pid)?;
     let who = mappers::name(process);
+    if owner.outside.contains_key(&process.pid) {
+        return Some(format!(
+            "process {who} maps RAM of this VM that it is not served in, so no page may leave the VM"
+        ));
+    }
     let unknown = if kcmp::is_available() {
         ""
     } else {
