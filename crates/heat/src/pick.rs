@@ -3,12 +3,15 @@
 //! Before: reclaim says how many pages it wants. After: it puts those proposed into quarantine, the last test.
 //! Threads: a VM's reclaim worker owns its source. Units: a round offers each unit with pages in memory once.
 //! Promise: a call proposes no page twice, checks each page at most once, and proposes more than wanted only to
-//! complete a granule.
+//! complete a granule. It looks at a bounded number of units and pages, however large the VM: what it evicts next may
+//! be what a fault waits for. The next call goes on where it ended.
 //!
 //! Cold is what has order 0 or 1 in the table of `offer`. With tracking, a round is made once for each coarse cycle,
 //! because nothing else makes memory cold. Without it, everything has order 0, and rounds go through memory by address,
 //! as a clock hand does.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::sync::Arc;
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
@@ -23,70 +26,105 @@ mod offer;
 
 use offer::{BLOAT, Offer, offer};
 
+/// Units that a call puts into the round: 8 GiB, some milliseconds of asking the kernel which are in memory.
+const MOST_UNITS: u64 = 4096;
+/// Pages that a call checks: 256 MiB, some milliseconds where none may go. An offer counts as one more.
+const MOST_PAGES: u64 = 64 << 10;
+
 /// Proposes pages to reclaim: the seam between *how much* (reclaim) and *which* (heat).
 #[derive(Debug)]
 pub struct HeatSource {
     heat: Arc<VmHeat>,
-    /// The next at the end.
-    round: Vec<Offer>,
-    /// Number of coarse cycles when the round was made; `None` without tracking.
+    /// The next one first.
+    round: BinaryHeap<Reverse<Offer>>,
+    /// Number of coarse cycles when the round was begun; `None` without tracking.
     made_at: Option<u64>,
+    /// The unit from which on none is in the round yet: region and number. `None` when all are.
+    making: Option<(u32, u64)>,
 }
 
 impl HeatSource {
     /// Starts without a round.
     pub fn new(heat: Arc<VmHeat>) -> Self {
-        Self { heat, round: Vec::new(), made_at: None }
+        Self { heat, round: BinaryHeap::new(), made_at: None, making: None }
     }
 
     /// Propose up to about `want` pages, coldest first, into `out`. Fewer come if fewer are cold; calling again goes
     /// on from there. No page is proposed twice while it stays in quarantine, because then it is not Resident.
-    pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) {
+    ///
+    /// Returns whether there may be more at once: the call ended because it has looked at as much as one may.
+    pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) -> bool {
         let heat = self.heat.clone();
         let tracker = heat.lock();
         let cycle = tracker.is_fresh(heat.now()).then(|| tracker.cycles().0);
         let over = self.round.is_empty() && (cycle.is_none() || pick == Pick::Any);
-        if over || cycle != self.made_at {
-            self.make_round(&tracker, pages, cycle.is_some());
-            self.made_at = cycle;
+        // One that is being made is used before the next is begun, however short the cycles are.
+        if self.making.is_none() && (over || cycle != self.made_at) {
+            self.round.clear();
+            (self.made_at, self.making) = (cycle, Some((0, 0)));
         }
-        let mut left = want;
-        while left > 0 {
-            let Some(offer) = self.round.last().copied() else { return };
+        if self.make_round(&tracker, pages) {
+            return true;
+        }
+        let mut limits = Limits { wanted: want, checks: MOST_PAGES };
+        while limits.wanted > 0 {
+            let Some(Reverse(offer)) = self.round.peek().copied() else { return false };
             if pick == Pick::Cold && offer.order > BLOAT {
-                return;
+                return false;
+            }
+            if limits.checks == 0 {
+                return true;
             }
             self.round.pop();
-            if let Some(rest) = sweep(&tracker, pages, offer, pick, &mut left, out) {
-                self.round.push(rest);
+            if let Some(rest) = sweep(&tracker, pages, offer, pick, &mut limits, out) {
+                self.round.push(Reverse(rest));
             }
         }
+        false
     }
 
-    fn make_round(&mut self, tracker: &Tracker, pages: &dyn Pages, tracked: bool) {
-        self.round.clear();
-        for region in 0..pages.regions() {
-            for unit in 0..pages.len(region).div_ceil(PAGES_PER_UNIT) {
+    /// Go on with the round that is being made. Returns whether there is more of it to make.
+    fn make_round(&mut self, tracker: &Tracker, pages: &dyn Pages) -> bool {
+        let (tracked, mut offers) = (self.made_at.is_some(), Vec::new());
+        let mut looks = MOST_UNITS;
+        while let Some((region, unit)) = self.making {
+            if region >= pages.regions() {
+                self.making = None;
+            } else if unit >= pages.len(region).div_ceil(PAGES_PER_UNIT) {
+                self.making = Some((region + 1, 0));
+            } else if looks == 0 {
+                return true;
+            } else {
+                looks -= 1;
+                self.making = Some((region, unit + 1));
                 if pages.next_present(region, PageRange::of_unit(unit)).is_some() {
                     let unit = UnitId { region, unit: unit as u32 };
-                    offer(tracker, unit, tracked, pages.granule(region), &mut self.round);
+                    offer(tracker, unit, tracked, pages.granule(region), &mut offers);
+                    self.round.extend(offers.drain(..).map(Reverse));
                 }
             }
         }
-        self.round.sort_unstable_by(|a, b| b.cmp(a));
+        false
     }
 }
 
-/// Propose the pages of one offer until there are enough. Returns what is left of the offer.
+/// How much a call may still propose, and check.
+struct Limits {
+    wanted: u64,
+    checks: u64,
+}
+
+/// Propose the pages of one offer until there are enough, or as many as may be were checked. Returns what is left.
 fn sweep(
     tracker: &Tracker,
     pages: &dyn Pages,
     offer: Offer,
     pick: Pick,
-    left: &mut u64,
+    limits: &mut Limits,
     out: &mut Vec<ColdRun>,
 ) -> Option<Offer> {
     let region = offer.unit.region;
+    limits.checks = limits.checks.saturating_sub(1);
     if region >= pages.regions() {
         return None;
     }
@@ -98,11 +136,12 @@ fn sweep(
     while let Some(run) = pages.next_present(region, PageRange::new(PageIdx(at), PageIdx(stop))) {
         let end = run.end();
         for page in (run.start().0.next_multiple_of(granule)..end.0).step_by(granule as usize) {
-            if *left == 0 {
+            if limits.wanted == 0 || limits.checks == 0 {
                 return Some(Offer { from: (page - base) as u16, ..offer });
             }
+            limits.checks -= 1;
             if wanted.get(page - base) && is_candidate(pages, region, PageIdx(page), pick) {
-                *left = left.saturating_sub(granule);
+                limits.wanted = limits.wanted.saturating_sub(granule);
                 push_run(out, region, PageRange::of(PageIdx(page), granule));
             }
         }
@@ -144,7 +183,7 @@ mod tests {
     use crate::tracker::Settings;
     use proptest::collection::vec;
     use proptest::prelude::*;
-    use std::cell::RefCell;
+    use std::cell::{Cell, RefCell};
     use std::time::Duration;
 
     /// `None` is a page that is absent or not Resident.
@@ -182,7 +221,8 @@ mod tests {
 
     fn pick(source: &mut HeatSource, table: &Table, want: u64) -> Vec<ColdRun> {
         let mut out = Vec::new();
-        source.pick(table, want, Pick::Cold, &mut out);
+        let has_more = source.pick(table, want, Pick::Cold, &mut out);
+        assert!(!has_more, "these tables are small");
         out
     }
 
@@ -222,6 +262,55 @@ mod tests {
         assert_eq!(pick(&mut source, &table, 2), [run(0, 0, 1), run(0, 2, 1)]);
         assert_eq!(pick(&mut source, &table, 9), [run(0, 3, 1), run(2, 0, 1)]);
         assert_eq!(pick(&mut source, &table, 1), [run(0, 0, 1)]);
+    }
+
+    /// A region whose pages are all present, and of which only the last may go.
+    struct Large {
+        looks: Cell<u64>,
+        checks: Cell<u64>,
+    }
+
+    impl Large {
+        const LEN: u64 = 3 * MOST_UNITS * PAGES_PER_UNIT;
+    }
+
+    impl Pages for Large {
+        fn regions(&self) -> u32 {
+            1
+        }
+        fn len(&self, _: u32) -> u64 {
+            Self::LEN
+        }
+        fn next_present(&self, _: u32, range: PageRange) -> Option<PageRange> {
+            self.looks.set(self.looks.get() + 1);
+            (range.start() < range.end()).then_some(range)
+        }
+        fn age(&self, _: u32, page: PageIdx) -> Option<u8> {
+            self.checks.set(self.checks.get() + 1);
+            (page.0 == Self::LEN - 1).then_some(0)
+        }
+        fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+    }
+
+    #[test]
+    fn a_call_looks_at_a_bounded_part_of_a_large_guest_and_the_calls_after_it_come_to_its_end() {
+        for cycles in [0, 3] {
+            let mut source = source();
+            for _ in 0..cycles {
+                source.heat.lock().absorb(source.heat.now(), Phase::Coarse, &CycleReport::default());
+            }
+            let (mut out, mut calls) = (Vec::new(), 0);
+            while out.is_empty() {
+                let large = Large { looks: Cell::new(0), checks: Cell::new(0) };
+                let has_more = source.pick(&large, 1, Pick::Any, &mut out);
+                assert!(has_more || !out.is_empty(), "it ended before the last page, after {calls} calls");
+                assert!(large.looks.get() <= 2 * MOST_UNITS, "{} looks", large.looks.get());
+                assert!(large.checks.get() <= MOST_PAGES, "{} checks", large.checks.get());
+                calls += 1;
+            }
+            assert_eq!(out, [run(0, Large::LEN - 1, 1)]);
+            assert!(calls > 3, "{calls} calls");
+        }
     }
 
     #[test]

@@ -7,18 +7,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::store::{FILE_STORE, RAM_STORE, RegionKey};
 use ballast_base::units::MIB;
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_needs::skip;
 use ballast_page::copies::store_number;
 use ballast_page::page_state::{State, Word};
+use ballast_pager::run::pool::Pool;
+use ballast_pager::run::queue::Next;
 use ballast_pager::tier::stores::LateStore;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{
-    Budget, Faults, FaultyStore, FileOptions, FileStore, NullStore, PutFault, RamOptions, RamStore, Store,
+    Budget, DiskFault, DiskFaults, Faults, FaultyStore, FileOptions, FileStore, NullStore, PutFault, PutOutcome,
+    RamOptions, RamStore, Store,
 };
 use ballast_testvm::Finally;
 use common::{Rig, random, until};
@@ -334,4 +338,30 @@ fn a_discard_that_meets_a_page_whose_store_does_not_answer_lets_go_of_the_others
                 .all(|page| rig.guest.words(page as usize * PAGE_SIZE, 1)[0].load(Ordering::Relaxed) == 0)
         );
     });
+}
+
+#[test]
+fn a_write_that_no_thread_waited_for_is_known_to_be_over_without_another_write() {
+    let faults = Arc::new(DiskFaults::default());
+    let options = FileOptions { faults: Some(faults.clone()), ..FileOptions::new(Budget::new(AMPLE)) };
+    let store = match FileStore::create(&std::env::temp_dir(), options) {
+        Ok((store, ..)) => Arc::new(store),
+        Err(error) => return skip("disk", error),
+    };
+    faults.fail_writes(1, DiskFault::Late);
+    let (put, outcome) = std::sync::mpsc::channel();
+    let (writes, seed) = (store.clone(), AtomicU64::new(7));
+    let task = move |_: std::time::Instant| {
+        let page: [u8; PAGE_SIZE] = std::array::from_fn(|_| random(&seed) as u8);
+        put.send(writes.put(RegionKey { vm: VmId([1; 16]), number: 0 }.page(PageIdx(0)), &page))
+            .expect("the test waits");
+        Next::Idle
+    };
+    let pool = Pool::new(1);
+    let handle = pool.add(pool.add_group(), "put", task).expect("a thread");
+    handle.notify();
+    assert_eq!(outcome.recv().expect("it was put"), PutOutcome::Busy);
+    // An upgrade moves a VM with a gap as long as something is under way.
+    until("the write is over", || !store.must_recover());
+    store.validate().expect("its block is free again");
 }

@@ -36,7 +36,7 @@ use ballast_handover::arena::{MAX_SLABS, WORD_FILE_DEV, WORD_FILE_INO, WORD_TODA
 use ballast_sys::direct::{self, DirectFile};
 use ballast_sys::memfd;
 
-pub use disk::{DiskFault, DiskFaults};
+pub use disk::{DiskFault, DiskFaults, has_late_writes, notice_late_writes};
 pub use layout::AREA_BYTES;
 pub use limits::Refusal;
 

@@ -30,6 +30,7 @@ mod unlz4;
 
 pub use faulty::{Calls, Faults, FaultyStore, PutFault};
 pub use file::{AREA_BYTES, DiskFault, DiskFaults, FileOptions, FileStore, FileUsage, Refusal};
+pub use file::{has_late_writes, notice_late_writes};
 pub use group::{Group, GroupMember, GroupUsage};
 pub use null::NullStore;
 pub use ram::{Budget, Codec, Inconsistent, MAX_SLABS, RamOptions, RamStore, RamUsage};

@@ -198,6 +198,12 @@ impl Ring {
         }
     }
 
+    /// Are writes that were abandoned not known to be over?
+    pub fn has_late_writes(&self) -> bool {
+        let is_late = |flight: &Flight| flight.late.is_some() && flight.transfer.direction == Direction::Write;
+        self.flights.iter().flatten().any(is_late)
+    }
+
     /// Take the results of transfers that are over, and release those that were abandoned.
     pub fn reap(&mut self) {
         if self.flights.iter().flatten().any(|flight| flight.late.is_some()) {

@@ -71,8 +71,9 @@ impl Candidates {
         agent.judged(figures, verdict.map(|pause| now + pause));
     }
 
-    /// Picks up to about `want` pages, `urgent` of them from any guess that has them.
-    pub fn pick(&mut self, want: u64, urgent: u64, pick: Pick, now: Instant) -> Vec<(Guess, ColdRun)> {
+    /// Picks up to about `want` pages, `urgent` of them from any guess that has them. Also returns whether there may be
+    /// more at once: the VM is so large that not all of it was looked at.
+    pub fn pick(&mut self, want: u64, urgent: u64, pick: Pick, now: Instant) -> (Vec<(Guess, ColdRun)>, bool) {
         let vm = &self.vm;
         let table = Table::of(vm);
         let (agent, mut cold) = (&vm.mail.agent, Vec::new());
@@ -90,20 +91,20 @@ impl Candidates {
         let found = pages(&refaulted).min(asked);
         // The clock makes up for missing refaults, but only for pages that must be evicted now.
         let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
-        let (mut picked, mut warm) = (Vec::new(), want - asked + more);
+        let (mut picked, mut warm, mut has_more) = (Vec::new(), want - asked + more, false);
         if is_reporting {
             agent.hints().pick(&table, warm, pick, &mut picked);
             warm = warm.saturating_sub(pages(&picked));
         }
         if warm > 0 {
             let of_agent = picked.len();
-            self.source.pick(&table, warm, pick, &mut picked);
+            has_more = self.source.pick(&table, warm, pick, &mut picked);
             if agent.has_port() {
                 self.trust.picked(By::Host, &picked[of_agent..], &table, now);
             }
         }
         let picked = cold.into_iter().chain(picked).map(|run| (Guess::Clock, run));
-        picked.chain(refaulted.into_iter().map(|run| (Guess::Refaulted, run))).collect()
+        (picked.chain(refaulted.into_iter().map(|run| (Guess::Refaulted, run))).collect(), has_more)
     }
 }
 

@@ -22,6 +22,8 @@ pub(super) struct Pace {
     pub pause: Duration,
     /// The end of that pause, if pages wait for T meanwhile.
     pub due: Option<Instant>,
+    /// How long rounds in a row have taken of which each ended with more to do.
+    pub searched: Duration,
 }
 
 impl Pace {
@@ -40,7 +42,7 @@ mod tests {
     #[test]
     fn a_reply_begins_no_round_but_any_other_work_does() {
         let (now, limit) = (Instant::now(), Some(Bytes(1 << 20)));
-        let pace = |pause, due| Pace { held_to: limit, pause, due };
+        let pace = |pause, due| Pace { held_to: limit, pause, due, ..Pace::default() };
         let waits = pace(PAUSE, Some(now + PAUSE));
         assert!(!waits.is_round_due(now, limit, false) && !pace(PAUSE, None).is_round_due(now, limit, false));
         assert!(waits.is_round_due(now + PAUSE, limit, false), "the pause is over");

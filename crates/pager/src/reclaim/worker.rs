@@ -56,7 +56,6 @@ const SLICE: Duration = Duration::from_millis(2);
 const STORE_REST: Duration = Duration::from_secs(1);
 /// The same while the spill worker frees space: the time it takes to write a few MiB.
 const SPILL_REST: Duration = Duration::from_millis(20);
-
 /// If some pages are pinned and this many rounds in a row found nothing to zap, all pages that could go are pinned. The
 /// first of the rounds may only have reached the end of the pages that heat offers in one pass.
 const HELD_UP_AFTER: u32 = 3;
@@ -271,23 +270,25 @@ impl ReclaimWorker {
         let evicted = self.drain(excess, over_limit, now)?;
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.adaptive.supply();
         let watched = vm.stats().get(Counter::Quarantined);
-        let mut zapped = 0;
+        let (mut zapped, mut is_cut) = (0, false);
         if watched < wanted && !self.quarantine.is_zapping() {
             let urgent = (excess - evicted.min(excess)).saturating_sub(watched).max(1);
             let pick = if over_limit { Pick::Any } else { Pick::Cold };
-            zapped = self.top_up((wanted - watched).min(self.adaptive.batch()), urgent, pick)?;
+            (zapped, is_cut) = self.top_up((wanted - watched).min(self.adaptive.batch()), urgent, pick)?;
         }
-        if self.has_more {
+        if self.has_more || is_cut && over_limit {
+            self.pace.searched += now.elapsed();
             return Ok(Duration::ZERO);
         }
-        let is_fruitless = watched == 0 && zapped == 0 && vm.pinned.pages().0 > 0;
+        let searched = std::mem::take(&mut self.pace.searched) + now.elapsed();
+        let is_fruitless = watched == 0 && zapped == 0 && !is_cut && vm.pinned.pages().0 > 0;
         self.fruitless = if is_fruitless { self.fruitless.saturating_add(1) } else { 0 };
         Ok(match (over_limit, evicted > 0) {
             (true, true) => Duration::ZERO,
             (true, false) if self.fruitless >= HELD_UP_AFTER => {
                 // No fault need wait for credits, and a further search costs a check of every page.
                 vm.mail.throttle.open();
-                IDLE.max(now.elapsed() * PINNED_REST)
+                IDLE.max(searched * PINNED_REST)
             }
             (true, false) => DIRECT.min(self.wait_for(Some(self.adaptive.wait()))),
             _ => BACKGROUND,
@@ -436,14 +437,14 @@ impl ReclaimWorker {
     }
 
     /// Puts up to about `want` more pages into quarantine, `urgent` of them from any guess that has them. Returns their
-    /// number.
-    fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<u64> {
+    /// number, and whether there may be more at once.
+    fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<(u64, bool)> {
         let vm = self.vm.clone();
         let layout = vm.layout();
         if vm.views().is_empty() || vm.held().is_some() {
-            return Ok(0);
+            return Ok((0, false));
         }
-        let picked = self.candidates.pick(want, urgent, pick, Instant::now());
-        self.quarantine.put(layout, picked.into_iter())
+        let (picked, is_cut) = self.candidates.pick(want, urgent, pick, Instant::now());
+        Ok((self.quarantine.put(layout, picked.into_iter())?, is_cut))
     }
 }

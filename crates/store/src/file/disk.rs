@@ -126,6 +126,17 @@ impl Transfers {
     }
 }
 
+/// Are there writes that this thread gave up waiting for, and that it does not know to be over?
+pub fn has_late_writes() -> bool {
+    TRANSFERS.with_borrow(|transfers| transfers.as_ref().is_some_and(|transfers| transfers.ring.has_late_writes()))
+}
+
+/// Notice which of these writes are over, and free their blocks. The kernel tells no other thread, so one that has such
+/// writes must come here now and then, and not end.
+pub fn notice_late_writes() {
+    TRANSFERS.with_borrow_mut(|transfers| transfers.iter_mut().for_each(|transfers| transfers.ring.reap()));
+}
+
 /// Can this thread have a ring?
 pub(crate) fn ready() -> io::Result<()> {
     with_transfers(|_| ())

@@ -1,7 +1,8 @@
 //! A thread of the pool: takes the task whose turn it is, runs it, and waits if there is none.
 //!
 //! Before: the pool started it because too few threads could run. After: it runs tasks until it is a spare that nobody
-//! needs. Threads: this is what each of them does; see [`super`] for how many there are.
+//! needs, and no write to disk that it gave up waiting for is under way. Threads: this is what each of them does; see
+//! [`super`] for how many there are.
 //! Units: a run is charged by the time it took and the shares of its group. Promise: the pool's lock is not held while
 //! a task runs or is dropped. A panic in a task ends that task alone. What goes before guests ends with the run.
 
@@ -10,6 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
+use ballast_store::{has_late_writes, notice_late_writes};
 use ballast_sys::priority;
 
 use super::{IDLE, Inner, POOL, Pool, Running};
@@ -52,8 +54,15 @@ impl Pool {
                     name = IDLE.into();
                     set_name(IDLE);
                 }
-                let (guard, timed_out) = self.rest(inner, now);
+                let has_late = has_late_writes();
+                let (guard, timed_out) = self.rest(inner, now, has_late);
                 inner = guard;
+                if has_late {
+                    drop(inner);
+                    notice_late_writes();
+                    inner = self.lock();
+                    continue;
+                }
                 // Not what it was before: other spares may have ended meanwhile.
                 if !timed_out || inner.unblocked() <= self.0.base {
                     continue;
@@ -102,14 +111,20 @@ impl Pool {
         }
     }
 
-    /// Waits for work. Returns whether there was none for as long as a spare waits.
-    fn rest<'a>(&'a self, mut inner: MutexGuard<'a, Inner>, now: Instant) -> (MutexGuard<'a, Inner>, bool) {
+    /// Waits for work, no longer than a spare does if this is one or `looks_again`. Returns whether there was none for
+    /// as long as that.
+    fn rest<'a>(
+        &'a self,
+        mut inner: MutexGuard<'a, Inner>,
+        now: Instant,
+        looks_again: bool,
+    ) -> (MutexGuard<'a, Inner>, bool) {
         inner.idle += 1;
         // One thread wakes for a timer, not all.
         let timed = inner.timed;
         let due = inner.queue.next_due().filter(|due| timed.is_none_or(|timed| *due < timed));
         inner.timed = due.or(timed);
-        let lingers = (inner.unblocked() > self.0.base).then_some(LINGER);
+        let lingers = (looks_again || inner.unblocked() > self.0.base).then_some(LINGER);
         let pause = due.map(|due| due.saturating_duration_since(now)).into_iter().chain(lingers).min();
         let timed_out;
         (inner, timed_out) = match pause {
