@@ -19,8 +19,8 @@ use super::places::Places;
 
 /// Most runs of a report: twice as many as an agent sends.
 pub(crate) const MOST_RUNS: usize = 32 << 10;
-/// Runs that one pick tries: each costs at least one query of the file.
-const MOST_TRIED: usize = 4096;
+/// Queries of the file that one pick makes.
+const MOST_QUERIES: u64 = 4096;
 /// Pages that one pick examines, 1 GiB: some 10 ns each, in one piece of a thread that serves other VMs, too.
 const MOST_EXAMINED: u64 = 1 << 18;
 
@@ -82,53 +82,63 @@ impl Hints {
     /// Propose up to about `want` pages into `out`, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones
     /// after them. The next call continues there, also when none was proposed because too many had to be examined.
     pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) {
-        let (mut left, mut examine) = (want, MOST_EXAMINED);
-        for _ in 0..MOST_TRIED {
-            let Some(hint) = self.runs.last().copied().filter(|hint| pick == Pick::Any || hint.level == COLD) else {
-                return;
-            };
-            if left == 0 || examine == 0 {
-                return;
-            }
-            self.runs.pop();
-            if let Some(rest) = take(pages, hint, pick, (&mut left, &mut examine), out) {
-                self.runs.push(rest);
-            }
+        let mut bounds = Bounds { left: want, examine: MOST_EXAMINED, queries: MOST_QUERIES };
+        while !bounds.are_reached() {
+            let Some(hint) = self.runs.pop_if(|hint| pick == Pick::Any || hint.level == COLD) else { return };
+            self.runs.extend(take(pages, hint, pick, &mut bounds, out));
         }
     }
 }
 
-/// Propose the pages of one run until there are enough, or as many were examined as may be. Returns what is left of it.
-fn take(
-    pages: &dyn Pages,
-    hint: Hint,
-    pick: Pick,
-    (left, examine): (&mut u64, &mut u64),
-    out: &mut Vec<ColdRun>,
-) -> Option<Hint> {
+/// What a pick may still do: pages to propose, pages to examine, queries of the file.
+struct Bounds {
+    left: u64,
+    examine: u64,
+    queries: u64,
+}
+
+impl Bounds {
+    fn are_reached(&self) -> bool {
+        self.left == 0 || self.examine == 0 || self.queries == 0
+    }
+}
+
+/// Propose the pages of one run until a bound is reached. Returns what is left of it.
+fn take(pages: &dyn Pages, hint: Hint, pick: Pick, bounds: &mut Bounds, out: &mut Vec<ColdRun>) -> Option<Hint> {
     if hint.region >= pages.regions() {
         return None;
     }
     let granule = pages.granule(hint.region);
     let stop = hint.pages.end().0.min(pages.len(hint.region));
     let mut at = hint.pages.start().0.next_multiple_of(granule);
+    let rest = |page: u64| Some(Hint { pages: PageRange::new(PageIdx(page), PageIdx(stop)), ..hint });
     while at < stop {
+        if bounds.are_reached() {
+            return rest(at);
+        }
+        // Most of what a guest reports for long is far: no question to the file about that.
+        if pages.age(hint.region, PageIdx(at)).is_none() {
+            bounds.examine = bounds.examine.saturating_sub(granule);
+            at += granule;
+            continue;
+        }
+        bounds.queries -= 1;
         let run = pages.next_present(hint.region, PageRange::new(PageIdx(at), PageIdx(stop)))?;
         let mut page = run.start().0.next_multiple_of(granule);
         while page < run.end().0 && page + granule <= stop {
-            if *left == 0 || *examine == 0 {
-                return Some(Hint { pages: PageRange::new(PageIdx(page), PageIdx(stop)), ..hint });
+            if bounds.are_reached() {
+                return rest(page);
             }
-            *examine = examine.saturating_sub(granule);
+            bounds.examine = bounds.examine.saturating_sub(granule);
             // The credit that quarantine gave the page when it was in use counts more than the guest's report.
             if is_candidate(pages, hint.region, PageIdx(page), pick) {
-                *left = left.saturating_sub(granule);
+                bounds.left = bounds.left.saturating_sub(granule);
                 push_run(out, hint.region, PageRange::of(PageIdx(page), granule));
             }
             page += granule;
         }
         // Present pages may come in smaller pieces than requested.
-        at = run.end().0.max(at + 1);
+        at = run.end().0.max(at + 1).next_multiple_of(granule);
     }
     None
 }
@@ -229,6 +239,20 @@ mod tests {
         let table = Table(RefCell::new(ages), 1);
         assert_eq!(pick(&mut hints, &table, 9, Pick::Cold), []);
         assert_eq!(pick(&mut hints, &table, 9, Pick::Cold), [(count - 1, 1)]);
+    }
+
+    #[test]
+    fn any_number_of_runs_that_are_far_already_hides_none_that_is_not() {
+        let count = 2 * MOST_QUERIES + 2;
+        let range = GuestRange { address: 0, offset: Bytes(0), len: Bytes(count << 12) };
+        let mut places = Places::new([(0, vec![range])].into_iter());
+        places.prove(0);
+        // Every other page is a run of its own.
+        let report = (0..count / 2).map(|number| run(2 * number, 1, Kind::Anon, COLD)).collect();
+        let (mut hints, _) = Hints::new(report, &places);
+        let mut ages = vec![None; count as usize];
+        ages[count as usize - 2] = Some(0);
+        assert_eq!(pick(&mut hints, &Table(RefCell::new(ages), 1), 9, Pick::Cold), [(count - 2, 1)]);
     }
 
     #[test]
