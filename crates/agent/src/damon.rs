@@ -1,18 +1,23 @@
-//! DAMON, the kernel's access monitor: for how long each range of physical memory was not accessed.
+//! DAMON, the kernel's access monitor: has it look at each page of a range.
 //!
-//! Before: the host wants reports. After: ranges of guest-physical memory, each with how often it was seen accessed.
+//! Before: the host wants reports. After: the idle flags of /proc/kpageflags say which pages were accessed.
 //! Units: bytes at DAMON's border, pages here. Promise: a kdamond is taken only if no other program has one,
 //! `damon_stat` (on by default in newer kernels, and then in the way) is stopped meanwhile, and both are as before when
 //! this is dropped. A note below /run has the next start, or `--undo`, do that for an agent that was killed.
 //!
-//! DAMON samples one page of each of its ranges at a time by the accessed bits of page tables, splits and merges ranges
-//! by the result, and counts for how many aggregations a range has been as it is (its age). It sees pages that programs
-//! map and pages of files. It takes the kernel's own memory for cold, however often the kernel uses it.
+//! DAMON's own estimate of what is accessed is not used: it looks at one page of each range at a time, for some
+//! milliseconds, and the age of a range counts from a change of its rate, not from an access. But a *scheme* of it is
+//! applied to every page of a range, and its filter `young` (Linux 6.10) asks for each page, by all page tables that
+//! map it, whether it was accessed since it was asked the last time; then the page counts as idle. What passes the
+//! filter gets the action `lru_prio`, which is what the kernel does itself with a page that is read, and clears the
+//! idle flag. With filters that let nothing pass, all pages are idle afterwards. A kernel that lacks any of it refuses
+//! the setting.
 
 use std::fs;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use ballast_tier::source::damon::lock;
 
@@ -23,34 +28,26 @@ const STAT: &str = "/sys/module/damon_stat/parameters/enabled";
 /// File that says that the kdamond is ours, and how `damon_stat` was set.
 const NOTE: &str = "/run/ballast-agent.damon";
 
-/// Time between two samples of one page of each range, and time after which DAMON sums the samples up, in microseconds.
-/// Both are twice DAMON's own defaults, because memory is reported after seconds.
-const SAMPLE_US: u64 = 10_000;
-const AGGREGATION_US: u64 = 200_000;
-/// Largest number of samples of one aggregation.
-pub const MOST_ACCESSES: u32 = (AGGREGATION_US / SAMPLE_US) as u32;
-/// Bounds of the number of ranges that DAMON distinguishes: one for each MiB, within these.
-const FEWEST_RANGES: u64 = 100;
-const MOST_RANGES: u64 = 1000;
+/// A filter of a scheme: its type, and whether pages that match it are left out, or those that do not.
+type Filter = (&'static str, &'static str);
+/// What leaves all but accessed pages, and what leaves none, but asks all.
+const ACCESSED: [Filter; 1] = [("young", "N")];
+const NONE: [Filter; 3] = [("young", "Y"), ("anon", "Y"), ("anon", "N")];
+/// DAMON samples a page of each of its ranges before the schemes are applied, and that page counts as idle: ranges are
+/// no smaller than this many pages. The kernel need not switch threads within one: no larger, either.
+const RANGE: u64 = 4096;
+/// Time before a scheme is applied, unless DAMON is told to end: then it is applied at once, and it ends.
+const SAMPLE_US: u64 = 1_000_000;
+/// Longest time in which the kdamond begins, and between two looks whether it has.
+const BEGINS: Duration = Duration::from_secs(2);
+const BEGINS_POLL: Duration = Duration::from_millis(5);
 
-/// A range that DAMON reports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Range {
-    /// First page.
-    pub page: u64,
-    /// Page after the last one.
-    pub end: u64,
-    /// Number of samples of the last aggregation in which it was accessed.
-    pub accesses: u32,
-    /// Number of aggregations, about, for which that has not changed.
-    pub age: u32,
-}
-
-/// DAMON of this guest, while it monitors.
+/// DAMON of this guest.
 #[derive(Debug)]
 pub struct Damon {
-    /// Number of its thread.
-    pid: Option<u32>,
+    /// The pages that it is set up for.
+    pages: (u64, u64),
+    spent: Duration,
 }
 
 /// The kdamonds were taken for reports and for tiering together: the first is for reports.
@@ -116,11 +113,11 @@ fn stop(note: &str) {
 }
 
 impl Damon {
-    /// Starts to monitor this memory, in ranges of pages.
+    /// Takes a kdamond.
     ///
     /// # Errors
-    /// The kernel has no DAMON, or another program uses it.
-    pub fn start(ram: &[(u64, u64)]) -> io::Result<Self> {
+    /// The kernel has no DAMON that can do it, or another program uses it.
+    pub fn start() -> io::Result<Self> {
         if !SHARED.load(Ordering::Acquire) {
             undo();
         }
@@ -128,89 +125,111 @@ impl Damon {
         if !SHARED.load(Ordering::Acquire) {
             take(1)?;
         }
-        // If the rest fails, it is put back when this is dropped.
-        let mut damon = Self { pid: None };
-        let started = damon.configure(ram).and_then(|()| files::write(path("0/state"), "on"));
-        let pid = files::read(path("0/pid"));
+        let damon = Self { pages: (0, 0), spent: Duration::ZERO };
+        let configured = damon.configure();
         drop(held);
-        started?;
-        damon.pid = pid?.parse().ok();
-        Ok(damon)
+        // If it failed, all is put back when this is dropped.
+        configured.map(|()| damon)
     }
 
-    fn configure(&self, ram: &[(u64, u64)]) -> io::Result<()> {
+    fn configure(&self) -> io::Result<()> {
         let put = |file: &str, value: u64| files::write(path(file), value);
         put("0/contexts/nr_contexts", 1)?;
         files::write(path("0/contexts/0/operations"), "paddr")?;
-        let attrs = "0/contexts/0/monitoring_attrs";
-        put(&format!("{attrs}/intervals/sample_us"), SAMPLE_US)?;
-        put(&format!("{attrs}/intervals/aggr_us"), AGGREGATION_US)?;
-        put(&format!("{attrs}/intervals/update_us"), AGGREGATION_US * 1000)?;
-        let pages: u64 = ram.iter().map(|(page, end)| end - page).sum();
-        let most = (pages >> 8).clamp(FEWEST_RANGES, MOST_RANGES);
-        put(&format!("{attrs}/nr_regions/max"), most)?;
-        put(&format!("{attrs}/nr_regions/min"), 10)?;
-        put("0/contexts/0/targets/nr_targets", 1)?;
-        let regions = "0/contexts/0/targets/0/regions";
-        put(&format!("{regions}/nr_regions"), ram.len() as u64)?;
-        for (index, (page, end)) in ram.iter().enumerate() {
-            put(&format!("{regions}/{index}/start"), page << 12)?;
-            put(&format!("{regions}/{index}/end"), end << 12)?;
+        for interval in ["sample_us", "aggr_us", "update_us"] {
+            put(&format!("0/contexts/0/monitoring_attrs/intervals/{interval}"), SAMPLE_US)?;
         }
+        put("0/contexts/0/targets/nr_targets", 1)?;
         put("0/contexts/0/schemes/nr_schemes", 1)?;
-        let scheme = "0/contexts/0/schemes/0";
-        files::write(path(&format!("{scheme}/action")), "stat")?;
+        files::write(path("0/contexts/0/schemes/0/action"), "lru_prio")?;
         for what in ["sz", "nr_accesses", "age"] {
-            put(&format!("{scheme}/access_pattern/{what}/min"), 0)?;
-            put(&format!("{scheme}/access_pattern/{what}/max"), u64::from(u32::MAX))?;
+            put(&format!("0/contexts/0/schemes/0/access_pattern/{what}/min"), 0)?;
+            let most = if what == "sz" { u64::MAX } else { u32::MAX.into() };
+            put(&format!("0/contexts/0/schemes/0/access_pattern/{what}/max"), most)?;
         }
         Ok(())
     }
 
-    /// Returns all ranges as they are now, ascending. Waits for the end of an aggregation.
+    /// Clears the idle flag of all of these pages that were accessed since it was set.
     ///
     /// # Errors
-    /// Another program has stopped DAMON.
-    pub fn ranges(&self) -> io::Result<Vec<Range>> {
-        let _held = lock();
-        files::write(path("0/state"), "update_schemes_tried_regions")?;
-        let dir = path("0/contexts/0/schemes/0/tried_regions");
-        let mut ranges = Vec::new();
-        for entry in fs::read_dir(&dir)?.flatten() {
-            if entry.file_name().to_str().is_none_or(|name| name.parse::<u32>().is_err()) {
-                continue;
-            }
-            let number = |file: &str| -> io::Result<u64> {
-                let text = files::read(entry.path().join(file))?;
-                text.parse().map_err(|_| io::Error::new(io::ErrorKind::InvalidData, format!("DAMON says {text:?}")))
-            };
-            let (start, end) = (number("start")?, number("end")?);
-            let (accesses, age) = (number("nr_accesses")? as u32, number("age")? as u32);
-            ranges.push(Range { page: start >> 12, end: end >> 12, accesses, age });
-        }
-        ranges.sort_unstable();
-        Ok(ranges)
+    /// The kernel cannot do it, or another program has stopped DAMON.
+    pub fn clear_idle_of_accessed(&mut self, pages: (u64, u64)) -> io::Result<()> {
+        self.look(pages, &ACCESSED)
     }
 
-    /// Returns the CPU time of DAMON's thread so far, in microseconds.
-    pub fn cpu_us(&self) -> u64 {
-        let stat = self.pid.and_then(|pid| files::read(format!("/proc/{pid}/stat")).ok()).unwrap_or_default();
-        let after = stat.rsplit_once(')').map_or("", |(_, after)| after);
-        let ticks: u64 = after.split_whitespace().skip(11).take(2).filter_map(|word| word.parse::<u64>().ok()).sum();
-        ticks * 10_000
+    /// Sets the idle flag of all of these pages.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn set_idle(&mut self, pages: (u64, u64)) -> io::Result<()> {
+        self.look(pages, &NONE)
     }
+
+    fn look(&mut self, pages: (u64, u64), filters: &[Filter]) -> io::Result<()> {
+        let _held = lock();
+        if self.pages != pages {
+            self.set_pages(pages)?;
+        }
+        let all = "0/contexts/0/schemes/0/filters";
+        files::write(path(&format!("{all}/nr_filters")), filters.len())?;
+        for (number, (kind, matching)) in filters.iter().enumerate() {
+            files::write(path(&format!("{all}/{number}/type")), kind)?;
+            files::write(path(&format!("{all}/{number}/matching")), matching)?;
+        }
+        files::write(path("0/state"), "on")?;
+        let begun = wait_for_sleep();
+        let began = Instant::now();
+        // It ends the interval, applies the scheme to all ranges, and returns when the thread has ended.
+        let ended = files::write(path("0/state"), "off");
+        self.spent += began.elapsed();
+        begun.and(ended)
+    }
+
+    fn set_pages(&mut self, (page, end): (u64, u64)) -> io::Result<()> {
+        self.pages = (0, 0);
+        let starts: Vec<u64> = (page..end).step_by(RANGE as usize).collect();
+        // With this many of them at least, none is joined; with no more than twice as many, none is split.
+        let count = starts.len().max(3);
+        for bound in ["max", "min"] {
+            // The kernel checks them when it is switched on.
+            files::write(path(&format!("0/contexts/0/monitoring_attrs/nr_regions/{bound}")), count)?;
+        }
+        let regions = "0/contexts/0/targets/0/regions";
+        files::write(path(&format!("{regions}/nr_regions")), starts.len())?;
+        for (number, start) in starts.into_iter().enumerate() {
+            files::write(path(&format!("{regions}/{number}/start")), start << 12)?;
+            files::write(path(&format!("{regions}/{number}/end")), end.min(start + RANGE) << 12)?;
+        }
+        self.pages = (page, end);
+        Ok(())
+    }
+
+    /// Returns the CPU time of DAMON's threads so far, in microseconds: of looks, from begin to end.
+    pub fn cpu_us(&self) -> u64 {
+        self.spent.as_micros() as u64
+    }
+}
+
+/// Waits until the kdamond sleeps in its first interval: one that is told to end before that applies no scheme.
+fn wait_for_sleep() -> io::Result<()> {
+    let pid = files::read(path("0/pid"))?;
+    let began = Instant::now();
+    while began.elapsed() < BEGINS {
+        let stat = files::read(format!("/proc/{pid}/stat"))?;
+        if stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('I')) {
+            return Ok(());
+        }
+        std::thread::sleep(BEGINS_POLL);
+    }
+    Err(io::Error::new(io::ErrorKind::TimedOut, "DAMON's thread does not begin"))
 }
 
 impl Drop for Damon {
     fn drop(&mut self) {
+        // With tiering they go when that ends.
         if !SHARED.load(Ordering::Acquire) {
-            return undo();
-        }
-        let _held = lock();
-        if files::read(path("0/state")).is_ok_and(|state| state == "on")
-            && let Err(error) = files::write(path("0/state"), "off")
-        {
-            eprintln!("ballast-agent: {error}");
+            undo();
         }
     }
 }

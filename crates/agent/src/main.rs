@@ -1,21 +1,23 @@
 //! `ballast-agent`: a program in the guest that reports the guest's memory to the host.
 //!
-//! Before: an unmodified Linux guest (6.1 or newer; reports need DAMON, as in Debian 13's 6.12) whose VMM shows it a
-//! virtio-serial port of our name (`ballast run --agent`). After: the engine knows which memory is free, which is cold
-//! and what is in it. The agent can also give up memory of a NUMA node, but no engine requests that yet. The guest does
-//! not depend on the agent: when it ends for any reason, the guest has the held memory back. The agent restores the
-//! kernel's settings; if it was killed, `--undo` does.
+//! Before: an unmodified Linux guest (6.1 or newer; reports need DAMON of 6.10, as in Debian 13's 6.12) whose VMM shows
+//! it a virtio-serial port of our name (`ballast run --agent`). After: the engine knows which memory is free, which is
+//! cold and what is in it. The agent also gives up memory of a NUMA node on request. The guest does not depend on the
+//! agent: when it ends for any reason, the guest has the held memory back. The agent restores the kernel's settings; if
+//! it was killed, `--undo` does.
 //!
 //! Threads: one, which waits for the host and for the next tick. With `--tiering` one more (`tiering`).
 //! Units: pages are 4 KiB, numbered by guest-physical address.
-//! Promise: it takes a few percent of one CPU at most, and never more memory than the host asked for and the guest can
-//! spare. It obeys only the orders in `ballast_guest::ToGuest`.
+//! Promise: it takes a tenth of one CPU at most, the kernel's work for it included, and never more memory than the host
+//! asked for and the guest can spare. It obeys only the orders in `ballast_guest::ToGuest`.
 //!
 //! | File | What |
 //! |---|---|
 //! | `port` | the virtio-serial port: bytes from and to the host |
 //! | `session` | what the host says, and what it is told: the loop around all else |
-//! | `damon` | which memory was not accessed for how long, by the kernel's access monitor |
+//! | `look` | for how long each page was not accessed |
+//! | `damon` | the kernel's access monitor, which is asked for each page |
+//! | `setting` | settings of the kernel that are others meanwhile |
 //! | `memory` | where RAM is, and what each page of it holds (`/proc/kpageflags`) |
 //! | `report` | both together: runs of pages, the cheapest to lose first |
 //! | `owned` | memory of the agent's own, on a node, whose guest-physical pages are known and stay (`pin`) |
@@ -28,6 +30,7 @@
 mod balloon;
 mod damon;
 mod files;
+mod look;
 mod memory;
 mod owned;
 mod pin;
@@ -36,6 +39,7 @@ mod prove;
 mod report;
 mod services;
 mod session;
+mod setting;
 mod tiering;
 mod vital;
 
@@ -111,11 +115,13 @@ fn main() -> ExitCode {
         let options = options(std::env::args().skip(1))?;
         if options.undo {
             damon::undo();
+            setting::undo();
             services::undo();
             return Ok(());
         }
         files::handle_signals();
         damon::undo();
+        setting::undo();
         services::undo();
         let tiering = match options.tiering {
             true => Some(tiering::start(options.settings).map_err(|error| format!("starting tiering: {error}"))?),

@@ -43,6 +43,7 @@ const POISONED: u64 = 1 << 19;
 const NO_PAGE: u64 = 1 << 20;
 const THP: u64 = 1 << 22;
 const OFFLINE: u64 = 1 << 23;
+const IDLE: u64 = 1 << 25;
 
 /// Returns the content of a page, if it is reported. `head` is the class of the last page that is no tail of a compound
 /// page.
@@ -72,6 +73,16 @@ pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
 /// Is it a part of a huge page that the kernel made by itself?
 pub fn is_huge(flags: u64) -> bool {
     flags & THP != 0
+}
+
+/// Was it not accessed since its idle flag was set?
+pub fn is_idle(flags: u64) -> bool {
+    flags & IDLE != 0
+}
+
+/// Is it memory of a program or of a file, which somebody may access?
+pub fn is_on_lru(flags: u64) -> bool {
+    flags & LRU != 0
 }
 
 /// /proc/kpageflags.

@@ -1,6 +1,6 @@
 //! A report: runs of pages, what is in them and how hot they are.
 //!
-//! Before: `damon` says how hot ranges are, `memory` what each page holds. After: a bounded number of runs, the
+//! Before: `look` says how hot each page is, `memory` what it holds. After: a bounded number of runs, the
 //! cheapest to lose first within each level: free ones, then those that were not accessed for longest.
 //! Units: pages. Promise: no page is in two runs; of free memory a reserve is never told, so that the guest's next
 //! allocations find pages that the host has; pages that were restored recently are not cold.
@@ -11,15 +11,11 @@ use std::time::{Duration, Instant};
 use ballast_guest::run::{COLD, HOTTEST};
 use ballast_guest::{Kind, Run};
 
-use crate::damon::{MOST_ACCESSES, Range};
+use crate::look::Heat;
 use crate::memory;
 
 /// Most runs of a report: 256 KiB on the way to the host.
 pub const MOST_RUNS: usize = 16 << 10;
-/// Aggregations of DAMON's without an access after which memory is cold: 2 s.
-const COLD_AGE: u32 = 10;
-/// Cold memory is ordered by its age in steps that are each four times as long: up to 8 s, 32 s, 2 min, and more.
-const OLDEST: u8 = 3;
 /// Free pages that are not reported: 1/N of memory, within these (Blowfish, section 4.6, leaves 100 MB).
 const FREE_PART: u64 = 32;
 const FREE_LEAST: u64 = 16 << 8;
@@ -30,31 +26,8 @@ const FREE_RUN: u32 = 16;
 const BACK: Duration = Duration::from_secs(30);
 const BACK_MOST: usize = 64 << 10;
 
-/// Heat of a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Heat {
-    /// As the host is told.
-    level: u8,
-    /// Order within the level, the oldest first.
-    rank: u8,
-}
-
-impl Heat {
-    const COLDEST: Self = Self { level: COLD, rank: 0 };
-
-    /// Returns the heat of a range.
-    pub fn of(range: &Range) -> Self {
-        let level = match (range.accesses, range.age) {
-            (0, age @ COLD_AGE..) => {
-                let step = (age / COLD_AGE).ilog(4).min(OLDEST.into()) as u8;
-                return Self { level: COLD, rank: OLDEST - step };
-            }
-            (0, _) => 1,
-            (accesses, _) => 2 + (accesses.min(MOST_ACCESSES) * u32::from(HOTTEST - 2) / MOST_ACCESSES) as u8,
-        };
-        Self { level, rank: 0 }
-    }
-}
+/// Heat of a free page.
+const COLDEST: Heat = Heat { level: COLD, rank: 0 };
 
 /// Pages that the guest touched while they were far.
 #[derive(Debug, Default)]
@@ -84,13 +57,13 @@ pub struct Sorting {
 }
 
 impl Sorting {
-    /// Adds a page with these flags in a range of this heat; `None`: it is unknown. Pages come in ascending order.
+    /// Adds a page with these flags and this heat; `None`: it is unknown. Pages come in ascending order.
     pub fn page(&mut self, page: u64, flags: u64, heat: Option<Heat>, back: &Back, now: Instant) {
         let class = memory::class(flags, self.head);
         self.head = class;
         let Some(kind) = class else { return };
         let Heat { level, rank } = match (kind, heat) {
-            (Kind::Free, _) => Heat::COLDEST,
+            (Kind::Free, _) => COLDEST,
             (_, None) => return,
             (_, Some(heat)) if back.has(page, now) => heat.max(Heat { level: HOTTEST / 2, rank: 0 }),
             (_, Some(heat)) => heat,
@@ -141,24 +114,12 @@ mod tests {
     const ANON: u64 = 1 << 12;
     const BUDDY: u64 = 1 << 10;
 
-    fn range(accesses: u32, age: u32) -> Range {
-        Range { page: 0, end: 1, accesses, age }
-    }
-
-    #[test]
-    fn memory_is_cold_after_seconds_without_an_access_and_hotter_the_more_often_it_was_seen_accessed() {
-        let ranges = [(0, 99), (0, 3), (1, 99), (10, 0), (MOST_ACCESSES, 0), (u32::MAX, 0)];
-        assert_eq!(ranges.map(|(accesses, age)| Heat::of(&range(accesses, age)).level), [0, 1, 2, 8, 15, 15]);
-        let ages = [10, 39, 40, 160, 640, u32::MAX];
-        assert_eq!(ages.map(|age| Heat::of(&range(0, age)).rank), [3, 3, 2, 1, 0, 0], "the oldest first");
-    }
-
     #[test]
     fn what_is_cheapest_to_lose_comes_first_and_a_page_that_was_restored_is_not_cold() {
         let (mut back, now) = (Back::default(), Instant::now());
         back.add(&Run::of(1, 1), now);
         let mut report = Sorting::default();
-        let (young, old) = (Heat { level: COLD, rank: 1 }, Heat::COLDEST);
+        let (young, old) = (Heat { level: COLD, rank: 1 }, COLDEST);
         for (page, flags, heat) in
             [(0, LRU | ANON, young), (1, LRU | ANON, young), (2, LRU, young), (3, 0, old), (4, LRU | ANON, old)]
         {

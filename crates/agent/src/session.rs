@@ -2,8 +2,8 @@
 //!
 //! Before: the port is open. After: the agent is told to end, or the port is gone.
 //! Threads: one, which waits for the host and for the next tick, and for nothing else for long.
-//! Promise: reports take at most 1/20 of a CPU here. If the host is silent for a while, the guest gets the held memory
-//! back, and no reports are made.
+//! Promise: reports take at most 1/20 of a CPU here, and looks as much in the kernel. If the host is silent for long,
+//! the guest gets the held memory back, and no reports are made.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -14,12 +14,13 @@ use ballast_guest::run::COLD;
 use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost};
 
 use crate::balloon::Balloon;
-use crate::damon::Damon;
+use crate::look::Looks;
 use crate::memory::{self, Flags};
 use crate::port::Port;
 use crate::prove::Proof;
-use crate::report::{self, Back, Heat, Sorting};
+use crate::report::{self, Back, Sorting};
 use crate::services::Services;
+use crate::setting::Setting;
 use crate::tiering::Tiering;
 use crate::{files, vital};
 
@@ -31,6 +32,8 @@ const DAMON_AGAIN: Duration = Duration::from_secs(30);
 /// Least time between two reports; and at least N times what the last one took.
 const REPORT_EVERY: Duration = Duration::from_secs(2);
 const REPORT_PART: u32 = 20;
+/// Least time between two looks at memory beside tiering.
+const TIERING_PAUSE: Duration = Duration::from_secs(30);
 
 /// Serves the host until the agent is told to end.
 ///
@@ -76,9 +79,16 @@ pub fn run(path: Option<&str>, tiering: Option<&Tiering>) -> io::Result<()> {
 enum Source {
     /// The host wants none, or it was not tried yet.
     None,
-    Damon(Damon),
+    Looks(Looks),
     /// It is not available; the next try is at this time.
     Without(Instant),
+}
+
+impl Source {
+    /// Returns the time that looks have taken so far.
+    fn spent(&self) -> Duration {
+        if let Self::Looks(looks) = self { looks.spent() } else { Duration::ZERO }
+    }
 }
 
 /// State of the agent.
@@ -92,6 +102,8 @@ struct Guest<'a> {
     next_report: Instant,
     reports: u32,
     source: Source,
+    /// While reports are wanted, without tiering.
+    small_blocks: Option<Setting>,
     note: String,
     ram: Vec<(u64, u64)>,
     flags: Option<Flags>,
@@ -115,6 +127,7 @@ impl<'a> Guest<'a> {
             next_report: now,
             reports: 0,
             source: Source::None,
+            small_blocks: None,
             note: String::new(),
             ram: memory::ram().unwrap_or_default(),
             flags: Flags::open().ok(),
@@ -151,6 +164,7 @@ impl<'a> Guest<'a> {
         self.balloon.empty();
         self.services.tune(false);
         self.source = Source::None;
+        self.small_blocks = None;
     }
 
     fn say(&self, port: &mut Port, message: &ToHost) {
@@ -198,6 +212,10 @@ impl<'a> Guest<'a> {
         self.services.tune(wanted.services);
         if !wanted.reports {
             self.source = Source::None;
+            self.small_blocks = None;
+        } else if self.small_blocks.is_none() && self.tiering.is_none() {
+            // Tiering moves pages all the time: what they leave would be reported, and taken again.
+            self.small_blocks = Setting::small_blocks().inspect_err(|error| eprintln!("ballast-agent: {error}")).ok();
         }
         (self.next_tick, self.next_report) = (now, now);
         let kernel = files::read("/proc/sys/kernel/osrelease").unwrap_or_default();
@@ -244,10 +262,12 @@ impl<'a> Guest<'a> {
             self.tick(now, port);
         }
         if self.wanted.reports && now >= self.next_report {
+            let of_looks = self.source.spent();
             if !port.is_behind() {
                 self.report(now, port);
             }
-            let took = now.elapsed();
+            // Looks are paced apart: what the agent holds, and what is free, is told as often as may be.
+            let took = now.elapsed().saturating_sub(self.source.spent().saturating_sub(of_looks));
             self.next_report = Instant::now() + REPORT_EVERY.max(took * REPORT_PART);
         }
     }
@@ -260,7 +280,7 @@ impl<'a> Guest<'a> {
         }
         let mut tick = vital::tick();
         let (tracking, of_damon) = match &self.source {
-            Source::Damon(damon) => (Tracking::Damon, damon.cpu_us()),
+            Source::Looks(looks) => (Tracking::Damon, looks.cpu_us()),
             _ => (Tracking::Off, 0),
         };
         tick.tracking = tracking;
@@ -278,14 +298,16 @@ impl<'a> Guest<'a> {
     /// Starts DAMON, if it is available.
     fn watch(&mut self, now: Instant) {
         match self.source {
-            Source::Damon(_) => return,
+            Source::Looks(_) => return,
             Source::Without(again) if now < again => return,
             _ => {}
         }
-        self.source = match Damon::start(&self.ram) {
-            Ok(damon) => {
+        // Tiering waits for DAMON while a look is being taken.
+        let pause = if self.tiering.is_some() { TIERING_PAUSE } else { Duration::ZERO };
+        self.source = match Looks::start(&self.ram, pause) {
+            Ok(looks) => {
                 self.note.clear();
-                Source::Damon(damon)
+                Source::Looks(looks)
             }
             Err(error) => {
                 self.note = error.to_string();
@@ -296,29 +318,19 @@ impl<'a> Guest<'a> {
 
     fn report(&mut self, now: Instant, port: &mut Port) {
         self.watch(now);
-        let ranges = match &self.source {
-            Source::Damon(damon) => damon.ranges(),
-            _ => Ok(Vec::new()),
-        };
-        let ranges = ranges.unwrap_or_else(|error| {
-            // Another program has it now.
-            self.note = format!("asking DAMON: {error}");
-            self.source = Source::Without(now + DAMON_AGAIN);
-            Vec::new()
-        });
         let Some(flags) = &self.flags else { return };
         let mut report = Sorting::default();
-        let mut next = ranges.iter().peekable();
-        for piece in &self.ram {
-            let told = flags.each(*piece, |page, flags| {
-                while next.next_if(|range| range.end <= page).is_some() {}
-                let heat = next.peek().filter(|range| range.page <= page).map(|range| Heat::of(range));
-                report.page(page, flags, heat, &self.back, now);
-            });
-            if let Err(error) = told {
-                self.note = format!("reading /proc/kpageflags: {error}");
-                return;
-            }
+        let mut tell = |page, flags, heat| report.page(page, flags, heat, &self.back, now);
+        let told = match &mut self.source {
+            Source::Looks(looks) => looks.each(flags, tell),
+            // Free memory is told all the same.
+            _ => self.ram.iter().try_for_each(|piece| flags.each(*piece, |page, flags| tell(page, flags, None))),
+        };
+        if let Err(error) = told {
+            // Another program has DAMON now, say.
+            self.note = format!("looking at memory: {error}");
+            self.source = Source::Without(now + DAMON_AGAIN);
+            return;
         }
         let vital = vital::tick();
         // What the agent holds is zeros that nobody needs.

@@ -16,6 +16,7 @@ use ballast_sys::program;
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
 use ballast_testvm::qemu::{Accel, Image, QemuGuest, qemu_missing};
 
+use crate::options::Part;
 use crate::order::{GuestKind, Role};
 use crate::report::Row;
 use crate::rig::Bench;
@@ -137,10 +138,23 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     }
     Image::find_with_agent()?;
     bench.options.guest = GuestKind::Qemu;
-    by_turns(bench, each, "free", ["reported", "not_reported"], freed)?;
-    by_turns(bench, each, "services", ["not_tuned", "tuned"], serviced)?;
-    by_turns(bench, each, "files", ["agent", "host"], |bench, side| choose(bench, Load::Files, side))?;
-    by_turns(bench, each, "redis", ["agent", "host"], |bench, side| choose(bench, Load::Redis, side))
+    let only = bench.options.part;
+    let is_wanted = |part| only.is_none_or(|only| only == part);
+    if is_wanted(Part::Free) {
+        by_turns(bench, each, "free", ["reported", "not_reported"], freed)?;
+    }
+    if is_wanted(Part::Scattered) {
+        by_turns(bench, each, "scattered", ["agent", "host"], scattered)?;
+    }
+    if is_wanted(Part::Services) {
+        by_turns(bench, each, "services", ["not_tuned", "tuned"], serviced)?;
+    }
+    for (part, load, name) in [(Part::Files, Load::Files, "files"), (Part::Redis, Load::Redis, "redis")] {
+        if is_wanted(part) {
+            by_turns(bench, each, name, ["agent", "host"], |bench, side| choose(bench, load, side))?;
+        }
+    }
+    Ok(())
 }
 
 /// Measures two sides by turns; the order changes after each.
@@ -204,12 +218,14 @@ fn choose(bench: &mut Bench, load: Load, side: &str) -> Result<Figures> {
     let wrong = now.by_agent.wrong_pages + now.by_host.wrong_pages;
     let cycles = tracked(bench)?.cycles - heat.cycles;
     let evicted = |stat: &VmStat| stat.reclaim.evicted_pages + stat.reclaim.evicted_zero_pages;
+    let (evicted, restored) = (evicted(&after) - evicted(&before), restored(&after) - restored(&before));
     let of = |key: &str| format!("{key}_{side}");
     let mut figures = vec![
+        (of("restored_of_evicted_pct"), percent(restored, evicted)),
         (of("wrong_reclaim_pct"), percent(wrong, judged)),
         (of("judged_pages"), judged as f64),
-        (of("evicted_mib"), mib((evicted(&after) - evicted(&before)) * PAGE_SIZE as u64)),
-        (of("restored_pages"), (restored(&after) - restored(&before)) as f64),
+        (of("evicted_mib"), mib(evicted * PAGE_SIZE as u64)),
+        (of("restored_pages"), restored as f64),
         (of("quarantine_hit_pages"), (after.reclaim.quarantine_hit_pages - before.reclaim.quarantine_hit_pages) as f64),
         (of("judged_by_agent_pct"), percent(now.by_agent.judged_pages, judged)),
         (of("tracking_cycles"), cycles as f64),
@@ -267,6 +283,25 @@ fn freed(bench: &mut Bench, side: &str) -> Result<Figures> {
         (of("stored_mib"), mib(after.reclaim.evicted_pages * PAGE_SIZE as u64)),
         (of("zeros_mib"), mib(after.reclaim.evicted_zero_pages * PAGE_SIZE as u64)),
         (of("store_mib"), mib(after.store_bytes)),
+    ];
+    vm.end(bench)?;
+    Ok(figures)
+}
+
+/// A guest deletes every other of many small files: free memory in blocks of some pages.
+fn scattered(bench: &mut Bench, side: &str) -> Result<Figures> {
+    let mut vm = Booted::new(bench, &[], if side == "agent" { "scatter-load" } else { "scatter-load alone" })?;
+    vm.expect("filled")?;
+    let filled = vm.stat(bench)?;
+    vm.guest.tell("delete")?;
+    vm.expect("deleted")?;
+    std::thread::sleep(SETTLES);
+    let after = vm.stat(bench)?;
+    let of = |key: &str| format!("{key}_{side}");
+    let figures = vec![
+        (of("returned_mib"), mib(filled.resident_bytes.saturating_sub(after.resident_bytes))),
+        (of("engine_cpu_ms"), (after.engine_time.tasks_us - filled.engine_time.tasks_us) as f64 / 1000.0),
+        (of("restored_pages"), (restored(&after) - restored(&filled)) as f64),
     ];
     vm.end(bench)?;
     Ok(figures)

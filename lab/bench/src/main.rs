@@ -83,7 +83,7 @@ struct BenchArgs {
     /// spill: a directory on the disk to measure [default: that for temporary files]
     #[arg(long, value_name = "PATH")]
     dir: Option<PathBuf>,
-    /// balance, density, pool: one of its parts alone [default: all]
+    /// balance, density, pool, guest: one of its parts alone [default: all]
     #[arg(long, value_enum)]
     part: Option<Part>,
     /// density: this number of VMs alone [default: 1 to 1,000]

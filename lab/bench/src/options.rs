@@ -71,7 +71,7 @@ impl Which {
     }
 }
 
-/// A part of what [`Which::Balance`], [`Which::Density`] or [`Which::Pool`] measures.
+/// A part of what [`Which::Balance`], [`Which::Density`], [`Which::Pool`] or [`Which::Guest`] measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Part {
     /// Eight VMs at falling levels of memory.
@@ -96,6 +96,16 @@ pub enum Part {
     Guest,
     /// The memory that a VM of the daemon's pool costs.
     Cost,
+    /// A program of a guest ends.
+    Free,
+    /// A program of a guest frees memory here and there.
+    Scattered,
+    /// A guest's khugepaged works on what is far.
+    Services,
+    /// A guest reads files.
+    Files,
+    /// A guest runs Redis.
+    Redis,
 }
 
 impl Part {
@@ -105,6 +115,7 @@ impl Part {
             Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
             Self::Busy | Self::Recovery | Self::Idle => Which::Density,
             Self::Start | Self::Guest | Self::Cost => Which::Pool,
+            Self::Free | Self::Scattered | Self::Services | Self::Files | Self::Redis => Which::Guest,
         }
     }
 }
@@ -120,7 +131,7 @@ pub struct Options {
     pub quick: bool,
     /// Spill: a directory on the disk.
     pub dir: PathBuf,
-    /// Balance, density, pool: this part alone.
+    /// Balance, density, pool, guest: this part alone.
     pub part: Option<Part>,
     /// Density: this number of VMs alone.
     pub vms: Option<usize>,
