@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use ballast_daemon::config::Config;
 use ballast_keeper::Follow;
+use ballast_sys::log_line::StandardError;
 use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
@@ -48,7 +49,9 @@ fn main() -> ExitCode {
     let args = Args::parse();
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::try_from_env("BALLAST_LOG").unwrap_or_else(|_| "info".into()))
-        .with_writer(std::io::stderr)
+        // A guest may wait for the thread that has something to say: a log that is full must not stop it.
+        .with_writer(|| StandardError)
+        .log_internal_errors(false)
         .with_ansi(false)
         .init();
     match run(args) {

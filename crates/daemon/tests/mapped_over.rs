@@ -25,6 +25,8 @@ enum With {
     Itself,
     /// Nothing.
     Nothing,
+    /// A file that may not be written, of which userfaultfd takes nothing.
+    ReadOnly,
 }
 
 fn map_over(client: &Client, ram: &Ram, page: u64, pages: u64, with: With) {
@@ -43,6 +45,13 @@ fn map_over(client: &Client, ram: &Ram, page: u64, pages: u64, with: With) {
             With::Nothing => {
                 let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
                 mmap_anonymous(at, len, ProtFlags::empty(), flags).expect("map")
+            }
+            With::ReadOnly => {
+                let file = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file");
+                file.as_file().set_len(len as u64).expect("its size");
+                let read_only = std::fs::File::open(file.path()).expect("open");
+                let flags = MapFlags::SHARED | MapFlags::FIXED;
+                mmap(at, len, ProtFlags::READ, flags, read_only.as_fd(), 0).expect("map")
             }
         }
     };
@@ -120,7 +129,9 @@ fn a_vm_with_something_in_its_ram_that_is_no_ram_is_served_by_the_next_engine_an
     until("the limit holds", || held(&daemon));
     // All of it is registered by now. No page of what is mapped over is wanted any more.
     let holes = [3, 100, 8191, 8192, PAGES - 1];
-    holes.iter().for_each(|page| map_over(&client, &ram, *page, 1, With::Nothing));
+    for (page, with) in holes.iter().zip([With::Nothing, With::ReadOnly].into_iter().cycle()) {
+        map_over(&client, &ram, *page, 1, with);
+    }
     let check = |when: &str| {
         let wrong = (0..PAGES).filter(|page| !holes.contains(page) && !ram.is_marked(*page)).count();
         assert_eq!(wrong, 0, "pages with wrong bytes {when}\n{}", daemon.log());

@@ -6,9 +6,10 @@
 //! Threads: the engine's scan for foreign mappers, the keeper's search; never one that takes orders, clients or
 //! requests, because reading another process's `/proc/PID/maps` needs a lock of that process, which a process in
 //! trouble may hold for ever.
-//! Promise: a scan ends. A process that cannot be examined is skipped and named. A process that has not run since the
-//! last scan has the same map as then, and is not read again: the cost of a scan depends on the processes that have run
-//! meanwhile.
+//! Promise: a scan ends. A process that cannot be examined is skipped and named; if it was known to map a file, that
+//! still counts. A scan that could not be made says so, and nobody takes it for one that found no process. A process
+//! that has not run since the last scan has the same map as then, and is not read again: the cost of a scan depends on
+//! the processes that have run meanwhile.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -40,6 +41,8 @@ pub struct Scan {
     pub mapping: HashMap<Process, FileRanges>,
     /// Processes that could not be read in time.
     pub unreadable: Vec<Process>,
+    /// We lack what a scan needs (descriptors, memory, a thread): processes that map a file may be missing here.
+    pub failed: bool,
 }
 
 /// Reads the files that a process maps, or has open. Replaced in tests, because no test can make `/proc` hang.
@@ -62,15 +65,14 @@ struct Known {
 }
 
 impl Processes {
-    /// Scan all processes. Those we may not read are skipped, as are those that end meanwhile. A process that could not
-    /// be read for any other reason (no descriptors left, say) is unreadable, and so are we if
-    /// `/proc` is.
+    /// Scan all processes. Those we may not read are skipped, as are those that end meanwhile. If one could not be read
+    /// for any other reason (no descriptors left, say), or if `/proc` could not, the scan has failed.
     pub fn scan(&mut self, files: &HashSet<FileId>) -> Scan {
         match entries() {
             Ok(entries) => self.scan_these(entries, files, &(Arc::new(mapped) as Arc<Read>)),
             Err(error) => {
                 tracing::error!("Reading /proc: {error}");
-                Scan { unreadable: Process::this().into_iter().collect(), ..Scan::default() }
+                Scan { failed: true, ..Scan::default() }
             }
         }
     }
@@ -83,16 +85,23 @@ impl Processes {
             let ran = clock::process_time(pid);
             match before.remove(&pid) {
                 Some(known) if known.entry == entry && Some(known.ran) == ran => drop(self.0.insert(pid, known)),
-                _ => drop(changed.insert(pid, (entry, ran))),
+                known => drop(changed.insert(pid, (entry, ran, known.filter(|known| known.entry == entry)))),
             }
         }
-        let Scan { mut mapping, unreadable } = scan_these(changed.keys().copied().collect(), read, READ_TIMEOUT);
+        let pids = changed.keys().copied().collect();
+        let Scan { mut mapping, unreadable, failed } = scan_these(pids, read, READ_TIMEOUT);
         for process in &unreadable {
-            changed.remove(&process.pid);
+            // What it mapped when it could be read still counts. Its time then is not its time now: it is read again.
+            let known = changed.remove(&process.pid).and_then(|(_, _, known)| known);
+            self.0.extend(known.map(|known| (process.pid, known)));
         }
         let mut found: HashMap<u32, _> =
             mapping.drain().map(|(process, files)| (process.pid, (process, files))).collect();
-        for (pid, (entry, ran)) in changed {
+        for (pid, (entry, ran, known)) in changed {
+            if failed && !found.contains_key(&pid) {
+                self.0.extend(known.map(|known| (pid, known)));
+                continue;
+            }
             let files = found.remove(&pid);
             self.0.extend(ran.map(|ran| (pid, Known { entry, ran, files })));
         }
@@ -101,7 +110,7 @@ impl Processes {
         mapping.extend(self.0.values().filter_map(|known| known.files.clone()));
         mapping.values_mut().for_each(|found| found.retain(|file| files.contains(&file)));
         mapping.retain(|_, found| !found.is_empty());
-        Scan { mapping, unreadable }
+        Scan { mapping, unreadable, failed }
     }
 }
 
@@ -112,8 +121,12 @@ pub fn scan(files: &HashSet<FileId>) -> Scan {
 
 /// The numbers of all processes, and the inodes of their directories.
 fn entries() -> io::Result<Vec<(u32, u64)>> {
-    let processes = std::fs::read_dir("/proc")?.flatten();
-    Ok(processes.filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.ino()))).collect())
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc")? {
+        let entry = entry?;
+        found.extend(entry.file_name().to_str().and_then(|name| Some((name.parse().ok()?, entry.ino()))));
+    }
+    Ok(found)
 }
 
 /// The same, and a second reading of those processes that are outside `known`: only a process seen twice is a foreign
@@ -147,14 +160,16 @@ fn of_these(read: impl Fn(u32) -> io::Result<FileRanges>, pid: u32, files: &Hash
 }
 
 fn confirm(first: Scan, known: impl Fn(&Process, &FileRanges) -> bool, again: impl FnOnce(Vec<u32>) -> Scan) -> Scan {
-    let Scan { mut mapping, unreadable } = first;
+    let Scan { mut mapping, unreadable, mut failed } = first;
     mapping.retain(|process, files| !known(process, files));
     if !mapping.is_empty() {
         let second = again(mapping.keys().map(|process| process.pid).collect());
         // By process, not by pid: the pid may be another's by now. One that cannot be read any more stays suspect.
-        mapping.retain(|process, _| second.mapping.contains_key(process) || second.unreadable.contains(process));
+        let is_there = |process: &Process| second.mapping.contains_key(process) || second.unreadable.contains(process);
+        failed |= second.failed;
+        mapping.retain(|process, _| failed || is_there(process));
     }
-    Scan { mapping, unreadable }
+    Scan { mapping, unreadable, failed }
 }
 
 fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
@@ -165,6 +180,14 @@ fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
 fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
     let mut scan = Scan::default();
     let find = |pid| Process::find(pid).ok().flatten();
+    // One without a name would not be in the result.
+    let named = |pid, scan: &mut Scan| {
+        Process::find(pid).unwrap_or_else(|error| {
+            scan.failed = true;
+            tracing::warn!(pid, "Looking for this process: {error}");
+            None
+        })
+    };
     let known_stuck: HashSet<Process> = stuck().clone();
     pids.retain(|pid| {
         let process = known_stuck.iter().find(|process| process.pid == *pid);
@@ -192,12 +215,12 @@ fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
         });
         if let Err(error) = reader {
             tracing::error!("Starting a thread that reads memory maps: {error}");
-            scan.unreadable.extend(left.iter().filter_map(|pid| find(*pid)));
+            scan.failed = true;
             return scan;
         }
         while let Some((pid, rest)) = left.split_first() {
             left = rest;
-            let process = find(*pid);
+            let process = named(*pid, &mut scan);
             let answer = answers.recv_timeout(timeout).ok().or_else(|| {
                 let mut stuck = stuck();
                 let answer = answers.try_recv().ok();
@@ -210,6 +233,7 @@ fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
                 (Some(Err(error)), process) => {
                     tracing::warn!(pid, "Reading the memory map of this process: {error}");
                     scan.unreadable.extend(process);
+                    scan.failed = true;
                 }
                 (Some(Ok(found)), Some(process)) if !found.is_empty() => {
                     scan.mapping.insert(process, found);
@@ -229,10 +253,14 @@ fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
 /// A process other than those that may still reach these files, because it has one of them open, or maps one.
 /// Descriptors are checked first, because any process may have them. A process that hangs and cannot be examined counts
 /// as one that does not, unless it is of `suspects`: those that had them.
+///
+/// # Errors
+///
+/// If not all processes could be examined because we lack something: somebody may hold them.
 pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> io::Result<Option<Process>> {
     let [opening, mapping] = [files.clone(), files.clone()];
     let readers: [Arc<Read>; 2] = [
-        Arc::new(move |pid| Ok(opened(pid, &opening).into_iter().map(|file| (file, 0, u64::MAX)).collect())),
+        Arc::new(move |pid| Ok(opened(pid, &opening)?.into_iter().map(|file| (file, 0, u64::MAX)).collect())),
         Arc::new(move |pid| of_these(mapped, pid, &mapping)),
     ];
     for read in readers {
@@ -242,6 +270,9 @@ pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> 
         let hanging = scan.unreadable.into_iter().filter(hangs);
         if let Some(process) = scan.mapping.into_keys().chain(hanging).find(|process| !but.contains(&process.pid)) {
             return Ok(Some(process));
+        }
+        if scan.failed {
+            return Err(io::Error::other("not all processes could be examined"));
         }
     }
     Ok(None)
@@ -297,21 +328,21 @@ mod tests {
         let files = HashSet::from([file]);
         let me = Process::this().expect("this process");
         let nobody = HashSet::new();
-        assert_eq!(opened(me.pid, &files), files);
+        assert_eq!(opened(me.pid, &files).expect("read"), files);
         assert_eq!(holder(&files, &nobody, &[]).expect("readable"), Some(me));
         assert_eq!(holder(&files, &HashSet::from([me.pid]), &[]).expect("readable"), None);
         let mapping = Mapping::shared(&fd, 0, 4096).expect("map");
         drop(fd);
-        assert_eq!(opened(me.pid, &files), HashSet::new());
+        assert_eq!(opened(me.pid, &files).expect("read"), HashSet::new());
         assert_eq!(holder(&files, &nobody, &[]).expect("readable"), Some(me), "it is mapped");
         drop(mapping);
         assert_eq!(holder(&files, &nobody, &[]).expect("readable"), None);
-        assert_eq!(opened(me.pid, &HashSet::from([FileId { dev: 0, ..file }])), HashSet::new());
+        assert_eq!(opened(me.pid, &HashSet::from([FileId { dev: 0, ..file }])).expect("read"), HashSet::new());
     }
 
     #[test]
     fn who_is_seen_once_only_is_no_foreign_mapper_and_who_has_the_pid_of_one_is_none_either() {
-        let sees = |process| Scan { mapping: HashMap::from([(process, its_bytes())]), unreadable: Vec::new() };
+        let sees = |process| Scan { mapping: HashMap::from([(process, its_bytes())]), ..Scan::default() };
         let child = Process { pid: 7, start: 1 };
         let confirm_with = |second: Scan| confirm(sees(child), |_, _| false, |_| second).mapping.len();
         assert_eq!(confirm_with(Scan::default()), 0, "it went on to exec");
@@ -359,7 +390,14 @@ mod tests {
         let me = Process::this().expect("this process");
         let read: Arc<Read> = Arc::new(|_| Err(rustix::io::Errno::MFILE.into()));
         let scan = scan_these(vec![me.pid], &read, Duration::from_secs(60));
-        assert_eq!((scan.mapping.len(), scan.unreadable), (0, vec![me]));
+        assert_eq!((scan.mapping.len(), scan.unreadable, scan.failed), (0, vec![me], true));
+        let mut processes = Processes::default();
+        let entry = vec![(me.pid, 1)];
+        let maps: Arc<Read> = Arc::new(|_| Ok(its_bytes()));
+        assert!(!processes.scan_these(entry.clone(), &one_file(), &maps).failed);
+        processes.0.values_mut().for_each(|known| known.ran = Duration::MAX);
+        let scan = processes.scan_these(entry, &one_file(), &read);
+        assert!(scan.failed && scan.mapping.contains_key(&me), "what it was known to map still counts");
         assert!(mapped(u32::MAX).expect("gone, which is no error").is_empty());
     }
 

@@ -14,12 +14,17 @@ use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, major, makedev, statx};
 /// The files among these that the process has open. The kernel tells a descriptor's inode number without asking the
 /// file's own file system, which may not respond; only a file with a matching number is queried, in a way that does not
 /// wait.
-pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
+pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<FileId>> {
     let mut found = HashSet::new();
-    // A process that is ending has no descriptors any more, and one that we may not read shows none.
-    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fdinfo")) else { return found };
-    for descriptor in descriptors.flatten() {
-        let Ok(info) = std::fs::read_to_string(descriptor.path()) else { continue };
+    let there = passing_over(std::fs::read_dir(format!("/proc/{pid}/fdinfo")))?;
+    for descriptor in there.into_iter().flatten() {
+        let Some(descriptor) = passing_over(descriptor)? else { continue };
+        let info = match std::fs::read(descriptor.path()) {
+            Ok(info) => String::from_utf8_lossy(&info).into_owned(),
+            Err(error) if is_ours(&error) => return Err(error),
+            // It is closed by now, or its driver does not say.
+            Err(_) => continue,
+        };
         let ino = info.lines().find_map(|line| line.strip_prefix("ino:")?.trim().parse().ok());
         let path = format!("/proc/{pid}/fd/{}", descriptor.file_name().to_string_lossy());
         let same_number = files.iter().filter(|file| ino.is_none_or(|ino: u64| ino == file.ino));
@@ -30,7 +35,26 @@ pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
             found.extend(stat.is_ok_and(is_it).then_some(*file));
         }
     }
-    found
+    Ok(found)
+}
+
+/// Is it us who lacks something?
+fn is_ours(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let ours = [Errno::MFILE, Errno::NFILE, Errno::NOMEM].map(|errno| Some(errno.raw_os_error()));
+    ours.contains(&error.raw_os_error())
+}
+
+/// A process that has ended, or closed this meanwhile, or that we may not read, has nothing.
+fn passing_over<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    use io::ErrorKind::{NotFound, PermissionDenied};
+    match read {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if matches!(error.kind(), NotFound | PermissionDenied) => Ok(None),
+        // It ended while it was read.
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Most parts of one file that one process maps; beyond that, all between the first and the last counts as mapped.
@@ -49,13 +73,7 @@ pub(crate) fn mapped(pid: u32) -> io::Result<FileRanges> {
         }
         Ok(found.into_iter().collect::<FileRanges>().at_most(MOST_PARTS))
     };
-    let passed_over = |error: &io::Error| {
-        use io::ErrorKind::{NotFound, PermissionDenied};
-        // The third is a process that ended while it was read.
-        matches!(error.kind(), NotFound | PermissionDenied)
-            || error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error())
-    };
-    read().or_else(|error| if passed_over(&error) { Ok(FileRanges::default()) } else { Err(error) })
+    Ok(passing_over(read())?.unwrap_or_default())
 }
 
 /// The file of a line of `/proc/PID/maps`, and which bytes of it: `start-end perms offset major:minor inode path`.

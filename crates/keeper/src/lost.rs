@@ -79,7 +79,7 @@ fn scan(files: HashSet<FileId>) -> Option<mpsc::Receiver<Seen>> {
     let (sender, answer) = mpsc::channel();
     let body = move || {
         let scan = mappers::scan(&files);
-        let nobody = scan.mapping.is_empty() && scan.unreadable.is_empty();
+        let nobody = !scan.failed && scan.mapping.is_empty() && scan.unreadable.is_empty();
         let seen = if nobody { Seen::Nobody } else { Seen::Somebody };
         let _ = sender.send(seen);
     };

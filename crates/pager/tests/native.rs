@@ -554,6 +554,8 @@ fn a_region_is_unplugged_by_its_number_if_the_view_came_without_it() {
     rig.view.remove_span(address);
     assert_eq!(rig.vm.remove_region(&rig.view, address, Some(0)).expect("unplug"), Some(0));
     assert!(rig.vm.region(0).expect("its number stays").is_removed() && rig.vm.state.regions()[0].removed);
+    let words = rig.vm.state.written_words(&rig.vm.state.regions()[0]).expect("ask");
+    assert!(words.is_empty(), "its words have given their memory back: {words:?}");
 }
 
 #[test]

@@ -18,6 +18,7 @@ pub mod huge_files;
 pub mod hugetlb;
 pub mod kcmp;
 pub mod large_pages;
+pub mod log_line;
 pub mod mapping;
 pub mod memfd;
 pub mod meminfo;

@@ -5,7 +5,7 @@
 //! Threads: one, which other processes may delay; restoring pages has a thread of the VM's own.
 //! Promise: a VM is not reclaimed from before a scan that began after its view or its first limit was known. All
 //! requests made meanwhile share one scan, so its cost does not depend on their number. Processes that cannot be
-//! examined are reported once.
+//! examined are reported once. A scan that failed releases no VM; the next is 5 s later.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
@@ -33,7 +33,7 @@ const LONGEST_REST: Duration = Duration::from_millis(250);
 /// Start the thread that scans; when a VM is sent to it, it scans at once.
 pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
     let (sender, asked) = mpsc::channel::<Arc<Served>>();
-    let mut scanner = Scanner { host, processes: Processes::default(), unreadable: HashSet::new() };
+    let mut scanner = Scanner { host, processes: Processes::default(), unreadable: HashSet::new(), failed: false };
     std::thread::Builder::new().name("mapper-scan".into()).spawn(move || {
         // A VM without a scan grows beyond its limit.
         run_first();
@@ -56,6 +56,8 @@ struct Scanner {
     processes: Processes,
     /// Processes that could not be examined, as reported.
     unreadable: HashSet<Process>,
+    /// The last scan failed, as reported.
+    failed: bool,
 }
 
 impl Scanner {
@@ -67,13 +69,30 @@ impl Scanner {
         }
         let vms: Vec<&Arc<Served>> = wanted.iter().map(|(served, _)| served).collect();
         let scan = scan_for_foreign_mappers(&mut self.processes, &vms);
+        if scan.failed != self.failed {
+            let (kind, text) = if scan.failed {
+                (
+                    "scan-failed",
+                    "processes cannot be examined, so no VM that waits for it is reclaimed from (see the log)",
+                )
+            } else {
+                ("scan-works", "processes can be examined again")
+            };
+            self.host.events.add(None, kind, text.into());
+        }
+        self.failed = scan.failed;
         let huge_pages = HugePages::now();
         for (served, asked) in &wanted {
             let nobody = "no other process maps this VM's RAM any more";
-            judge(served, Hold::Shared, "ram-shared", foreign_mapper(served, &scan), nobody);
+            let found = foreign_mapper(served, &scan);
+            if found.is_some() || !scan.failed {
+                judge(served, Hold::Shared, "ram-shared", found, nobody);
+            }
             let spared = "khugepaged spares this VM's RAM now";
             judge(served, Hold::HugePages, "huge-pages", huge_pages.danger(served), spared);
-            served.checked(*asked);
+            if !scan.failed {
+                served.checked(*asked);
+            }
         }
         let unreadable: HashSet<Process> = scan.unreadable.into_iter().collect();
         for process in unreadable.difference(&self.unreadable) {

@@ -1,10 +1,10 @@
 //! Views: a process whose faults are to be served, even if not all of its RAM can be.
 //!
-//! Before: the keeper handed over userfaultfds and a control socket. After: its faults are served. In a region that the
-//! kernel would not register (the VMM unmapped it unannounced) they cannot be, and the VM is not reclaimed from.
+//! Before: the keeper handed over userfaultfds and a control socket. After: its faults are served. If pages are far
+//! where the kernel does not register its memory (the VMM unmapped it unannounced), the VM is not reclaimed from.
 //! Threads: the VM's worker.
-//! Promise: all that can be served is served. A region that cannot be costs an event and the limit, not the other
-//! regions.
+//! Promise: all regions are served, whatever is mapped there. One that cannot be registered costs an event and the
+//! limit.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -40,7 +40,7 @@ pub fn add(
     };
     let epoch = vm.state.epoch();
     let view = Arc::new(View::new(pid, shards, uffd_features, Arc::new(ClientPeer::new(control, epoch))));
-    let (good, bad) = split(vm, &view, spans);
+    let bad = unregistrable(vm, &view, spans);
     if !bad.is_empty() {
         let what: Vec<String> = bad.iter().map(|(number, error)| format!("region {number}: {error}")).collect();
         let reason = format!("RAM that process {pid} announced cannot be registered there ({})", what.join("; "));
@@ -50,7 +50,7 @@ pub fn add(
         // restored.
         vm.hold(Hold::Shared, Some(reason));
     }
-    let added = vm.add_view(view, &good);
+    let added = vm.add_view(view, spans);
     if let Err(error) = &added {
         served.set_unserved(pid, format!("process {pid} is not served: {error}"));
     }
@@ -61,29 +61,18 @@ pub fn add(
     Ok(added?)
 }
 
-type Split = (Vec<(Span, u32)>, Vec<(u32, io::Error)>);
-
-/// The spans that can be registered where they must be, because pages there may be far, and the regions that cannot, or
-/// not all of them. A repeated registration changes nothing.
-fn split(vm: &Vm, view: &View, spans: &[(Span, u32)]) -> Split {
-    let (mut good, mut bad) = Split::default();
-    for (span, number) in spans {
-        let region = vm.region(*number);
-        let registered = region.as_ref().map_or(Ok(Vec::new()), |it| view.at(it, span.hva).register_as_flagged(it));
-        match registered {
-            Ok(holes) => {
-                // They are found again when the view is added. What is far is brought back first for a VMM that tells
-                // us before it maps something over its RAM; one that does not may have its RAM elsewhere.
-                let is_far = |page| region.as_ref().is_some_and(|region| region.is_far(page));
-                if holes.iter().any(|pages| pages.iter().any(is_far)) {
-                    bad.push((*number, io::Error::other("something else is mapped where pages are far")));
-                }
-                good.push((*span, *number));
-            }
-            Err(error) => bad.push((*number, error)),
-        }
-    }
-    (good, bad)
+/// Registers the spans where they must be, because pages there may be far. Returns the regions of which not all can be.
+/// They are served as well: the registration of an engine before us goes on, and a fault that nobody serves would be
+/// repeated for ever. A repeated registration changes nothing.
+fn unregistrable(vm: &Vm, view: &View, spans: &[(Span, u32)]) -> Vec<(u32, io::Error)> {
+    let error_of = |(span, number): &(Span, u32)| {
+        // The holes are found again when the view is added. What is far is brought back first for a VMM that tells us
+        // before it maps something over its RAM; one that does not may have its RAM elsewhere.
+        let region = vm.region(*number)?;
+        let registered = view.at(&region, span.hva).register_as_flagged(&region).1;
+        Some((*number, registered.err()?))
+    };
+    spans.iter().filter_map(error_of).collect()
 }
 
 /// The descriptors that come with a view: userfaultfds, then the control socket.

@@ -383,25 +383,24 @@ impl Engine {
         files: &[RamFile],
     ) -> anyhow::Result<()> {
         let vm = &served.vm;
-        if vm.region(number).is_none() {
-            // A scan that is under way does not look at its files.
-            served.hold_unchecked();
-            let opened = vm.open_region(files)?;
-            self.request_scan(served)?;
-            anyhow::ensure!(opened == number, "region {number} came before region {opened}");
-        }
+        // A scan that is under way does not look at its files. One more process that maps a region that we know cannot
+        // unmap pages of it yet: until it has our answer, it does not know that this memory is managed.
+        served.hold_unchecked();
+        let known = vm.region(number).is_some();
+        let opened = if known { Ok(number) } else { vm.open_region(files) };
+        self.request_scan(served)?;
+        let opened = opened?;
+        anyhow::ensure!(opened == number, "region {number} came before region {opened}");
         let view = vm.views().into_iter().find(|view| view.pid == pid);
-        if let Some((view, span)) = view.zip(span) {
-            let added = vm.add_span(&view, span, number);
-            if let Err(error) = &added {
-                // As for an incomplete view: it may read zeros where pages are far, so no page may be far.
-                let reason = format!("RAM that process {pid} added cannot be watched there: region {number}: {error}");
-                vm.report("view-incomplete", reason.clone());
-                served.set_unserved(pid, reason.clone());
-                vm.hold(Hold::Shared, Some(reason.clone()));
-                served.restore(Hold::Shared, reason, |_| ())?;
-            }
-            added?;
+        if let Some((view, span)) = view.zip(span)
+            && let Err(error) = vm.add_span(&view, span, number)
+        {
+            // As for an incomplete view: it may read zeros where pages are far, so no page may be far.
+            let reason = format!("RAM that process {pid} added cannot be watched there: region {number}: {error}");
+            vm.report("view-incomplete", reason.clone());
+            served.set_unserved(pid, reason.clone());
+            vm.hold(Hold::Shared, Some(reason.clone()));
+            served.restore(Hold::Shared, reason, |_| ())?;
         }
         Ok(())
     }

@@ -56,8 +56,7 @@ const SLICE: Duration = Duration::from_millis(2);
 const STORE_REST: Duration = Duration::from_secs(1);
 /// The same while the spill worker frees space: the time it takes to write a few MiB.
 const SPILL_REST: Duration = Duration::from_millis(20);
-/// If some pages are pinned and this many rounds in a row found nothing to zap, all pages that could go are pinned. The
-/// first of the rounds may only have reached the end of the pages that heat offers in one pass.
+/// If this many rounds in a row found nothing to zap, and some pages are pinned or kept, no other page can go.
 const HELD_UP_AFTER: u32 = 3;
 /// The pause after such a round, in lengths of the round: it takes less than 1/20 of a CPU.
 const PINNED_REST: u32 = 20;
@@ -281,7 +280,8 @@ impl ReclaimWorker {
             return Ok(Duration::ZERO);
         }
         let searched = std::mem::take(&mut self.pace.searched) + now.elapsed();
-        let is_fruitless = watched == 0 && zapped == 0 && !is_cut && vm.pinned.pages().0 > 0;
+        let stays = vm.pinned.pages().0 > 0 || vm.views().iter().any(|view| view.kept.any());
+        let is_fruitless = watched == 0 && zapped == 0 && !is_cut && stays;
         self.fruitless = if is_fruitless { self.fruitless.saturating_add(1) } else { 0 };
         Ok(match (over_limit, evicted > 0) {
             (true, true) => Duration::ZERO,

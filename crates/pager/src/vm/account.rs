@@ -27,11 +27,16 @@ impl Vm {
         self.mail.throttle.credits().map_or_else(unlimited, |credits| credits / 2)
     }
 
-    /// DRAM that its regions use. Where they have all of a file, that is what the file uses: the kernel knows it at
-    /// once, and reclaim asks in every round. If others have a part of the file, the extents are counted, for at most
+    /// DRAM that its regions use, but for those that were unplugged before what was far went back: nothing can be
+    /// reclaimed there. Where they have all of a file, that is what the file uses: the kernel knows it at once, and
+    /// reclaim asks in every round. If others have a part of the file, the extents are counted, for at most
     /// [`SHARE`] of a CPU; in between, the change of the file as a whole is attributed to these regions.
     pub fn resident(&self) -> io::Result<PageCount> {
-        let regions: Vec<_> = self.regions().into_iter().filter(|region| !region.is_removed()).collect();
+        let mut regions: Vec<_> = self.regions().into_iter().filter(|region| !region.is_removed()).collect();
+        let views = self.views();
+        if !views.is_empty() {
+            regions.retain(|region| views.iter().any(|view| view.base(region.number).is_some()));
+        }
         let (mut seen, mut pages) = (HashSet::new(), PageCount(0));
         for file in regions.iter().flat_map(|region| region.files()) {
             if !seen.insert(file.id) {

@@ -217,19 +217,20 @@ impl Vm {
             return Ok(None);
         }
         if let Some(region) = self.region(number).filter(|region| !region.is_removed()) {
-            if let Some(record) = self.state.regions().get(number as usize) {
-                let written = self.state.written_words(record)?;
-                written.into_iter().try_for_each(|pages| self.discard_run(&region, pages, Frees::Copies))?;
-            }
+            let records = self.state.regions();
+            let record = &records[number as usize];
+            let written = self.state.written_words(record)?;
+            written.into_iter().try_for_each(|pages| self.discard_run(&region, pages, Frees::Copies))?;
             self.stats().sub(Counter::RegisteredBytes, region.registered().0);
             region.remove();
             self.state.remove_region(number);
             drop(region);
+            let vm = self.state.name();
             if let Err(error) = self.close_files(number) {
-                tracing::warn!(
-                    vm = self.state.name(),
-                    "The files of region {number} stay open until the VM ends: {error}"
-                );
+                tracing::warn!(vm, "The files of region {number} stay open until the VM ends: {error}");
+            }
+            if let Err(error) = self.state.forget_words(record) {
+                tracing::warn!(vm, "The words of region {number} keep their memory until the VM ends: {error}");
             }
         }
         Ok(Some(number))

@@ -244,17 +244,17 @@ impl RegionView<'_> {
     }
 
     /// Registers what is registered for the region's other views: before any page of it can be far for this one.
-    /// Returns the pages that are not: the VMM has mapped something over them that is no RAM, so no thread of it wants
-    /// them here.
-    ///
-    /// # Errors
-    /// The kernel refuses, or more parts are mapped over than a VMM has a reason for.
-    pub fn register_as_flagged(&self, region: &Region) -> io::Result<Vec<PageRange>> {
-        let mut holes = Vec::new();
+    /// Returns the pages that it did not register, because the VMM has mapped something over them or the kernel
+    /// refused, and why that matters: no page may be far there.
+    pub fn register_as_flagged(&self, region: &Region) -> (Vec<PageRange>, io::Result<()>) {
+        let (mut holes, mut refused) = (Vec::new(), Ok(()));
         for (chunk, flag) in region.registered_chunks() {
-            self.register_around(chunk, Registered::of(flag), &mut holes)?;
+            let registered = self.register_around(chunk, Registered::of(flag), &mut holes);
+            refused = refused.and(registered);
         }
-        Ok(holes)
+        let is_far = holes.iter().any(|pages| pages.iter().any(|page| region.is_far(page)));
+        let far = if is_far { Err(io::Error::other("something else is mapped where pages are far")) } else { Ok(()) };
+        (holes, refused.and(far))
     }
 
     /// Registers those of these pages that are RAM, by halves; adds the others to `holes`.
@@ -262,17 +262,14 @@ impl RegionView<'_> {
         /// Each costs some twenty calls.
         const MOST_HOLES: usize = 4096;
         let Err(error) = self.register(pages, how) else { return Ok(()) };
-        if error.kind() != io::ErrorKind::InvalidInput || holes.len() >= MOST_HOLES {
-            return Err(error);
-        }
         let granules = pages.count() * PAGE_SIZE as u64 / self.granule;
-        if granules <= 1 {
+        if !is_mapped_over(&error) || holes.len() >= MOST_HOLES || granules <= 1 {
             holes.push(pages);
-            return Ok(());
+            return if is_mapped_over(&error) { Ok(()) } else { Err(error) };
         }
         let middle = PageIdx(pages.start().0 + granules / 2 * self.granule / PAGE_SIZE as u64);
-        self.register_around(PageRange::new(pages.start(), middle), how, holes)?;
-        self.register_around(PageRange::new(middle, pages.end()), how, holes)
+        let lower = self.register_around(PageRange::new(pages.start(), middle), how, holes);
+        lower.and(self.register_around(PageRange::new(middle, pages.end()), how, holes))
     }
 
     /// Has the kernel watch for touches of these pages, or stop. Pages that are not registered for accesses (the
@@ -321,6 +318,12 @@ impl RegionView<'_> {
         }
         Ok(())
     }
+}
+
+/// Does the kernel refuse to register pages for what is mapped there: nothing or no shared memory, or a file that may
+/// not be written?
+pub(crate) fn is_mapped_over(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::PermissionDenied)
 }
 
 impl Mapped for RegionView<'_> {

@@ -18,7 +18,7 @@ use crate::scan::coalesce;
 use crate::scan::touches::KeepRegistered;
 use crate::vm::region::{Region, Registered};
 use crate::vm::stats::Counter;
-use crate::vm::view::View;
+use crate::vm::view::{View, is_mapped_over};
 use ballast_page::page_state::{State, Word};
 
 impl Vm {
@@ -32,7 +32,8 @@ impl Vm {
         // Before any of its pages could be picked.
         self.hold_for_peers(Some(&view));
         for region in self.regions() {
-            self.register_as_flagged(&region, &view)?;
+            // The caller has tried this before, and knows what is not registered.
+            let _ = self.register_as_flagged(&region, &view);
             for (chunk, _) in region.registered_chunks() {
                 coalesce::learn(&view, &region, chunk);
             }
@@ -68,6 +69,9 @@ impl Vm {
     }
 
     /// A process that is a view already maps one more region.
+    ///
+    /// # Errors
+    /// It is served, but not all of it is registered that must be: no page of it may be far.
     pub fn add_span(&self, view: &View, span: Span, number: u32) -> io::Result<()> {
         let _layout = self.memory.change_layout();
         view.add_span(span, number);
@@ -78,8 +82,9 @@ impl Vm {
     /// Registers what is registered of this region with a view that is new, but for what the VMM has mapped over it.
     fn register_as_flagged(&self, region: &Region, view: &View) -> io::Result<()> {
         let Some(memory) = view.of_region(region) else { return Ok(()) };
-        memory.register_as_flagged(region)?.into_iter().for_each(|pages| self.keep(view, region, pages));
-        Ok(())
+        let (holes, registered) = memory.register_as_flagged(region);
+        holes.into_iter().for_each(|pages| self.keep(view, region, pages));
+        registered
     }
 
     /// A process that mapped this VM's RAM is gone.
@@ -144,14 +149,14 @@ impl Vm {
             return Ok(false);
         }
         let Err(error) = self.register(region, pages) else { return Ok(true) };
-        if error.kind() != io::ErrorKind::InvalidInput {
+        if !is_mapped_over(&error) {
             return Err(error);
         }
         for (chunk, _) in region.chunks(pages) {
             let Err(error) = self.register(region, chunk) else { continue };
             let views = self.views();
             let mut mapped = views.iter().filter(|view| view.base(region.number).is_some());
-            let Some(view) = mapped.find(|_| error.kind() == io::ErrorKind::InvalidInput) else { return Err(error) };
+            let Some(view) = mapped.find(|_| is_mapped_over(&error)) else { return Err(error) };
             self.keep(view, region, chunk);
         }
         Ok(false)
