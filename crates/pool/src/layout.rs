@@ -14,8 +14,8 @@
 //! entries   3 words for each extent of a VM; as many as there are slices, so that the map is never full
 //! ```
 //!
-//! The last two are rarely full, and a sparse file has no memory for pages that were not written: the marks say how far
-//! they were used, and nothing beyond them is read.
+//! The last two are rarely full: the marks say how far they were used, and nothing beyond them is read. All of the file
+//! has memory all the same (24 bytes and a little for a slice), so that no write to it can fail.
 
 use ballast_base::Bytes;
 use ballast_base::format::{Format, Stamp};
@@ -138,10 +138,9 @@ impl Layout {
         self.words
     }
 
-    /// Returns the memory of the state when this number of VM slots and entries is used.
-    pub fn used_bytes(&self, vms: u32, entries: u32) -> Bytes {
-        let words = self.vms_start + vms as usize * VM_WORDS + entries as usize * ENTRY_WORDS;
-        Bytes(words as u64 * 8)
+    /// Returns the memory of the state.
+    pub fn bytes(&self) -> Bytes {
+        Bytes(self.words as u64 * 8)
     }
 
     /// Returns the nodes.

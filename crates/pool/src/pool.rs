@@ -414,10 +414,9 @@ impl<W: Words> Pool<W> {
         (usize::from(node.0) < self.table.layout.nodes.len()).then(|| NodeStats::of(&self.table, node))
     }
 
-    /// Returns the memory of the used part of the state, and of this process's tables.
+    /// Returns the memory of the state, and of this process's tables.
     pub fn metadata_bytes(&self) -> u64 {
-        let state = self.table.layout.used_bytes(self.table.vm_mark().into(), self.table.entry_mark());
-        state.0 + self.table.counts_bytes() + self.index.bytes()
+        self.table.layout.bytes().0 + self.table.counts_bytes() + self.index.bytes()
     }
 
     /// Checks the whole state.

@@ -1,16 +1,17 @@
 //! The pool's state in a file that is mapped.
 //!
 //! Before: `reserve` opens or makes the file. After: `ballast-pool` reads and writes its words.
-//! Threads: the owner's. Promise: a store is in the file at once, even if this process dies.
+//! Threads: the owner's. Promise: a store is in the file at once, even if this process dies. All of the file has
+//! memory before it is mapped: in a full file system, a touch of a hole would end the process (`SIGBUS`).
 
 use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
-use ballast_base::PAGE_SIZE;
+use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_pool::{Damage, Layout, Pool, Words};
-use ballast_sys::Mapping;
+use ballast_sys::{Mapping, memfd};
 
 /// The state of a pool in a file.
 #[derive(Debug)]
@@ -48,13 +49,22 @@ pub enum StateError {
     Damage(#[from] Damage),
 }
 
-/// Makes a state of holes. It gets its name when it is complete.
+/// Maps all of this file.
+fn map(file: &File, path: &Path, size: usize) -> io::Result<Shared> {
+    memfd::allocate(file, 0, size as u64).map_err(|error| {
+        let (size, path) = (Bytes(size as u64), path.display());
+        io::Error::new(error.kind(), format!("allocating all {size} of {path}: {error}"))
+    })?;
+    Ok(Shared::new(Mapping::shared(file, 0, size)?))
+}
+
+/// Makes a state that is empty. It gets its name when it is complete.
 pub fn create(path: &Path, layout: &Layout) -> Result<Pool<Shared>, StateError> {
     let new = path.with_extension("new");
     let file = File::options().read(true).write(true).create(true).truncate(true).open(&new)?;
     let size = (layout.words() * 8).next_multiple_of(PAGE_SIZE);
     file.set_len(size as u64)?;
-    let pool = Pool::create(Shared::new(Mapping::shared(&file, 0, size)?), layout)?;
+    let pool = Pool::create(map(&file, path, size)?, layout)?;
     std::fs::rename(&new, path)?;
     Ok(pool)
 }
@@ -69,5 +79,33 @@ pub fn open(path: &Path) -> Result<Option<Pool<Shared>>, StateError> {
     if size == 0 {
         return Err(Damage::Header("the file is empty".into()).into());
     }
-    Ok(Some(Pool::open(Shared::new(Mapping::shared(&file, 0, size)?))?.0))
+    Ok(Some(Pool::open(map(&file, path, size)?)?.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+    use ballast_pool::NodeSpec;
+
+    #[test]
+    fn no_part_of_a_state_that_is_made_or_opened_is_without_memory() {
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
+        let path = dir.path().join("state");
+        let is_all_there = || {
+            let is = std::fs::metadata(&path).expect("made");
+            is.len() > 0 && is.blocks() * 512 >= is.len()
+        };
+        let layout = Layout::new(&[NodeSpec { numa: 0, slices: 100_000 }], 512, 100).expect("a layout");
+        drop(create(&path, &layout).expect("made"));
+        assert!(is_all_there(), "it was made with holes");
+        // As a program of before has left it.
+        let file = File::options().write(true).open(&path).expect("open");
+        let (from, len) = (PAGE_SIZE as u64, file.metadata().expect("made").len() - PAGE_SIZE as u64);
+        memfd::punch(&file, from, len).expect("punch");
+        assert!(!is_all_there());
+        drop(open(&path).expect("read").expect("it is there"));
+        assert!(is_all_there(), "it was opened with holes");
+    }
 }

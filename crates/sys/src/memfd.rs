@@ -41,7 +41,12 @@ pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
 /// Allocate `len` bytes from `offset` on before they are written; they read as zeros. On a disk, later writes then need
 /// no space.
 pub fn allocate(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
-    Ok(rustix::fs::fallocate(&fd, FallocateFlags::KEEP_SIZE, offset, len)?)
+    loop {
+        match rustix::fs::fallocate(&fd, FallocateFlags::KEEP_SIZE, offset, len) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => return Ok(other?),
+        }
+    }
 }
 
 /// Read exactly `out.len()` bytes at `offset` without mapping the file. A hole reads as zeros (and stays a hole).
