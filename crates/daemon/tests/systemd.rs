@@ -158,6 +158,7 @@ fn the_unit_reloads_to_the_file_that_is_installed_and_says_so_if_it_cannot_and_r
     moves(&systemd.api, "victim");
     let first = systemd.host();
     assert_eq!(systemd.property("MainPID"), first.keeper_pid.to_string());
+    assert_eq!(systemd.property("OOMPolicy"), "continue", "an engine that the kernel kills must not end the keeper");
     let old = runs(first.engine_pid);
 
     // Another file, even if it has the same bytes.
