@@ -86,7 +86,7 @@ impl Inner {
     fn snapshot(&mut self, host: &Host) -> Snapshot {
         match self.last.clone().filter(|_| self.is_active()) {
             Some(last) => last,
-            None => self.sampler.take(host, &self.setup, now_ms()),
+            None => self.sampler.take(host, &self.setup, now_ms()).unwrap_or_else(|| self.seen(host)),
         }
     }
 
@@ -194,9 +194,14 @@ impl Governor {
             return;
         }
         let at_ms = now_ms();
-        let snapshot = inner.sampler.take(host, &inner.setup, at_ms);
+        let next_ms = at_ms + inner.setup.tick_ms;
+        let Some(snapshot) = inner.sampler.take(host, &inner.setup, at_ms) else {
+            // All targets stay as they are.
+            inner.due_ms = Some(next_ms);
+            return;
+        };
         let plan = lease_plan(inner, host, &snapshot, at_ms).or_else(|| built_in(inner, host, &snapshot));
-        inner.due_ms = inner.is_active().then_some(at_ms + inner.setup.tick_ms);
+        inner.due_ms = inner.is_active().then_some(next_ms);
         if let Some(plan) = plan {
             let vms: HashMap<String, Arc<Served>> =
                 host.all().into_iter().map(|served| (served.vm.state.id().to_string(), served)).collect();

@@ -2,12 +2,13 @@
 //!
 //! Before: the governor's tick, or an API request. After: a policy decides on it.
 //! Threads: the governor's, or an API thread, under the governor's lock; nothing here waits for a worker.
-//! Promise: a VM that may not be reclaimed from now is included, with the reason.
+//! Promise: a VM that may not be reclaimed from now is included, with the reason. A kernel that does not tell how much
+//! memory there is (this process has too many descriptors open) does not look like a host without memory.
 
 use std::collections::{HashMap, VecDeque};
 
 use ballast_base::wire::VmId;
-use ballast_base::{GIB, PAGE_SIZE, PageCount};
+use ballast_base::{GIB, KIB, PAGE_SIZE, PageCount};
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::stats::Counter;
 use ballast_policy::{Class, HostSample, Setup, Snapshot, VmSample, WorkingSet};
@@ -27,6 +28,7 @@ const BEST_RATIO: f64 = 8.0;
 #[derive(Debug, Default)]
 pub struct Sampler {
     at_ms: u64,
+    memory: Memory,
     vms: HashMap<VmId, Seen>,
 }
 
@@ -38,20 +40,41 @@ struct Seen {
     restores: VecDeque<(u64, u64)>,
 }
 
+/// Memory of the host, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Memory {
+    total: u64,
+    available: u64,
+}
+
+impl Memory {
+    /// `None`: the kernel does not tell now.
+    fn read() -> Option<Self> {
+        Self::of(&std::fs::read_to_string("/proc/meminfo").ok()?)
+    }
+
+    fn of(text: &str) -> Option<Self> {
+        let bytes = |key| meminfo::number_in(text, key).map(|kib| kib * KIB);
+        Some(Self { total: bytes("MemTotal")?, available: bytes("MemAvailable")? })
+    }
+}
+
 impl Sampler {
-    /// Sample everything. Rates are since the last `take`.
-    pub fn take(&mut self, host: &Host, setup: &Setup, at_ms: u64) -> Snapshot {
-        let (snapshot, vms) = self.snapshot(host, setup, at_ms);
-        *self = Self { at_ms, vms };
-        snapshot
+    /// Sample everything. Rates are since the last `take`. `None`: nobody can tell how much memory the host has, so
+    /// nothing may be decided now.
+    pub fn take(&mut self, host: &Host, setup: &Setup, at_ms: u64) -> Option<Snapshot> {
+        let memory = Memory::read()?;
+        let (snapshot, vms) = self.snapshot(host, setup, at_ms, memory);
+        *self = Self { at_ms, memory, vms };
+        Some(snapshot)
     }
 
-    /// The same without beginning new rates.
+    /// The same without beginning new rates; at worst with the memory that the host had before.
     pub fn peek(&self, host: &Host, setup: &Setup, at_ms: u64) -> Snapshot {
-        self.snapshot(host, setup, at_ms).0
+        self.snapshot(host, setup, at_ms, Memory::read().unwrap_or(self.memory)).0
     }
 
-    fn snapshot(&self, host: &Host, setup: &Setup, at_ms: u64) -> (Snapshot, HashMap<VmId, Seen>) {
+    fn snapshot(&self, host: &Host, setup: &Setup, at_ms: u64, memory: Memory) -> (Snapshot, HashMap<VmId, Seen>) {
         let elapsed_ms = at_ms.saturating_sub(self.at_ms);
         let mut seen = HashMap::new();
         let mut vms = Vec::new();
@@ -62,15 +85,15 @@ impl Sampler {
             vms.push(vm);
             seen.insert(id, now);
         }
-        (Snapshot { at_ms, host: host_sample(host, setup, &vms), vms }, seen)
+        (Snapshot { at_ms, host: host_sample(host, setup, memory, &vms), vms }, seen)
     }
 }
 
-fn host_sample(host: &Host, setup: &Setup, vms: &[VmSample]) -> HostSample {
+fn host_sample(host: &Host, setup: &Setup, memory: Memory, vms: &[VmSample]) -> HostSample {
     let sum = |of: fn(&VmSample) -> u64| vms.iter().map(of).fold(0, u64::saturating_add);
     let resident = sum(|vm| vm.resident_bytes);
-    let available = meminfo::bytes("MemAvailable").unwrap_or(0);
-    let min_free_bytes = (meminfo::bytes("MemTotal").unwrap_or(0) / FREE_PART).min(MOST_FREE);
+    let available = memory.available;
+    let min_free_bytes = (memory.total / FREE_PART).min(MOST_FREE);
     // The kernel's *available* also counts memory that other programs would give up. A configured budget is there to be
     // used up: when nothing of it is left, the host is not short of memory.
     let budget_bytes = setup.budget_bytes.unwrap_or((resident + available).saturating_sub(min_free_bytes));
@@ -157,4 +180,19 @@ fn estimate(resident: u64, came_back: u64, size: u64) -> WorkingSet {
 /// Milliseconds of the clock that all engines of a boot share.
 pub fn now_ms() -> u64 {
     clock::monotonic_ns() / 1_000_000
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_the_kernel_does_not_tell_is_not_none() {
+        let memory = Memory::of("MemTotal:  8 kB\nMemFree:  1 kB\nMemAvailable:  2 kB\n").expect("both are there");
+        assert_eq!((memory.total, memory.available), (8 << 10, 2 << 10));
+        for text in ["", "MemTotal:  8 kB\n", "MemTotal:  8 kB\nMemAvailable:  x kB\n", "MemAvailable:  2 kB\n"] {
+            assert!(Memory::of(text).is_none(), "{text:?}");
+        }
+        assert!(Memory::read().is_some(), "this kernel tells");
+    }
 }
