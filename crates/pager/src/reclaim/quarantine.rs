@@ -268,7 +268,7 @@ impl Quarantine {
     }
 
     /// Resets the quarantine after a failure in the middle of a batch, or a panic of the worker: all its pages are
-    /// Resident again.
+    /// Resident again. A page that a discard or a fault has at this moment is theirs, and they book it.
     ///
     /// # Errors
     /// The state file cannot be read.
@@ -281,13 +281,61 @@ impl Quarantine {
             for page in written.flat_map(|pages| region.granules(pages)) {
                 let cell = region.granule(page).cell();
                 let word = cell.load();
-                // A page that a discard holds is left out: the discard counts it a moment from now.
-                if matches!(word.state(), State::Quarantine | State::Evicting) && !word.is_locked() {
-                    cell.swap(word, Word::new(State::Resident, word.age()));
+                if matches!(word.state(), State::Quarantine | State::Evicting)
+                    && !word.is_locked()
+                    && cell.swap(word, Word::new(State::Resident, word.age()))
+                {
+                    self.vm.ledger().moved(word.state(), State::Resident, region.granule_pages());
                 }
             }
         }
-        self.vm.stats().set(Counter::Quarantined, 0);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ballast_base::store::RAM_STORE;
+    use ballast_base::wire::VmId;
+    use ballast_base::{Bytes, Extents, PageCount};
+    use ballast_handover::state_file::StateFile;
+    use ballast_store::{Budget, RamOptions, RamStore};
+    use ballast_sys::memfd;
+
+    use super::*;
+    use crate::tier::stores::{Stores, Tier};
+    use crate::vm::Tuning;
+    use crate::vm::ram::RamFile;
+    use crate::vm::region_table::LOST;
+
+    #[test]
+    fn pages_that_a_discard_or_a_fault_takes_while_all_is_forgotten_are_booked_once() {
+        let size = PageCount(8).bytes();
+        let ram = RamFile::new(memfd::create("ballast-test-ram", size).expect("memfd")).expect("stat");
+        let state = StateFile::create(VmId([3; 16]), "test").expect("state");
+        state.add_region(&[ram.id], &Extents::one(Bytes(0), size).expect("good"), None).expect("region");
+        let epoch = state.take_over(std::process::id(), 1, LOST).expect("no journal");
+        let (store, _arena) = RamStore::create(RamOptions::new(Budget::new(Bytes(1 << 20)))).expect("store");
+        let stores = Stores::new(vec![Tier::near(RAM_STORE, "RAM store", Arc::new(store))]);
+        let vm = Arc::new(Vm::new(state, epoch, stores, Tuning::default(), Arc::new(|_: &str, _| ())));
+        vm.open_region(&[ram]).expect("region");
+        let (region, ticket) = (vm.region(0).expect("open"), vm.ticket());
+        let cell = |page| region.granule(PageIdx(page)).cell();
+        for page in 0..8 {
+            assert!(quarantine(cell(page), ticket));
+        }
+        vm.ledger().moved(State::Resident, State::Quarantine, 8);
+        let word = cell(0).load();
+        let mut discard = cell(0).lock(word, word).expect("free");
+        assert!(cell(1).swap(word, Word::INITIAL), "a fault");
+        Quarantine::new(vm.clone()).forget().expect("a state file");
+        let left = || vm.stats().get(Counter::Quarantined);
+        assert_eq!(left(), 2, "these two are booked by those who moved them");
+        vm.ledger().moved(State::Quarantine, State::Resident, 1);
+        discard.publish(Word::INITIAL);
+        drop(discard);
+        vm.ledger().moved(State::Quarantine, State::Resident, 1);
+        assert_eq!(left(), 0);
+        assert!((0..8).all(|page| cell(page).load().state() == State::Resident));
     }
 }
