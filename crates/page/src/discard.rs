@@ -2,7 +2,8 @@
 //!
 //! Before: a VMM announced that it frees a range. After: the pages' memory and copies are gone, and a touch reads
 //! zeros. Threads: client workers. Waits for a worker that holds one of the pages. Units: pages of a region.
-//! Promise: no copy is freed before the punch, and a word changes only after it.
+//! Promise: no copy is freed before the punch, and a word changes only after it. No page is locked while copies are
+//! freed: a store may have to wait for its own locks then.
 
 use std::io;
 
@@ -56,6 +57,7 @@ pub fn discard<'a>(
     }
     punch(run)?;
     let mut done = Discarded::default();
+    let mut freed = Vec::new();
     for (first, granule, mut lock) in locks {
         let word = lock.word();
         if word.state() == State::Poisoned
@@ -68,7 +70,46 @@ pub fn discard<'a>(
         let rest = granule.take_rest();
         drop(lock);
         done.counts[word.state() as usize] += size;
+        freed.push((first, word, rest));
+    }
+    for (first, word, rest) in freed {
         free_copies(stores, PageKey { region, page: first }, std::iter::once(word).chain(rest));
     }
     Ok(done)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::cell::Cell;
+    use std::sync::atomic::AtomicU64;
+
+    use ballast_base::store::{Handle, Store};
+    use ballast_base::wire::VmId;
+
+    use super::*;
+
+    #[test]
+    fn no_page_of_a_run_is_locked_while_a_copy_is_freed() {
+        struct Freed<F>(F);
+        impl<F: Fn()> StoreOf for Freed<F> {
+            fn store_of(&self, _: Word) -> Option<&dyn Store> {
+                (self.0)();
+                None
+            }
+        }
+        let far = |page| Word::far(1, Handle::new(page + 1).expect("in range"), 0);
+        let words: Vec<AtomicU64> = (0..8).map(|_| AtomicU64::default()).collect();
+        let granule_of = |page: PageIdx| Granule::new(std::slice::from_ref(&words[page.0 as usize]));
+        (0..8).for_each(|page| granule_of(PageIdx(page)).cell().reset(far(page)));
+        let freed = Cell::new(0);
+        let stores = Freed(|| {
+            freed.set(freed.get() + 1);
+            let is_locked = |page| granule_of(PageIdx(page)).cell().load().is_locked();
+            assert!(!(0..8).any(is_locked), "a page is locked");
+        });
+        let region = RegionKey { vm: VmId([0; 16]), number: 0 };
+        let run = PageRange::of(PageIdx(0), 8);
+        let done = discard(region, run, granule_of, |_| Ok(()), &stores, || panic!("locked"), |_| Ok(()));
+        assert_eq!((done.expect("punched").counts[State::Far as usize], freed.get()), (8, 8));
+    }
 }

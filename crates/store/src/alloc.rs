@@ -154,7 +154,11 @@ impl Allocator {
         if let Some(allocated) = self.take_from(hint, class) {
             return Some(allocated);
         }
-        let (allocated, new_slab) = self.alloc_slowly(class)?;
+        let Some((allocated, new_slab)) = self.alloc_slowly(class) else {
+            let emptied = lock(&self.to_punch).pop_back();
+            emptied.into_iter().for_each(|number| self.retire(number..number + 1));
+            return None;
+        };
         if new_slab {
             // The slab is charged already. Other threads may use it now; it cannot be retired, because we hold a slot.
             self.arena.populate(allocated.place.slab);
@@ -204,7 +208,8 @@ impl Allocator {
             self.account.adjust(-charge);
             if !self.account.try_charge(charge) {
                 self.account.adjust(charge);
-                self.retire(number..number + 1);
+                // `alloc` punches it when the lock that is held here is free.
+                lock(&self.to_punch).push_back(number);
                 return None;
             }
             self.arena.slab(number).retired();
