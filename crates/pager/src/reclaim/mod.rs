@@ -3,11 +3,12 @@
 //! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop. `candidates` picks
 //! pages, `quarantine` has them zapped and holds them for T, and `adaptive` shortens T above the limit. `refault` and
 //! `interval` know which pages refault and how soon, `kept` and `pinned` which pages must stay, `growth` that a VM at
-//! rest holds more, and `pace` whether a client's reply begins a round.
+//! rest holds more, `pace` whether a client's reply begins a round, and `failures` which failures are reported.
 //! Threads: one reclaim worker for each VM. Promise: a page is evicted only after its quarantine.
 
 mod adaptive;
 mod candidates;
+mod failures;
 pub(crate) mod growth;
 pub mod interval;
 pub(crate) mod kept;

@@ -3,8 +3,7 @@
 //! Before: an operator or a policy wrote a limit. After: cold pages went through quarantine to the store.
 //! Threads: one task per VM. It never waits for the client, whose reply notifies it. A fault waits for the pages of the
 //! one run that is being punched (and copied, if reclaim is forced: see below), and for credits in a VM at its limit
-//! (`throttle`, at most 0.1 s). Units: pages inside, bytes at the borders. Promise: a higher limit restores no page,
-//! but it ends reclaim at once.
+//! (`throttle`, at most 0.1 s). Units: pages, bytes at the borders. Promise: a higher limit ends reclaim at once.
 //!
 //! ```text
 //! resident:  0 ........................ low ........ limit .......
@@ -32,6 +31,7 @@ use ballast_sys::PinCheck;
 
 use crate::reclaim::adaptive::Adaptive;
 use crate::reclaim::candidates::Candidates;
+use crate::reclaim::failures::Failures;
 use crate::reclaim::interval;
 use crate::reclaim::pace::Pace;
 use crate::reclaim::pinned::Asked;
@@ -43,8 +43,7 @@ use crate::vm::{Hold, Vm};
 use ballast_page::evict::{LockedFrom, To, evict, release};
 use ballast_page::page_state::State;
 
-/// Pauses between rounds that evict nothing: first and longest while nothing changes; longest at rest, where `growth`
-/// checks meanwhile; in the background; and over the limit with no page ready.
+/// Pauses after a round without evictions: first, longest, longest at rest (`growth`), in the background, over the limit.
 const IDLE: Duration = Duration::from_millis(200);
 const QUIET: Duration = Duration::from_secs(1);
 const REST: Duration = Duration::from_secs(8);
@@ -83,6 +82,7 @@ pub(crate) struct ReclaimWorker {
     quarantine: Quarantine,
     adaptive: Adaptive,
     rest_until: Option<Instant>,
+    failures: Failures,
     store_was_full: bool,
     /// Bytes resident at the last round, and at the last round with nothing to do.
     resident: u64,
@@ -106,7 +106,7 @@ pub fn margin(limit: Bytes) -> Bytes {
     Bytes((limit.0 / 32).clamp(MIB, GIB / 4))
 }
 
-/// Opens the throttle: nothing is evicted any more, so no fault need wait for credits.
+/// Opens the throttle: no fault need wait for credits, because nothing is evicted any more.
 impl Drop for ReclaimWorker {
     fn drop(&mut self) {
         self.vm.mail.throttle.open();
@@ -123,6 +123,7 @@ impl ReclaimWorker {
             quarantine: Quarantine::new(vm.clone()),
             adaptive: Adaptive::new(vm.tuning.direct_quarantine),
             rest_until: None,
+            failures: Failures::default(),
             store_was_full: false,
             resident: 0,
             checked: 0,
@@ -157,7 +158,7 @@ impl ReclaimWorker {
         }) {
             Ok(pause) => pause,
             Err(error) => {
-                vm.report("reclaim-failed", format!("Reclaiming memory: {error}"));
+                self.failures.report(&vm, now, &error);
                 vm.mail.throttle.open();
                 self.quarantine.release_all();
                 if let Err(error) = self.quarantine.forget() {
@@ -436,8 +437,7 @@ impl ReclaimWorker {
         self.quarantine.release_all();
     }
 
-    /// Puts up to about `want` more pages into quarantine, `urgent` of them from any guess that has them. Returns their
-    /// number, and whether there may be more at once.
+    /// Puts some `want` more pages into quarantine, `urgent` of any guess. Returns how many, and if there may be more.
     fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<(u64, bool)> {
         let vm = self.vm.clone();
         let layout = vm.layout();

@@ -21,8 +21,15 @@ use crate::vm::stats::Counter;
 use crate::vm::view::{View, is_mapped_over};
 use ballast_page::page_state::{State, Word};
 
+/// Will the kernel not register a chunk because of what the process has mapped: something over its RAM, or so much that
+/// it may have no more mappings? A registered chunk is a mapping of its own.
+fn is_of_its_mappings(error: &io::Error) -> bool {
+    is_mapped_over(error) || error.kind() == io::ErrorKind::OutOfMemory
+}
+
 impl Vm {
-    /// Serves one more process that maps this VM's RAM.
+    /// Serves one more process that maps this VM's RAM. If that fails, it can be tried again, without spans: they are
+    /// known from then on.
     pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(Span, u32)]) -> io::Result<()> {
         for (span, region) in spans {
             view.add_span(*span, *region);
@@ -143,20 +150,21 @@ impl Vm {
     }
 
     /// The same, if the kernel can. Returns false if the VMM has mapped something in these chunks that is no RAM and
-    /// that the kernel will not register: then the chunks are kept. Also if no process is known to map the region.
+    /// that the kernel will not register, or has as many mappings as it may have: then the chunks are kept. Also if no
+    /// process is known to map the region.
     pub(crate) fn register_or_keep(&self, region: &Region, pages: PageRange) -> io::Result<bool> {
         if self.views().iter().all(|view| view.base(region.number).is_none()) {
             return Ok(false);
         }
         let Err(error) = self.register(region, pages) else { return Ok(true) };
-        if !is_mapped_over(&error) {
+        if !is_of_its_mappings(&error) {
             return Err(error);
         }
         for (chunk, _) in region.chunks(pages) {
             let Err(error) = self.register(region, chunk) else { continue };
             let views = self.views();
             let mut mapped = views.iter().filter(|view| view.base(region.number).is_some());
-            let Some(view) = mapped.find(|_| is_mapped_over(&error)) else { return Err(error) };
+            let Some(view) = mapped.find(|_| is_of_its_mappings(&error)) else { return Err(error) };
             self.keep(view, region, chunk);
         }
         Ok(false)
@@ -181,7 +189,7 @@ impl Vm {
         let at = view.base(region.number).map_or(Hva(0), |base| base + pages.start().offset());
         let len = pages.bytes();
         if view.kept.add(region.number, pages) && first {
-            let why = "it has mapped something over them, or locked them";
+            let why = "it has mapped something over them, or locked them, or has too many mappings (vm.max_map_count)";
             let text =
                 format!("process {} cannot unmap all of its RAM ({len} at {at} and perhaps more): {why}", view.pid);
             self.report("ram-kept", format!("{text}. These pages stay in memory; the rest is reclaimed"));
