@@ -15,6 +15,7 @@ use ballast_base::wire::{self, Attach, ClientToEngine, ClientToKeeper, EngineToC
 use ballast_base::{Bytes, Hva};
 use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -49,12 +50,24 @@ struct Service<'a> {
     /// A refused resume, or an invalid reply, was announced.
     told_refused: bool,
     told_garbage: bool,
+    /// It was announced that this process has too few descriptors, or too little memory, to attach again.
+    told_short: bool,
     /// It was announced that the keeper asks to wait.
     told_later: bool,
     /// Times that a keeper has refused the VM since it was attached.
     refusals: u32,
     /// The next attach message is to be without the regions that no keeper has confirmed.
     leaves_out: bool,
+}
+
+fn system(what: &'static str) -> impl Fn(io::Error) -> AttachError {
+    move |source| AttachError::System { what, source }
+}
+
+/// Has this process, or the host, too little of something for another try to attach?
+fn is_short(error: &AttachError) -> bool {
+    let (AttachError::Connect { source, .. } | AttachError::System { source, .. }) = error else { return false };
+    matches!(Errno::from_io_error(source), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS))
 }
 
 /// Run until the first attach has failed, after which the thread is not needed. Otherwise this never returns.
@@ -67,6 +80,7 @@ pub(crate) fn run(shared: &Shared) {
         told_gone: false,
         told_refused: false,
         told_garbage: false,
+        told_short: false,
         told_later: false,
         refusals: 0,
         leaves_out: false,
@@ -147,7 +161,6 @@ impl Service<'_> {
             Ok(socket)
         };
         let socket = connect().map_err(|source| AttachError::Connect { path: path.clone(), source })?;
-        let system = |what| move |source| AttachError::System { what, source };
         let pair = Pair::new().map_err(system("making the control socket"))?;
 
         let mut link = shared.link.begin();
@@ -206,6 +219,9 @@ impl Service<'_> {
                 self.shared.timing.refused_pause
             ));
         }
+        if is_short(&error) {
+            self.short(&chain(&error));
+        }
         self.backoff = (self.backoff * 2).min(self.shared.timing.backoff_last);
         self.retry_at = Instant::now() + if slow { self.shared.timing.refused_pause } else { self.backoff };
         self.shared.link.down();
@@ -213,7 +229,7 @@ impl Service<'_> {
 
     /// Handle a message, or the end, on the attach socket.
     fn serve_keeper(&mut self, socket: &Arc<OwnedFd>) {
-        let received = match scm::receive(socket.as_fd()) {
+        let (received, is_whole) = match scm::receive_or_bytes(socket.as_fd()) {
             Ok(Some(received)) => received,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) if error.kind() == io::ErrorKind::InvalidData => return self.garbage(&error.to_string()),
@@ -241,7 +257,14 @@ impl Service<'_> {
                     return self.failed(AttachError::Refused(format!("it replied for another VM, {vm}")));
                 }
                 if known.is_none() && escrow.is_none() {
-                    return self.failed(AttachError::NoAnswer("sent no state and arena files"));
+                    return self.failed(match is_whole {
+                        true => AttachError::NoAnswer("sent no state and arena files"),
+                        false => system("receiving the VM's files")(Errno::MFILE.into()),
+                    });
+                }
+                if !is_whole {
+                    // They are those that it has.
+                    self.short(&chain(&system("receiving the VM's files again")(Errno::MFILE.into())));
                 }
                 if pending.in_part {
                     self.leave_out();
@@ -254,6 +277,7 @@ impl Service<'_> {
                 }
                 (self.backoff, self.refusals) = (self.shared.timing.backoff_first, 0);
                 (self.told_gone, self.told_refused, self.told_garbage) = (false, false, false);
+                self.told_short &= !is_whole;
             }
             Ok(KeeperToClient::Refused(reason)) => self.failed(AttachError::Refused(reason)),
             Ok(KeeperToClient::Later(reason)) => self.failed(AttachError::Later(reason)),
@@ -291,6 +315,13 @@ impl Service<'_> {
         if !self.told_later {
             self.told_later = true;
             announce(&format!("{why}; waiting"));
+        }
+    }
+
+    fn short(&mut self, why: &str) {
+        if !self.told_short {
+            self.told_short = true;
+            announce(&format!("{why}. If this process may have more descriptors (`prlimit --nofile`), this ends"));
         }
     }
 

@@ -11,7 +11,7 @@ use ballast_base::{Bytes, Hva};
 use ballast_client::{AttachError, Builder, Client, DiscardError, RequestError, Timing, ffi};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 use ballast_sys::{Mapping, memfd, scm};
-use double::{Keeper, Session, VM, have_uffd, hva, pages};
+use double::{Keeper, Session, VM, have_uffd, hva, pages, unread};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -44,15 +44,6 @@ fn builder(keeper: &Keeper, fd: &OwnedFd, map: &Mapping) -> Builder {
 /// A client with a short timeout, for tests in which no reply comes.
 fn impatient(builder: Builder) -> Builder {
     builder.timing(Timing { answer: Duration::from_millis(700), ..Timing::default() })
-}
-
-/// Bytes sent on this socket that the other side has not read yet.
-fn unread(socket: &OwnedFd) -> i32 {
-    let mut bytes = 0;
-    // SAFETY: this request writes one int, which is what it is given.
-    let answer = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &mut bytes) };
-    assert_eq!(answer, 0, "TIOCOUTQ");
-    bytes
 }
 
 /// Attach while `script` plays the keeper.

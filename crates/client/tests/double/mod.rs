@@ -3,7 +3,7 @@
 //! Every wait has a long timeout, so that a broken client fails a test and does not hang it.
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use ballast_base::store::RAM_STORE;
@@ -90,6 +90,15 @@ fn listen(path: &Path) -> OwnedFd {
     rustix::net::bind(&socket, &SocketAddrUnix::new(path).expect("address")).expect("bind");
     rustix::net::listen(&socket, 8).expect("listen");
     socket
+}
+
+/// Bytes sent on this socket that the other side has not read yet.
+pub fn unread(socket: &OwnedFd) -> i32 {
+    let mut bytes = 0;
+    // SAFETY: this request writes one int, which is what it is given.
+    let answer = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &mut bytes) };
+    assert_eq!(answer, 0, "TIOCOUTQ");
+    bytes
 }
 
 fn receive(socket: &OwnedFd) -> (ClientToKeeper, Vec<OwnedFd>) {
