@@ -137,7 +137,7 @@ impl FileStore {
     ///
     /// # Errors
     /// This program cannot read the index, or the file is not the one of the index, or it cannot be opened.
-    pub fn open(place: OwnedFd, index_fd: OwnedFd, options: FileOptions) -> io::Result<Self> {
+    pub fn open(place: impl AsFd, index_fd: OwnedFd, options: FileOptions) -> io::Result<Self> {
         let index = Arena::open(&INDEX, index_fd)?;
         let invalid =
             |what: String| Err(io::Error::new(io::ErrorKind::InvalidData, format!("Opening a file store: {what}")));

@@ -103,7 +103,7 @@ fn worker() {
         File::options().read(true).write(true).custom_flags(flags).open(path).expect("open through /proc")
     };
     let index = open(&std::env::var(ENV_INDEX).expect("an index"), 0);
-    let store = FileStore::open(open(&file, O_DIRECT).into(), index.into(), options()).expect("open the store");
+    let store = FileStore::open(open(&file, O_DIRECT), index.into(), options()).expect("open the store");
     let ledger_file = open(&std::env::var(ENV_LEDGER).expect("a ledger"), 0);
     let ledger = Mapping::shared(&ledger_file, 0, LEDGER_BYTES).expect("map the ledger");
     let rounds = std::env::var(ENV_ROUNDS).expect("rounds").parse().expect("a number");

@@ -1,16 +1,16 @@
 //! Late: opens a VM's file store on a thread of its own, because its disk may not respond.
 //!
 //! Before: the VM is being opened. After: its file store is there; or the VM is served without it, and pages in the
-//! file wait until the disk responds.
-//! Threads: one for each VM with a file store, until that is open. The VM's worker waits for it, [`OPEN_TIMEOUT`] at
-//! most.
+//! file wait until the disk responds, or the store can be opened: that is tried again until the VM is closed.
+//! Threads: one for each VM with a file store, until that is open. The VM's worker waits for its first try,
+//! [`OPEN_TIMEOUT`] at most.
 //! Promise: the store is not used before it has waited for writes that a dead engine left under way, and was swept. It
 //! is not swept any more once the VM is closed, because another engine may then open it.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_handover::state_file::StateFile;
@@ -20,6 +20,8 @@ use ballast_store::{FileOptions, FileStore, Handle};
 
 /// How long a VM waits for its disk. A healthy one takes milliseconds.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time between two tries to open it. What it lacked (a descriptor, memory) may be there again at any time.
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// A file store that is being opened.
 #[derive(Debug)]
@@ -36,7 +38,20 @@ pub struct File(Arc<Shared>);
 #[derive(Debug, Default)]
 struct Shared {
     closed: Mutex<bool>,
+    is_closed: Condvar,
     opened: OnceLock<Arc<FileStore>>,
+}
+
+impl Shared {
+    fn closed(&self) -> MutexGuard<'_, bool> {
+        self.closed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wait for the next try. Returns false if the VM was closed.
+    fn pause(&self) -> bool {
+        let waited = self.is_closed.wait_timeout_while(self.closed(), PAUSE, |closed| !*closed);
+        !*waited.unwrap_or_else(PoisonError::into_inner).0
+    }
 }
 
 impl File {
@@ -47,7 +62,8 @@ impl File {
 
     /// The VM is closed: its store is not swept, and the opening is abandoned.
     pub fn cancel(&self) {
-        *self.0.closed.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.0.closed() = true;
+        self.0.is_closed.notify_all();
     }
 }
 
@@ -58,7 +74,7 @@ impl LateFile {
         state: StateFile,
         report: Reporter,
         store: Arc<LateStore>,
-        [file, index]: [OwnedFd; 2],
+        files: [OwnedFd; 2],
         options: FileOptions,
         shared: &File,
     ) -> io::Result<Self> {
@@ -68,12 +84,14 @@ impl LateFile {
         let body = move || {
             let _listed = state.list_thread();
             let say = |kind: &str, what: String| report(kind, format!("the file store of VM {}: {what}", state.name()));
-            let opened = state.beside(|| open(&store, [file, index], options, &its_live, &shared, &say));
-            if let Err(error) = opened {
-                say("spill-unavailable", format!("it is there and cannot be opened, its pages wait: {error}"));
-            }
             // A waiter sees the end of the channel.
-            drop(end);
+            let mut end = Some(end);
+            let failed = |error| {
+                if end.take().is_some() {
+                    say("spill-unavailable", format!("it is there and cannot be opened, its pages wait: {error}"));
+                }
+            };
+            state.beside(|| open(&store, &files, &options, &its_live, &shared, &say, failed));
         };
         std::thread::Builder::new().name("file".into()).spawn(body)?;
         Ok(Self { live, over })
@@ -92,21 +110,33 @@ impl LateFile {
     }
 }
 
+/// Open it, as soon as that can be done. `failed` gets the error of each try that failed.
 fn open(
     store: &LateStore,
-    [file, index]: [OwnedFd; 2],
-    options: FileOptions,
+    [file, index]: &[OwnedFd; 2],
+    options: &FileOptions,
     live: &Receiver<Option<Vec<Handle>>>,
     shared: &Shared,
     say: &dyn Fn(&str, String),
-) -> io::Result<()> {
+    mut failed: impl FnMut(io::Error),
+) {
     let begun = Instant::now();
-    let opened = FileStore::open(file, index, options)?;
+    let mut tries = 1u64;
+    let opened = loop {
+        match index.try_clone().and_then(|index| FileStore::open(file, index, options.clone())) {
+            Ok(opened) => break opened,
+            Err(error) => failed(error),
+        }
+        tries += 1;
+        if !shared.pause() {
+            return;
+        }
+    };
     let live = live.recv().unwrap_or_default();
     let waited = if live.is_some() { opened.wait_for_writes() } else { Ok(()) };
-    let closed = shared.closed.lock().unwrap_or_else(PoisonError::into_inner);
+    let closed = shared.closed();
     if *closed {
-        return Ok(());
+        return;
     }
     match (waited, live) {
         (Ok(()), Some(live)) => drop(opened.sweep(live.into_iter())),
@@ -119,8 +149,67 @@ fn open(
     let opened = Arc::new(opened);
     let _ = shared.opened.set(opened.clone());
     store.arrive(opened);
-    if begun.elapsed() > OPEN_TIMEOUT {
-        say("spill-back", format!("its disk answers again, after {} s", begun.elapsed().as_secs()));
+    let took = begun.elapsed();
+    if tries > 1 {
+        say("spill-back", format!("it could be opened at the try of number {tries}, after {} s", took.as_secs()));
+    } else if took > OPEN_TIMEOUT {
+        say("spill-back", format!("its disk answers again, after {} s", took.as_secs()));
     }
-    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use ballast_base::store::RegionKey;
+    use ballast_base::wire::VmId;
+    use ballast_base::{Bytes, PageIdx};
+    use ballast_needs::skip;
+    use ballast_store::{Budget, GetOutcome, PageKey, PutOutcome, Store};
+
+    use super::*;
+
+    #[test]
+    fn a_store_that_cannot_be_opened_is_opened_when_it_can_be_and_not_after_the_vm_is_closed() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let options = FileOptions::new(Budget::new(Bytes(4 << 20)));
+        let (made, place, index) = match FileStore::create(dir.path(), options.clone()) {
+            Ok(made) => made,
+            Err(error) => return skip("disk", error),
+        };
+        let region = RegionKey { vm: VmId([3; 16]), number: 0 };
+        let key = PageKey { region, page: PageIdx(3) };
+        let PutOutcome::Stored(handle) = made.put(key, &[7; 4096]) else { panic!("it is empty") };
+        drop(made);
+        let path = format!("/proc/self/fd/{}", place.as_raw_fd());
+        let file = std::fs::File::options().write(true).open(path).expect("open");
+        let size = file.metadata().expect("stat").len();
+        for closes in [false, true] {
+            // As if it had not been written to the end: no such file is opened.
+            file.set_len(size + 4096).expect("a disk");
+            let (said, says) = mpsc::channel();
+            let report: Reporter = Arc::new(move |kind: &str, _| {
+                let _ = said.send(kind.to_owned());
+            });
+            let (store, shared) = (Arc::new(LateStore::new()), File::default());
+            let state = StateFile::create(VmId([3; 16]), "test").expect("state");
+            let files = [&place, &index].map(|fd| fd.try_clone().expect("dup"));
+            let late = LateFile::begin(state, report, store.clone(), files, options.clone(), &shared);
+            let LateFile { live, over } = late.expect("a thread");
+            live.send(Some(vec![handle])).expect("it goes on");
+            assert_eq!(over.recv(), Err(mpsc::RecvError), "the VM does not wait for the second try");
+            assert_eq!(says.recv().as_deref(), Ok("spill-unavailable"));
+            let mut bytes = [0; 4096];
+            assert_eq!(store.get(key, handle, &mut bytes), GetOutcome::Busy);
+            if closes {
+                shared.cancel();
+            }
+            file.set_len(size).expect("a disk");
+            assert_eq!(says.recv().as_deref().ok(), (!closes).then_some("spill-back"));
+            assert!(says.recv().is_err(), "the thread ends, and said all once");
+            let got = store.get(key, handle, &mut bytes);
+            assert_eq!(got, if closes { GetOutcome::Busy } else { GetOutcome::Found });
+            assert_eq!(shared.opened().is_some(), !closes);
+        }
+    }
 }
