@@ -289,29 +289,30 @@ impl Engine {
             }
             None => None,
         };
-        for _ in sent_regions(&vm.state, regions) {
-            vm.open_region(&ram)?;
-        }
-        if epoch > 1 {
-            // Nothing is repaired beside another engine: its workers hold the locked words.
-            match beside {
-                true => vm.follow_stores().context("Reading what its words name")?,
-                false => mend(&vm)?,
+        let open = || -> anyhow::Result<()> {
+            for _ in sent_regions(&vm.state, regions) {
+                vm.open_region(&ram)?;
             }
-            vm.stats().add(Counter::Takeovers, 1);
-        }
-        if let Some(opening) = opening {
-            blocking(|| opening.finish(&vm, late.and_then(|late| late.take_live())));
-        }
-        if may_pin {
-            vm.set_may_pin();
-        }
-        vm.hold(Hold::Pinned, pinned);
-        vm.hold(Hold::Kept, vm.state.kept().then(|| KEPT.into()));
-        if beside {
-            vm.start_beside()?;
-        } else {
-            vm.start()?;
+            if epoch > 1 {
+                // Nothing is repaired beside another engine: its workers hold the locked words.
+                let read = if beside { vm.follow_stores().context("Reading what its words name") } else { mend(&vm) };
+                read?;
+                vm.stats().add(Counter::Takeovers, 1);
+            }
+            if let Some(opening) = opening {
+                blocking(|| opening.finish(&vm, late.and_then(|late| late.take_live())));
+            }
+            if may_pin {
+                vm.set_may_pin();
+            }
+            vm.hold(Hold::Pinned, pinned);
+            vm.hold(Hold::Kept, vm.state.kept().then(|| KEPT.into()));
+            if beside { vm.start_beside() } else { vm.start() }.context("Starting its workers")
+        };
+        if let Err(error) = open() {
+            late_file.cancel();
+            vm.stop();
+            return Err(error);
         }
         let served = Arc::new(Served::new(vm.clone(), store, group, late_file, vmm));
         self.host.vms.write().expect("no panic while held").push(served.clone());

@@ -210,7 +210,11 @@ impl Pool {
     /// There is no thread to run it, and the kernel gives none.
     pub fn add(&self, group: GroupId, name: &str, task: impl Task + 'static) -> io::Result<Handle> {
         let mut inner = self.lock();
-        self.start_missing(&mut inner)?;
+        if let Err(error) = self.start_missing(&mut inner)
+            && inner.threads.is_empty()
+        {
+            return Err(error);
+        }
         let id = inner.queue.add(group);
         inner.tasks.insert(id, Body { name: name.into(), task: Some(Box::new(task)) });
         self.dispatch(&mut inner);
