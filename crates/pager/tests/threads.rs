@@ -1,5 +1,5 @@
-//! A pool whose process cannot have all the threads that it should. The limit is the process's, so this is the only test
-//! here.
+//! A pool whose process cannot have all the threads that it should. The limit is the process's, so this is the only
+//! test here.
 
 use std::sync::mpsc;
 use std::time::Instant;

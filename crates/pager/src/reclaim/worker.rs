@@ -43,7 +43,7 @@ use crate::vm::{Hold, Vm};
 use ballast_page::evict::{LockedFrom, To, evict, release};
 use ballast_page::page_state::State;
 
-/// Pauses after rounds without evictions: first, longest, longest at rest (`growth`), in the background, over the limit.
+/// Pauses after rounds without evictions: first, longest, longest at rest (`growth`), in the background, over a limit.
 const IDLE: Duration = Duration::from_millis(200);
 const QUIET: Duration = Duration::from_secs(1);
 const REST: Duration = Duration::from_secs(8);
