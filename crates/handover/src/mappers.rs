@@ -180,11 +180,14 @@ fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
 fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
     let mut scan = Scan::default();
     let find = |pid| Process::find(pid).ok().flatten();
-    // One without a name would not be in the result.
+    // One that is not found would not be in the result.
     let named = |pid, scan: &mut Scan| {
         Process::find(pid).unwrap_or_else(|error| {
-            scan.failed = true;
-            tracing::warn!(pid, "Looking for this process: {error}");
+            // One that we may not read is passed over, as its map is.
+            if error.kind() != io::ErrorKind::PermissionDenied {
+                scan.failed = true;
+                tracing::warn!(pid, "Looking for this process: {error}");
+            }
             None
         })
     };

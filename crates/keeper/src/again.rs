@@ -45,6 +45,7 @@ impl Keeper {
             due.extend(entry.lost.take().map(|lost| (entry.state.id(), lost.unserved_since_ns)));
         }
         for (vm, since) in due {
+            self.ask_again(vm);
             self.order(&Order::HandOver { seq: UNASKED, vm }, &[]);
             self.hand_over(vm, Some(since));
         }

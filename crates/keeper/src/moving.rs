@@ -194,7 +194,7 @@ impl Keeper {
 
     /// Orders that clients of this VM wait for get new numbers, because an engine may still report the old ones as
     /// aborted.
-    fn ask_again(&mut self, vm: VmId) {
+    pub(crate) fn ask_again(&mut self, vm: VmId) {
         let asked = self.pending.iter().filter(|(_, asked)| asked.order.vm() == Some(vm));
         for seq in asked.map(|(seq, _)| *seq).collect::<Vec<_>>() {
             let Some(mut asked) = self.pending.remove(&seq) else { continue };

@@ -14,8 +14,10 @@
 //! entries   3 words for each extent of a VM; as many as there are slices, so that the map is never full
 //! ```
 //!
-//! The last two are rarely full: the marks say how far they were used, and nothing beyond them is read. All of the file
-//! has memory all the same (24 bytes and a little for a slice), so that no write to it can fail.
+//! The last two are rarely full, and a sparse file has no memory for pages that were not written: the marks say how far
+//! they were used, and nothing beyond them is read. What is before the marks has memory ([`Words::back`]).
+
+use std::ops::Range;
 
 use ballast_base::Bytes;
 use ballast_base::format::{Format, Stamp};
@@ -138,9 +140,37 @@ impl Layout {
         self.words
     }
 
-    /// Returns the memory of the state.
-    pub fn bytes(&self) -> Bytes {
-        Bytes(self.words as u64 * 8)
+    /// Returns the memory of the state when this number of VM slots and entries is used.
+    pub fn used_bytes(&self, vms: u32, entries: u32) -> Bytes {
+        let words = self.vms_start + vms as usize * VM_WORDS + entries as usize * ENTRY_WORDS;
+        Bytes(words as u64 * 8)
+    }
+
+    /// Returns the words of a new pool.
+    pub fn used_when_new(&self) -> Range<usize> {
+        0..self.vms_start
+    }
+
+    /// Returns the words that the pool in these words uses.
+    ///
+    /// # Errors
+    /// The header is that of no pool.
+    pub fn used(words: &impl Words) -> Result<[Range<usize>; 3], Damage> {
+        let layout = Self::read(words)?;
+        let mark = |at: usize| words.load(at) as u32 as usize;
+        let vms = layout.vm_words(mark(WORD_VM_MARK));
+        let entries = layout.entry_words(mark(WORD_ENTRY_MARK));
+        Ok([layout.used_when_new(), vms, entries])
+    }
+
+    /// Returns the words of the first VM slots, as many as there are at most.
+    pub(crate) fn vm_words(&self, slots: usize) -> Range<usize> {
+        self.vms_start..(self.vms_start + slots * VM_WORDS).min(self.entries_start)
+    }
+
+    /// Returns the words of the first entries, as many as there are at most.
+    pub(crate) fn entry_words(&self, entries: usize) -> Range<usize> {
+        self.entries_start..(self.entries_start + entries * ENTRY_WORDS).min(self.words)
     }
 
     /// Returns the nodes.

@@ -135,11 +135,19 @@ impl<W: Words> Pool<W> {
             return Err(Refused::Request { vm, why: "it has memory already".into() });
         }
         let most = self.table.layout.vms;
-        let free = (0..most).find(|slot| matches!(self.table.vm(*slot as u16), Ok(None)));
+        // What is beyond the marks was never used.
+        let (slots, used) = (u32::from(self.table.vm_mark()), self.table.entry_mark());
+        let free = (0..most).find(|slot| *slot >= slots || matches!(self.table.vm(*slot as u16), Ok(None)));
         let Some(slot) = free.map(|slot| slot as u16) else { return Err(Refused::TooManyVms { vm, most }) };
         let entries = plan::plan(&self.table, request, slot)?;
-        let free = (0..self.table.layout.slices()).filter(|at| self.table.entry(*at).is_none());
+        let free = (0..self.table.layout.slices()).filter(|at| *at >= used || self.table.entry(*at).is_none());
         let places: Vec<u32> = free.take(entries.len()).collect();
+        let end = places.iter().max().map_or(0, |last| *last as usize + 1);
+        let layout = &self.table.layout;
+        for words in [layout.vm_words(usize::from(slot) + 1), layout.entry_words(end)] {
+            let why = |error| format!("the pool's state cannot grow: {error}");
+            self.table.words.back(words).map_err(|error| Refused::Request { vm, why: why(error) })?;
+        }
         let slices = entries.iter().map(|entry| entry.extent.slices).sum();
         let demoted = self.demoted(&entries);
         let stored = Vm { id: vm, domain: request.domain, kind: request.kind, mode: request.mode, slices };
@@ -414,9 +422,10 @@ impl<W: Words> Pool<W> {
         (usize::from(node.0) < self.table.layout.nodes.len()).then(|| NodeStats::of(&self.table, node))
     }
 
-    /// Returns the memory of the state, and of this process's tables.
+    /// Returns the memory of the used part of the state, and of this process's tables.
     pub fn metadata_bytes(&self) -> u64 {
-        self.table.layout.bytes().0 + self.table.counts_bytes() + self.index.bytes()
+        let state = self.table.layout.used_bytes(self.table.vm_mark().into(), self.table.entry_mark());
+        state.0 + self.table.counts_bytes() + self.index.bytes()
     }
 
     /// Checks the whole state.

@@ -4,7 +4,9 @@
 //! The words write down each store. For each number of stores the state is made as if the writer had ended after them.
 
 use std::cell::RefCell;
+use std::io;
 use std::num::{NonZeroU32, NonZeroU64};
+use std::ops::Range;
 use std::rc::Rc;
 
 use ballast_pool::{
@@ -16,11 +18,21 @@ use proptest::prelude::*;
 /// Each store: where, and what.
 type Stores = Rc<RefCell<Vec<(usize, u64)>>>;
 
-/// Words that remember their stores.
+/// Words that remember their stores, and that nobody touches where they have no memory.
 #[derive(Clone, Debug)]
 struct Recorder {
     words: Vec<u64>,
+    has_memory: Vec<bool>,
     stores: Stores,
+}
+
+impl Recorder {
+    fn new(layout: &Layout) -> Self {
+        let words = vec![0; layout.words()];
+        let mut new = Self { has_memory: vec![false; words.len()], words, stores: Rc::default() };
+        new.back(layout.used_when_new()).expect("there is memory");
+        new
+    }
 }
 
 impl Words for Recorder {
@@ -28,11 +40,17 @@ impl Words for Recorder {
         self.words.len()
     }
     fn load(&self, at: usize) -> u64 {
+        assert!(self.has_memory[at], "word {at} is read and has no memory");
         self.words[at]
     }
     fn store(&mut self, at: usize, value: u64) {
+        assert!(self.has_memory[at], "word {at} is written and has no memory");
         self.words[at] = value;
         self.stores.borrow_mut().push((at, value));
+    }
+    fn back(&mut self, words: Range<usize>) -> io::Result<()> {
+        self.has_memory[words].fill(true);
+        Ok(())
     }
 }
 
@@ -90,8 +108,7 @@ fn die_everywhere(pool: &mut Pool<Recorder>, step: usize, work: impl FnOnce(&mut
 /// The words of a pool as they are, and the stores from now on.
 fn taken(pool: &mut Pool<Recorder>) -> (Vec<u64>, Stores) {
     let layout = Layout::new(&NODES, 64, 8).expect("a layout");
-    let empty = Recorder { words: vec![0; layout.words()], stores: Rc::default() };
-    let held = std::mem::replace(pool, Pool::create(empty, &layout).expect("a pool"));
+    let held = std::mem::replace(pool, Pool::create(Recorder::new(&layout), &layout).expect("a pool"));
     let words = held.into_words();
     words.stores.borrow_mut().clear();
     let (image, stores) = (words.words.clone(), words.stores.clone());
@@ -128,8 +145,7 @@ fn check(before: &Seen, after: &Seen, found: &Seen, at: usize) {
 
 fn empty() -> Pool<Recorder> {
     let layout = Layout::new(&NODES, 64, 8).expect("a layout");
-    let words = Recorder { words: vec![0; layout.words()], stores: Rc::default() };
-    Pool::create(words, &layout).expect("a pool")
+    Pool::create(Recorder::new(&layout), &layout).expect("a pool")
 }
 
 fn zero_all(pool: &mut Pool<Recorder>) {

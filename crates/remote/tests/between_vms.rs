@@ -64,8 +64,12 @@ fn serve(mut stream: TcpStream, held: &(Mutex<Held>, Condvar)) {
         asked.extend_from_slice(&part[..len]);
         let reply = if asked.ends_with(b"SHARDS\r\n") {
             map.clone().into_bytes()
-        } else if has(&asked, b"bl{") && asked.ends_with(b"\r\n") {
-            b"+OK\r\n".to_vec()
+        } else if has(&asked, b"bl{") {
+            // A lease: SET and PEXPIRE.
+            if !has(&asked, b"PEXPIRE") || !asked.ends_with(b"\r\n") {
+                continue;
+            }
+            b"+OK\r\n:1\r\n".to_vec()
         } else if has(&asked, FLOODS.to_string().as_bytes()) {
             let hold = |change: &dyn Fn(&mut Held)| {
                 change(&mut held.0.lock().expect("held"));
@@ -91,6 +95,15 @@ fn serve(mut stream: TcpStream, held: &(Mutex<Held>, Condvar)) {
     }
 }
 
+/// Ends the other threads, also after a failed assertion.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 #[test]
 fn a_page_of_one_vm_comes_while_all_requests_of_another_one_are_unanswered() {
     let held = Arc::new((Mutex::new(Held::default()), Condvar::new()));
@@ -99,6 +112,7 @@ fn a_page_of_one_vm_comes_while_all_requests_of_another_one_are_unanswered() {
     let (floods, waits, over) = (store(&ours, FLOODS), store(&ours, WAITS), AtomicBool::new(false));
     let content = vec![pages::incompressible(7); 512];
     std::thread::scope(|scope| {
+        let _ends = Ends(&over);
         for thread in 0..WRITERS {
             let (floods, over, content) = (&floods, &over, &content);
             scope.spawn(move || {
@@ -135,6 +149,5 @@ fn a_page_of_one_vm_comes_while_all_requests_of_another_one_are_unanswered() {
             }
             assert!(out == pages::half_compressible(1));
         }
-        over.store(true, Ordering::Release);
     });
 }

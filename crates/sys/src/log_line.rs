@@ -4,12 +4,13 @@
 //! Threads: any. Units: bytes. Promise: nobody waits, gets a signal or panics: neither for a pipe that nobody reads,
 //! nor for a disk that is full. A line that cannot be written at once is lost.
 
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, PoisonError};
 
 use ballast_base::PAGE_SIZE;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FileType, fstat};
 
 /// A pipe that is ready takes at least a page.
 const LONGEST: usize = PAGE_SIZE;
@@ -22,12 +23,22 @@ pub fn put(to: BorrowedFd<'_>, line: &str) {
     let mut line = cut_at(line.to_owned(), LONGEST - 1);
     line.push('\n');
     let _alone = WRITES.lock().unwrap_or_else(PoisonError::into_inner);
+    if !may_wait(to) || is_ready(to) {
+        let _ = rustix::io::write(to, line.as_bytes());
+    }
+}
+
+/// Could a write wait for a reader?
+fn may_wait(to: BorrowedFd<'_>) -> bool {
+    let kind = fstat(to).map(|stat| FileType::from_raw_mode(stat.st_mode));
+    matches!(kind, Ok(FileType::Fifo | FileType::Socket)) || to.is_terminal()
+}
+
+fn is_ready(to: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(to, PollFlags::OUT)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     // A pipe without readers is ready, but a write to it raises SIGPIPE.
-    if poll(&mut fds, Some(&now)).is_ok() && fds[0].revents() == PollFlags::OUT {
-        let _ = rustix::io::write(to, line.as_bytes());
-    }
+    poll(&mut fds, Some(&now)).is_ok() && fds[0].revents() == PollFlags::OUT
 }
 
 /// The text, cut at a character border.

@@ -76,8 +76,9 @@ impl Thread {
 
 /// The `stat` of a process or thread; `None` if it is gone.
 fn read_stat(path: &str) -> io::Result<Option<String>> {
-    match std::fs::read_to_string(path) {
-        Ok(stat) => Ok(Some(stat)),
+    match std::fs::read(path) {
+        // Its name is any bytes.
+        Ok(stat) => Ok(Some(String::from_utf8_lossy(&stat).into_owned())),
         // It ended before the file was opened, or before it was read.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => Ok(None),
@@ -99,4 +100,26 @@ fn is_over(path: &str) -> io::Result<bool> {
     let Some(stat) = read_stat(path)? else { return Ok(true) };
     let is_dead = stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']));
     Ok(is_dead || field(&stat, 6).is_some_and(|flags| flags & (EXITING | SIGNALED) != 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn a_process_whose_name_is_no_text_is_found() {
+        let script = r#"printf 'a) \377\n' > /proc/$$/comm; echo; read line"#;
+        let mut child =
+            Command::new("sh").args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("sh");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("it has its name");
+        let name = std::fs::read(format!("/proc/{}/comm", child.id())).expect("comm");
+        assert!(String::from_utf8(name).is_err(), "it is no text");
+        let found = Process::find(child.id()).expect("readable").expect("running");
+        assert_eq!(found.pid, child.id());
+        drop(child.stdin.take());
+        child.wait().expect("wait");
+    }
 }

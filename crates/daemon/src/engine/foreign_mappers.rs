@@ -137,10 +137,11 @@ struct Owner {
 impl Owner {
     fn of(served: &Served) -> Self {
         let (ram, vm) = (ram_of(served), &served.vm);
-        let (regions, views) = (vm.regions(), vm.views());
+        let (regions, views, is_unplugging) = (vm.regions(), vm.views(), vm.is_held_for(Hold::Unplug));
         let outside = |pid| {
-            // One that is about to be served has no view yet.
-            let view = views.iter().find(|view| view.pid == pid)?;
+            // One that is about to be served has no view yet. While RAM is unplugged, its process maps it where it is
+            // not served any more; nothing is reclaimed then.
+            let view = views.iter().find(|view| view.pid == pid && !is_unplugging)?;
             let inside = regions.iter().filter(|region| view.base(region.number).is_some());
             Some(ram.without(&inside.flat_map(|region| region.places()).collect()))
         };

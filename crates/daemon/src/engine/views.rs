@@ -51,14 +51,21 @@ pub fn add(
         vm.hold(Hold::Shared, Some(reason));
     }
     let added = vm.add_view(view, spans);
-    if let Err(error) = &added {
-        served.set_unserved(pid, format!("process {pid} is not served: {error}"));
+    match &added {
+        Err(error) => served.set_unserved(pid, format!("process {pid} is not served: {error}")),
+        // More was registered with the other processes since it was tried.
+        Ok(false) if bad.is_empty() => {
+            let reason = format!("RAM that process {pid} announced cannot be registered where pages have gone since");
+            vm.report("view-incomplete", reason.clone());
+            served.set_unserved(pid, reason);
+        }
+        Ok(_) => {}
     }
-    if !bad.is_empty() || added.is_err() {
+    if !matches!(added, Ok(true)) || !bad.is_empty() {
         let reason = served.unserved().unwrap_or_else(|| format!("process {pid} is not served"));
         served.restore(Hold::Shared, reason, |_| ())?;
     }
-    Ok(added?)
+    Ok(added.map(drop)?)
 }
 
 /// Registers the spans where they must be, because pages there may be far. Returns the regions of which not all can be.

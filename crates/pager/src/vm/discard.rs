@@ -86,24 +86,26 @@ impl Vm {
     /// it while nothing moves: all of these are punched first, and the words stay as they are. A touch meanwhile finds
     /// the page, or zeros.
     fn discard_stretch(&self, region: &Region, stretch: PageRange) -> io::Result<()> {
-        let written = {
+        let records = self.state.regions();
+        let Some(record) = records.get(region.number as usize) else { return Ok(()) };
+        {
             let _layout = self.memory.change_layout();
-            let records = self.state.regions();
-            let Some(record) = records.get(region.number as usize).filter(|_| !region.is_removed()) else {
+            if region.is_removed() {
                 return Ok(());
-            };
+            }
             let written = self.state.written_words_within(record, stretch)?;
             let ends = written.iter().map(|pages| pages.start()).chain([stretch.end()]);
             let starts = [stretch.start()].into_iter().chain(written.iter().map(|pages| pages.end()));
             for unwritten in starts.zip(ends).map(|(start, end)| PageRange::new(start, end)) {
                 self.punch_unwritten(region, unwritten)?;
             }
-            written
-        };
+        }
         let _layout = self.layout();
         if region.is_removed() {
             return Ok(());
         }
+        // Asked again: a touch meanwhile may have found that a page's memory has failed.
+        let written = self.state.written_words_within(record, stretch)?;
         written.into_iter().try_for_each(|pages| self.discard_run(region, pages, Frees::Memory))
     }
 

@@ -29,8 +29,8 @@ fn is_of_its_mappings(error: &io::Error) -> bool {
 
 impl Vm {
     /// Serves one more process that maps this VM's RAM. If that fails, it can be tried again, without spans: they are
-    /// known from then on.
-    pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(Span, u32)]) -> io::Result<()> {
+    /// known from then on. Returns whether it is registered wherever pages may be far; if not, none may be.
+    pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(Span, u32)]) -> io::Result<bool> {
         for (span, region) in spans {
             view.add_span(*span, *region);
         }
@@ -38,9 +38,9 @@ impl Vm {
         let layout = self.memory.change_layout();
         // Before any of its pages could be picked.
         self.hold_for_peers(Some(&view));
+        let mut all = true;
         for region in self.regions() {
-            // The caller has tried this before, and knows what is not registered.
-            let _ = self.register_as_flagged(&region, &view);
+            all &= self.register_as_flagged(&region, &view).is_ok();
             for (chunk, _) in region.registered_chunks() {
                 coalesce::learn(&view, &region, chunk);
             }
@@ -53,7 +53,8 @@ impl Vm {
         self.notify_reclaim();
         // The kernel does not deliver faults again that an earlier engine read but did not resolve: have them raised
         // again.
-        view.wake_all()
+        view.wake_all()?;
+        Ok(all)
     }
 
     /// Serves the faults of a view, unless they are served already.
@@ -163,9 +164,14 @@ impl Vm {
         for (chunk, _) in region.chunks(pages) {
             let Err(error) = self.register(region, chunk) else { continue };
             let views = self.views();
-            let mut mapped = views.iter().filter(|view| view.base(region.number).is_some());
-            let Some(view) = mapped.find(|_| is_of_its_mappings(&error)) else { return Err(error) };
-            self.keep(view, region, chunk);
+            if !is_of_its_mappings(&error) {
+                return Err(error);
+            }
+            // If none refuses any more, it is tried again when its pages are picked again.
+            let refuses = |view: &&Arc<View>| {
+                view.of_region(region).is_some_and(|memory| memory.register(chunk, Registered::Faults).is_err())
+            };
+            views.iter().filter(refuses).for_each(|view| self.keep(view, region, chunk));
         }
         Ok(false)
     }

@@ -47,7 +47,7 @@ impl Bricks {
         let layout = Layout::new(&[NodeSpec { numa: 0, slices }], brick, 16)?;
         let size = (layout.words() * 8).next_multiple_of(PAGE_SIZE);
         let state = memfd::create("ballast-bench-pool", Bytes(size as u64)).context("Making the pool's state")?;
-        let words = Shared::new(Mapping::shared(&state, 0, size).context("Mapping the pool's state")?);
+        let words = Shared::new(state, size).context("Mapping the pool's state")?;
         let mut pool = Pool::create(words, &layout)?;
         let bytes = u64::from(brick) * SLICE_SIZE;
         let mut bricks = Vec::new();
