@@ -117,6 +117,8 @@ fn pages_that_are_away_count_when_they_come_back_and_one_cycle_does_not_hide_fro
     let Some(rig) = rig(1) else { return };
     rig.squeeze(Bytes(RAM.0 / 2));
     rig.set_limit(None);
+    // A batch that is being picked is in no counter yet: wait for the worker.
+    drop(rig.vm.begin_unplug());
     until("nothing is on its way out", || rig.vm.stats().get(Counter::Quarantined) == 0);
     let far: Vec<u64> =
         (0..rig.pages).filter(|page| rig.state_of(*page) != ballast_page::page_state::State::Resident).collect();
