@@ -46,6 +46,11 @@ fn impatient(builder: Builder) -> Builder {
     builder.timing(Timing { answer: Duration::from_millis(700), ..Timing::default() })
 }
 
+/// The same, for tests in which no reply about RAM comes.
+fn hasty(builder: Builder) -> Builder {
+    builder.timing(Timing { handshake: Duration::from_secs(2), ..Timing::default() })
+}
+
 /// Attach while `script` plays the keeper.
 fn attach_with<T: Send>(
     builder: Builder,
@@ -506,8 +511,7 @@ fn a_late_answer_confirms_no_other_region_than_the_one_it_is_about() {
     }
     let keeper = Keeper::start();
     let (fd, map) = ram();
-    let timing = Timing { handshake: Duration::from_secs(2), ..Timing::default() };
-    let (client, session) = attached_as(builder(&keeper, &fd, &map).timing(timing), &keeper);
+    let (client, session) = attached_as(hasty(builder(&keeper, &fd, &map)), &keeper);
     let (first, first_map) = ram();
     let (second, second_map) = ram();
     let [first_range, range] = [&first_map, &second_map].map(|map| (hva(map.addr()), pages(PAGES)));
@@ -534,8 +538,7 @@ fn a_region_of_which_the_vmm_was_told_that_it_is_not_managed_is_never_zapped() {
     }
     let keeper = Keeper::start();
     let (fd, map) = ram();
-    let timing = Timing { handshake: Duration::from_secs(2), ..Timing::default() };
-    let (client, session) = attached_as(builder(&keeper, &fd, &map).timing(timing), &keeper);
+    let (client, session) = attached_as(hasty(builder(&keeper, &fd, &map)), &keeper);
     let (extra, extra_map) = ram();
     let range = (hva(extra_map.addr()), pages(PAGES));
     let added = client.add_region(extra, range.0, Bytes(range.1), Bytes(0));
