@@ -6,16 +6,15 @@
 //! Promise: all regions are served, whatever is mapped there. One that cannot be registered costs an event and the
 //! limit.
 
-use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use anyhow::Context;
 use ballast_base::wire::Span;
+use ballast_pager::vm::Hold;
 use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::view::View;
-use ballast_pager::vm::{Hold, Vm};
 use ballast_sys::Uffd;
 
 use super::served::Served;
@@ -40,46 +39,21 @@ pub fn add(
     };
     let epoch = vm.state.epoch();
     let view = Arc::new(View::new(pid, shards, uffd_features, Arc::new(ClientPeer::new(control, epoch))));
-    let bad = unregistrable(vm, &view, spans);
-    if !bad.is_empty() {
-        let what: Vec<String> = bad.iter().map(|(number, error)| format!("region {number}: {error}")).collect();
-        let reason = format!("RAM that process {pid} announced cannot be registered there ({})", what.join("; "));
-        vm.report("view-incomplete", reason.clone());
-        served.set_unserved(pid, reason.clone());
-        // It may read zeros where pages are far, so no page may be far: those that another mapping can restore are
-        // restored.
-        vm.hold(Hold::Shared, Some(reason));
-    }
     let added = vm.add_view(view, spans);
-    match &added {
-        Err(error) => served.set_unserved(pid, format!("process {pid} is not served: {error}")),
-        // More was registered with the other processes since it was tried.
-        Ok(false) if bad.is_empty() => {
-            let reason = format!("RAM that process {pid} announced cannot be registered where pages have gone since");
+    let reason = match &added {
+        Ok(bad) if bad.is_empty() => return Ok(()),
+        Ok(bad) => {
+            let what: Vec<String> = bad.iter().map(|(number, error)| format!("region {number}: {error}")).collect();
+            let reason = format!("RAM that process {pid} announced cannot be registered there ({})", what.join("; "));
             vm.report("view-incomplete", reason.clone());
-            served.set_unserved(pid, reason);
+            reason
         }
-        Ok(_) => {}
-    }
-    if !matches!(added, Ok(true)) || !bad.is_empty() {
-        let reason = served.unserved().unwrap_or_else(|| format!("process {pid} is not served"));
-        served.restore(Hold::Shared, reason, |_| ())?;
-    }
-    Ok(added.map(drop)?)
-}
-
-/// Registers the spans where they must be, because pages there may be far. Returns the regions of which not all can be.
-/// They are served as well: the registration of an engine before us goes on, and a fault that nobody serves would be
-/// repeated for ever. A repeated registration changes nothing.
-fn unregistrable(vm: &Vm, view: &View, spans: &[(Span, u32)]) -> Vec<(u32, io::Error)> {
-    let error_of = |(span, number): &(Span, u32)| {
-        // The holes are found again when the view is added. What is far is brought back first for a VMM that tells us
-        // before it maps something over its RAM; one that does not may have its RAM elsewhere.
-        let region = vm.region(*number)?;
-        let registered = view.at(&region, span.hva).register_as_flagged(&region).1;
-        Some((*number, registered.err()?))
+        Err(error) => format!("process {pid} is not served: {error}"),
     };
-    spans.iter().filter_map(error_of).collect()
+    served.set_unserved(pid, reason.clone());
+    // It may read zeros where pages are far, so none may be: those that another mapping can restore are restored.
+    served.restore(Hold::Shared, reason, |_| ())?;
+    Ok(added.map(drop)?)
 }
 
 /// The descriptors that come with a view: userfaultfds, then the control socket.

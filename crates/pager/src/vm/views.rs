@@ -29,8 +29,9 @@ fn is_of_its_mappings(error: &io::Error) -> bool {
 
 impl Vm {
     /// Serves one more process that maps this VM's RAM. If that fails, it can be tried again, without spans: they are
-    /// known from then on. Returns whether it is registered wherever pages may be far; if not, none may be.
-    pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(Span, u32)]) -> io::Result<bool> {
+    /// known from then on. Returns the regions that are not registered wherever they must be, and why: they are served
+    /// as well, but no page of them may be far.
+    pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(Span, u32)]) -> io::Result<Vec<(u32, io::Error)>> {
         for (span, region) in spans {
             view.add_span(*span, *region);
         }
@@ -38,9 +39,9 @@ impl Vm {
         let layout = self.memory.change_layout();
         // Before any of its pages could be picked.
         self.hold_for_peers(Some(&view));
-        let mut all = true;
+        let mut bad = Vec::new();
         for region in self.regions() {
-            all &= self.register_as_flagged(&region, &view).is_ok();
+            bad.extend(self.register_as_flagged(&region, &view).err().map(|error| (region.number, error)));
             for (chunk, _) in region.registered_chunks() {
                 coalesce::learn(&view, &region, chunk);
             }
@@ -54,7 +55,7 @@ impl Vm {
         // The kernel does not deliver faults again that an earlier engine read but did not resolve: have them raised
         // again.
         view.wake_all()?;
-        Ok(all)
+        Ok(bad)
     }
 
     /// Serves the faults of a view, unless they are served already.
