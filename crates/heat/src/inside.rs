@@ -15,6 +15,9 @@ use crate::source::PageMap;
 
 /// Full scans of one unit whose times are kept.
 const SCANS: usize = 4;
+/// A unit is uneven if its pages differ by this number of standard deviations more than by chance: one of 16,000 even
+/// units seems uneven.
+const SIGMAS: f64 = 4.0;
 
 /// The pages of a unit that had a full scan.
 #[derive(Clone, Debug)]
@@ -102,6 +105,25 @@ impl Scanned {
         levels.filter(|(_, pages)| !pages.is_empty()).collect()
     }
 
+    /// Are some of the first `of` pages hotter than others? The number of scans that saw a page touched differs more
+    /// from page to page than it does by chance where all pages are as warm: a stray access touches another page each
+    /// time. One scan cannot tell.
+    pub fn is_uneven(&self, of: u64) -> bool {
+        let (scans, share) = self.share_within(SCANS as u32, of);
+        let chance = f64::from(scans) * share * (1.0 - share);
+        if scans < 2 || of < 2 || chance <= 0.0 {
+            return false;
+        }
+        let mask = (1u32 << scans) - 1;
+        let touches = |entry: &Entry| f64::from((entry.touches() & mask).count_ones());
+        let apart = |entry| (touches(entry) - f64::from(scans) * share).powi(2);
+        let others = (of - 1) as f64;
+        let variance = self.entries.iter().take(of as usize).map(apart).sum::<f64>() / others;
+        // The relative standard deviation of the variance of binomial counts, by their fourth moment.
+        let deviation = ((1.0 / chance + 2.0 - 6.0 / f64::from(scans)) / others).sqrt();
+        variance > chance * (1.0 + SIGMAS * deviation)
+    }
+
     /// When a page was last seen touched; the time of the oldest scan that is kept if none saw it.
     pub fn seen(&self, page: u64) -> Moment {
         let age = self.entry(page).age() as usize;
@@ -160,6 +182,7 @@ impl Inside {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sample::SplitMix64;
 
     #[test]
     fn a_page_touched_in_a_past_scan_has_the_age_of_that_scan() {
@@ -173,6 +196,23 @@ mod tests {
         assert_eq!(scanned.share_within(2, 512), (2, 3.0 / 1024.0));
         let levels: Vec<_> = scanned.by_touches().into_iter().map(|(share, pages)| (share, pages.count())).collect();
         assert_eq!(levels, [(1.0, 1), (2.0 / 3.0, 1), (1.0 / 3.0, 1), (0.0, 509)]);
+    }
+
+    #[test]
+    fn some_hot_pages_among_strays_are_told_from_strays_alone_by_a_second_scan() {
+        let mut rng = SplitMix64::new(3);
+        let mut scan = |scanned: &mut Scanned, hot: PageMap| {
+            scanned.push(Moment(1), PageMap::ALL, hot.or(rng.pages(36, PAGES_PER_UNIT)));
+            scanned.is_uneven(PAGES_PER_UNIT)
+        };
+        for hot in [PageMap::first(51), PageMap::NONE] {
+            let uneven = (0..200).filter(|_| {
+                let mut scanned = Scanned::new(Moment(1));
+                !scan(&mut scanned, hot) && scan(&mut scanned, hot)
+            });
+            let uneven = uneven.count();
+            assert!(if hot.is_empty() { uneven < 3 } else { uneven == 200 }, "{uneven} of 200");
+        }
     }
 
     #[test]

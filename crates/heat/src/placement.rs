@@ -31,7 +31,7 @@ pub struct Warmth {
     pub rate: f64,
     /// All of its pages, by the share of recent scans that saw them touched. One level if scans do not tell them apart.
     pub levels: Vec<(f64, PageMap)>,
-    /// Some of its pages are known to be colder than the rest.
+    /// Some of its pages are known to be colder than the rest, and not only by chance.
     pub has_cold: bool,
 }
 

@@ -94,6 +94,11 @@ pub fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
     ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).filter(|ratio| ratio.is_finite()).collect()
 }
 
+/// The mean; 0 without values.
+pub fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len().max(1) as f64
+}
+
 /// The next number of a random sequence (SplitMix64): orders of touches must be the same on every side.
 pub fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);

@@ -127,9 +127,12 @@ fn tiers_compares_hot_ranges_with_an_oracle_and_marks_its_rows_simulated() {
         }
         ["splits", "joins", "moved_mib"].iter().for_each(|key| assert_figure_alone(row, key));
     }
-    let is_other = |row: &&Value| row["measures"] != "classifier_cpu" && row["measures"] != "host_tiers";
+    for row in of("sensitivity") {
+        ["", "_published", "_oracle"].iter().for_each(|key| assert_figure(row, &format!("fmem_hit_pct{key}")));
+    }
+    let is_other = |row: &&Value| row["measures"].is_null();
     let hits: Vec<&Value> = rows.iter().filter(is_other).collect();
-    assert!(of("host_tiers").count() > 0 && hits.len() >= 6, "{rows:?}");
+    assert!(of("host_tiers").count() > 0 && of("sensitivity").count() > 0 && hits.len() >= 6, "{rows:?}");
     for row in hits {
         let keys = ["oracle", "published", "lru", "first_touch", "by_unit"].map(|key| format!("fmem_hit_pct_{key}"));
         keys.iter()

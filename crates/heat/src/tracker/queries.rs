@@ -62,7 +62,8 @@ impl Tracker {
             Some(Inside::Sampled(sampled)) => vec![(sampled.estimate.share, all)],
             Some(Inside::Scanned(scanned)) => scanned.by_touches(),
         };
-        let has_cold = self.cold_pages(unit).is_some_and(|cold| !cold.is_empty());
+        let of = self.units.pages_of(unit);
+        let has_cold = matches!(self.units.inside(unit), Some(Inside::Scanned(scanned)) if scanned.is_uneven(of));
         Some(Warmth { rate: f64::from(touches.count_ones()) / f64::from(RATE_CYCLES), levels, has_cold })
     }
 

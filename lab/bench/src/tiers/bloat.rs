@@ -278,6 +278,18 @@ mod tests {
     }
 
     #[test]
+    fn stray_accesses_that_touch_every_huge_page_cost_ours_less_than_3_points() {
+        let truth = Truth::new(400, 50, 1.0, &mut SplitMix64::new(3));
+        let (oracle, _) = truth.oracle();
+        let (ours, whole) = (served(Way::Ours, &truth), served(Way::Whole, &truth));
+        assert!(oracle - ours < 0.03 && oracle - whole > 0.3, "{oracle} {ours} {whole}");
+        let mut even = Guest::new(Way::Ours, 400, 7);
+        let truth = Truth::new(400, 0, 1.0, &mut SplitMix64::new(3));
+        (0..40).for_each(|_| even.cycle(&truth));
+        assert!(even.changed.0 < 3, "strays alone split {} huge pages", even.changed.0);
+    }
+
+    #[test]
     fn without_bloat_nothing_is_split_and_all_ways_that_move_serve_the_same() {
         let truth = Truth::new(400, 0, 0.0, &mut SplitMix64::new(3));
         let mut guest = Guest::new(Way::Ours, 400, 7);

@@ -29,8 +29,9 @@ struct Plan {
 
 const FULL: Plan = Plan { units: 2048, cycles: 100, seeds: 5, bloat_pct: &[0, 10, 25, 50, 75, 100] };
 const QUICK: Plan = Plan { units: 512, cycles: 40, seeds: 2, bloat_pct: &[50] };
-/// Share of accesses that goes anywhere in memory, at 50 % bloat.
-const STRAY_PCT: f64 = 1.0;
+/// Shares of accesses that go anywhere in memory, at 50 % bloat.
+const STRAY_PCT: &[f64] = &[0.1, 0.5, 1.0, 2.0, 5.0];
+const QUICK_STRAY_PCT: &[f64] = &[1.0];
 
 /// Simulate all of it. `begin` makes a row and reports its title.
 pub(super) fn run(quick: bool, begin: &dyn Fn(&str) -> Row, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -38,7 +39,10 @@ pub(super) fn run(quick: bool, begin: &dyn Fn(&str) -> Row, each: &mut dyn FnMut
     for bloat_pct in plan.bloat_pct {
         each(row(&plan, *bloat_pct, 0.0, begin))?;
     }
-    each(row(&plan, 50, STRAY_PCT, begin))
+    for stray_pct in if quick { QUICK_STRAY_PCT } else { STRAY_PCT } {
+        each(row(&plan, 50, *stray_pct, begin))?;
+    }
+    Ok(())
 }
 
 /// The result of one way in one simulation.

@@ -9,16 +9,17 @@
 mod bloat;
 mod graph;
 mod host;
+mod sensitive;
 mod simulate;
 mod stream;
 
 use anyhow::Result;
 use ballast_base::{GIB, MIB};
-use ballast_ranges::UNIT;
+use ballast_ranges::{Parameters, UNIT};
 
 use crate::cpu;
 use crate::report::Row;
-use crate::stats::random;
+use crate::stats::{mean, random};
 use crate::tiers::simulate::{Guest, Way, base};
 use crate::tiers::stream::{Kind, Stream};
 
@@ -94,6 +95,7 @@ pub(crate) fn run(quick: bool, begin: &dyn Fn(&str), each: &mut dyn FnMut(Row) -
     let mut classifying = row("cost of classifying");
     cost(&mut classifying, &plan)?;
     each(classifying)?;
+    sensitive::run(quick, &row, each)?;
     host::run(quick, &row, each)
 }
 
@@ -169,10 +171,6 @@ fn hits(row: &mut Row, plan: &Plan, kind: Kind, fast_pct: u64, rate: usize) {
     }
 }
 
-fn mean(values: &[f64]) -> f64 {
-    values.iter().sum::<f64>() / values.len().max(1) as f64
-}
-
 /// CPU time of a classifier that is given a million samples a second, in percent of one CPU.
 fn cost(row: &mut Row, plan: &Plan) -> Result<()> {
     row.fact("measures", "classifier_cpu");
@@ -188,7 +186,8 @@ fn cost(row: &mut Row, plan: &Plan) -> Result<()> {
     let anywhere: Vec<u64> = samples.iter().map(|_| simulate::anywhere(random(&mut state))).collect();
     for (samples, key) in [(of_guest, "classifier_cpu_pct"), (anywhere, "classifier_cpu_pct_anywhere")] {
         for way in [Way::Ours, Way::Published] {
-            let mut classifier = way.classifier(base, units).expect("these two classify");
+            let parameters = Parameters::of(simulate::VCPUS);
+            let mut classifier = way.classifier(base, units, parameters).expect("these two classify");
             let mut shares = Vec::new();
             for _ in 0..6 {
                 let before = cpu::of_thread()?;

@@ -18,8 +18,10 @@ const MAPPINGS: u64 = 64 << 40;
 const HEAP: (u64, u64) = (0x2000_0000, 0x6000_0000);
 /// CPUs of the guest (Demeter §5.1).
 pub(crate) const VCPUS: u64 = 4;
-/// 2 MiB pages that may be promoted in an epoch: 1 GiB a second.
-const MOVES: u64 = 256;
+/// The length of an epoch (Demeter §3.2.1).
+pub(crate) const EPOCH_MS: u64 = 500;
+/// 2 MiB pages that may be promoted in a second: 1 GiB.
+const MOVES_PER_S: u64 = 512;
 /// 2 MiB pages of the fast tier that are kept free: 1/N of it, at most 16 MiB.
 const RESERVE_PART: u64 = 64;
 const MOST_RESERVE: u64 = 8;
@@ -110,9 +112,9 @@ impl Way {
         }
     }
 
-    pub(crate) fn classifier(self, base: u64, units: usize) -> Option<Box<dyn Classifier>> {
+    pub(crate) fn classifier(self, base: u64, units: usize, of: Parameters) -> Option<Box<dyn Classifier>> {
         match self {
-            Self::Published => Some(Box::new(Published::new(roots(), Parameters::of(VCPUS)))),
+            Self::Published => Some(Box::new(Published::new(roots(), of))),
             Self::Ours => Some(Box::new(Fitted::new(roots()))),
             Self::ByUnit => Some(Box::new(ByUnit::new(base, units))),
             Self::Lru | Self::FirstTouch => None,
@@ -154,6 +156,8 @@ pub(crate) struct Guest {
     classifier: Option<Box<dyn Classifier>>,
     memory: Memory,
     fast: u64,
+    /// Most promotions in an epoch.
+    most: u64,
     /// For LRU: the time of each page's last sample.
     sampled: Vec<u64>,
     clock: u64,
@@ -162,11 +166,17 @@ pub(crate) struct Guest {
 
 impl Guest {
     pub(crate) fn new(way: Way, units: usize, fast: usize) -> Self {
+        Self::tuned(way, units, fast, Parameters::of(VCPUS), EPOCH_MS)
+    }
+
+    /// With other parameters of the published rule, or epochs of another length.
+    pub(crate) fn tuned(way: Way, units: usize, fast: usize, of: Parameters, epoch_ms: u64) -> Self {
         let base = base(units as u64 * UNIT);
         let tiers = (0..units).map(|at| if at < fast { Tier::Fast } else { Tier::Slow }).collect();
-        let classifier = way.classifier(base, units);
+        let classifier = way.classifier(base, units, of);
+        let most = MOVES_PER_S * epoch_ms / 1000;
         let memory = Memory { base, tiers };
-        Self { way, classifier, memory, fast: fast as u64, sampled: vec![0; units], clock: 0, moved: 0 }
+        Self { way, classifier, memory, fast: fast as u64, most, sampled: vec![0; units], clock: 0, moved: 0 }
     }
 
     /// The share of these accesses that the fast tier serves.
@@ -195,7 +205,7 @@ impl Guest {
         classifier.end_epoch();
         let used = self.memory.tiers.iter().filter(|tier| **tier == Tier::Fast).count() as u64;
         let reserve = (self.fast / RESERVE_PART).clamp(1, MOST_RESERVE);
-        let limits = Limits { fast: self.fast, free: self.fast - used, reserve, most: MOVES };
+        let limits = Limits { fast: self.fast, free: self.fast - used, reserve, most: self.most };
         let plan = relocate::plan(&rank(classifier.ranges()), &self.memory, limits, self.way.rule());
         self.moved += (plan.promote.len() + plan.demote.len()) as u64;
         for (list, tier) in [(plan.demote, Tier::Slow), (plan.promote, Tier::Fast)] {
