@@ -11,19 +11,19 @@
 //! ```
 //!
 //! Above *low* the worker reclaims in the background: it keeps a supply of pages in quarantine (`candidates` picks
-//! them) and evicts those that stayed untouched for T, until resident memory is at low again. Above *limit* it does the
-//! same without pauses, and takes warm pages, too. There the quarantine is *adaptive* (`adaptive`), unless something
-//! may have pages pinned and the engine cannot know which: it lasts a short T, which is halved as long as nearly all
-//! pages are quarantine hits. If they are hits even with no T at all, reclaim is *forced*: pages are locked before they
-//! are copied. From a margin above the limit on, a page comes in only when one has gone out (`throttle`). Faults that
-//! wait for that first raise the number of pages in quarantine, then halve T. So a VM whose working set is larger than
-//! its limit is held to the limit, at the price of restores.
+//! them) and evicts those that stayed untouched for T, until resident memory is at low again. If the guest touches
+//! nearly all of them, it keeps fewer (`effort`). Above *limit* it does the same without pauses, and takes warm pages,
+//! too. There the quarantine is *adaptive* (`adaptive`), unless something may have pages pinned and the engine cannot
+//! know which: it lasts a short T, which is halved as long as nearly all pages are quarantine hits. If they are hits
+//! even with no T at all, reclaim is *forced*: pages are locked before they are copied. From a margin above the limit
+//! on, a page comes in only when one has gone out (`throttle`). Faults that wait for that first raise the number of
+//! pages in quarantine, then halve T. So a VM whose working set is larger than its limit is held to the limit, at the
+//! price of restores.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ballast_base::units::{GIB, MIB};
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_heat::Pick;
 use ballast_store::PageBytes;
@@ -31,6 +31,7 @@ use ballast_sys::PinCheck;
 
 use crate::reclaim::adaptive::Adaptive;
 use crate::reclaim::candidates::Candidates;
+use crate::reclaim::effort::Effort;
 use crate::reclaim::failures::Failures;
 use crate::reclaim::interval;
 use crate::reclaim::pace::Pace;
@@ -81,6 +82,7 @@ pub(crate) struct ReclaimWorker {
     candidates: Candidates,
     quarantine: Quarantine,
     adaptive: Adaptive,
+    effort: Effort,
     rest_until: Option<Instant>,
     failures: Failures,
     store_was_full: bool,
@@ -101,11 +103,6 @@ pub(crate) struct ReclaimWorker {
     buffer: Box<[PageBytes; 16]>,
 }
 
-/// Distance between the limit and the low watermark: 1/32 of the limit, between 1 MiB and 256 MiB.
-pub fn margin(limit: Bytes) -> Bytes {
-    Bytes((limit.0 / 32).clamp(MIB, GIB / 4))
-}
-
 /// Opens the throttle: no fault need wait for credits, because nothing is evicted any more.
 impl Drop for ReclaimWorker {
     fn drop(&mut self) {
@@ -122,6 +119,7 @@ impl ReclaimWorker {
             candidates: Candidates::new(vm.clone()),
             quarantine: Quarantine::new(vm.clone()),
             adaptive: Adaptive::new(vm.tuning.direct_quarantine),
+            effort: Effort::default(),
             rest_until: None,
             failures: Failures::default(),
             store_was_full: false,
@@ -238,7 +236,7 @@ impl ReclaimWorker {
         let resident = vm.resident()?.bytes().0;
         self.resident = resident;
         vm.mail.over_limit.store(resident > limit.0, Ordering::Relaxed);
-        let margin = margin(limit).0;
+        let margin = super::margin(limit).0;
         if vm.may_pin() && self.check.is_none() {
             // Its pages must stay in quarantine for T, so its faults do not wait.
             vm.mail.throttle.open();
@@ -268,8 +266,9 @@ impl ReclaimWorker {
             self.adaptive.relax();
         }
         let evicted = self.drain(excess, over_limit, now)?;
-        let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.adaptive.supply();
-        let watched = vm.stats().get(Counter::Quarantined);
+        let all = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.adaptive.supply();
+        let (watched, hits) = (vm.stats().get(Counter::Quarantined), vm.stats().get(Counter::QuarantineHits));
+        let wanted = if over_limit { self.effort.all(all, hits) } else { self.effort.part_of(all, hits, evicted) };
         let (mut zapped, mut is_cut) = (0, false);
         if watched < wanted && !self.quarantine.is_zapping() {
             let urgent = (excess - evicted.min(excess)).saturating_sub(watched).max(1);
