@@ -8,9 +8,9 @@ use ballast_base::HUGE_SIZE;
 use ballast_sys::hugetlb::PoolLoan;
 use rustix::process::Signal;
 
-use common::guest::Guest;
+use common::guest::{Guest, moves};
 use common::raw::Ram;
-use common::{BUSY, Daemon, QUICK, moment, until};
+use common::{BUSY, Daemon, QUICK, moment, signal_process, until};
 
 fn kills() -> u32 {
     std::env::var("BALLAST_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(200)
@@ -108,6 +108,26 @@ fn userfaultfds(pid: u32) -> usize {
         std::fs::read_link(fd.path()).is_ok_and(|to| to.to_string_lossy().contains("[userfaultfd]"))
     };
     fds.flatten().filter(is_one).count()
+}
+
+#[test]
+fn what_ends_the_session_or_the_unit_of_an_engine_does_not_end_the_engine() {
+    let mut daemon = Daemon::start(QUICK);
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    evicting(&daemon, "victim");
+    let engine = daemon.engine_pid().expect("an engine");
+    for signal in [Signal::HUP, Signal::INT, Signal::TERM] {
+        signal_process(engine, signal);
+    }
+    moves(&daemon.api, "victim");
+    assert_eq!(daemon.engine_pid(), Some(engine), "{}", daemon.log());
+    // At the end of a unit or a host, all of its processes are told to end, and the keeper does.
+    daemon.signal_keeper(Signal::TERM);
+    daemon.wait_for_keeper_to_die();
+    signal_process(engine, Signal::TERM);
+    assert_eq!(daemon.host().engine_pid, engine);
+    guest.finish();
+    until("the engine ends after its last VM", || !is_running(engine));
 }
 
 #[test]

@@ -114,6 +114,28 @@ fn an_engine_that_cannot_take_the_descriptors_of_a_process_says_that_it_does_not
 }
 
 #[test]
+fn a_vm_that_could_not_be_opened_for_want_of_descriptors_counts_as_closed_only_when_it_was_opened() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let engine = Engine::start(dir.path());
+    let ram = memfd::create("ballast-test-ram", RAM).expect("RAM");
+    let (state, arena) = vm_of(&ram);
+    let process = engine.process();
+    state.name_engine(process.pid, process.start);
+    let open = open_with(vec![StoreFiles { store: RAM_STORE, count: 1 }], 1);
+    let open = || engine.order(&open, &[state.fd(), arena.as_fd(), ram.as_fd()]);
+    let close = |seq| engine.done(&Order::CloseVm { seq, vm: VM }, &[]);
+    engine.done(&Order::Tell { seq: 0, vm: VM }, &[]).expect_err("it has begun, and has not the VM");
+    assert!(common::limit_descriptors(engine.child.id(), "3"));
+    open();
+    let why = engine.done(&Order::Tell { seq: 1, vm: VM }, &[]).expect_err("it has no descriptors of it");
+    assert_eq!(close(2), Err(why), "what may be far of it would be dropped");
+    assert!(common::limit_descriptors(engine.child.id(), "1024"));
+    open();
+    assert_eq!(close(3), Ok(()));
+    assert_eq!(close(4), Ok(()), "nothing is left of it");
+}
+
+#[test]
 fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_order_comes() {
     let (uffd, uffd_features) = match Uffd::create(uffd::REQUIRED_FEATURES) {
         Ok(made) => made,

@@ -89,6 +89,26 @@ fn the_keeper_becomes_another_program_and_back_with_its_vms_its_pid_and_its_lock
 }
 
 #[test]
+fn an_engine_that_dies_is_followed_by_one_of_its_own_program_whatever_has_its_name_by_now() {
+    let daemon = Daemon::start(QUICK);
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    let installed = daemon.dir().join("ballastd-installed");
+    std::fs::copy(this_build(), &installed).expect("a copy");
+    upgrade(&daemon, &installed);
+    let name = || std::fs::read_to_string(format!("/proc/{}/comm", daemon.engine_pid()?)).ok();
+    for installs in ["a program that ends", "none"] {
+        std::fs::remove_file(&installed).expect("it was there");
+        if installs != "none" {
+            script(&daemon, "ballastd-installed", "exit 3");
+        }
+        daemon.wait_for_engine_after(daemon.kill_engine());
+        moves(&daemon.api, "victim");
+        assert_eq!(name().as_deref(), Some("ballastd\n"), "{}", daemon.log());
+    }
+    guest.finish();
+}
+
+#[test]
 fn a_program_that_could_not_be_the_keeper_serves_and_the_keeper_stays() {
     let daemon = Daemon::start(QUICK);
     let guest = Guest::start(&daemon, "victim", BUSY);

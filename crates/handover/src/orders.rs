@@ -320,7 +320,7 @@ pub enum Report {
         /// The program; empty for the one that engines are started from.
         program: String,
     },
-    /// An order came without its descriptors, because the engine has too many open: this VM is to be opened again.
+    /// The engine lacked descriptors, memory or a thread to serve all of this VM: the VM is to be opened again.
     Lost(VmId),
 }
 

@@ -1,10 +1,10 @@
-//! VMs for which the engine had no room for descriptors: it is given them again.
+//! VMs for which the engine had too little of something that may be there later: it is given them again.
 //!
-//! Before: the engine has reported that an order came without its descriptors, because it has too many open: a process
-//! is not served, or the VM is not open. After: the engine has closed the VM and is told all about it once more.
+//! Before: the engine has reported that it lacked descriptors, memory or a thread for a VM: a process is not served, or
+//! the VM is not open. After: the engine has closed the VM and is told all about it once more.
 //! Threads: the keeper's one.
-//! Promise: this goes on until the engine has all of them, so no process waits for a fault for ever; other VMs are not
-//! delayed.
+//! Promise: this goes on until the engine has all of the VM, so no process waits for a fault for ever; other VMs are
+//! not delayed.
 
 use std::time::{Duration, Instant};
 
@@ -12,36 +12,42 @@ use ballast_base::wire::VmId;
 use ballast_handover::orders::Order;
 use ballast_sys::clock;
 
+use crate::engine::Who;
 use crate::keeper::Keeper;
-use crate::regions::{At, Lost};
+use crate::regions::{At, Lost, VmEntry};
 use crate::waiting::UNASKED;
 
-/// Time until the engine, which may have room by then, is given a VM again. While the VM is opened, none of its faults
-/// is served, so this is not done all the time.
-const AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// Time between checks.
 const CHECK_EVERY: Duration = Duration::from_millis(200);
 
 impl Keeper {
-    /// The engine had no room for descriptors of this VM.
-    pub(crate) fn lost(&mut self, vm: VmId) {
-        if let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) {
-            tracing::warn!(%vm, "the engine has too many descriptors open, and is given this VM again");
-            let lost = || Lost { since: Instant::now(), unserved_since_ns: clock::monotonic_ns() };
-            entry.lost.get_or_insert_with(lost);
+    /// This engine lacked something for this VM.
+    pub(crate) fn lost(&mut self, who: Who, vm: VmId) {
+        let at = if who == Who::Engine { At::Engine } else { At::Next };
+        // While VMs move, one goes back to the engine that can serve it.
+        let lost_it = |entry: &&mut VmEntry| entry.state.id() == vm && entry.at == at;
+        if let Some(entry) = self.vms.iter_mut().find(lost_it) {
+            tracing::warn!(%vm, "the engine lacks something for this VM, and is given it again");
+            let now = Instant::now();
+            let (again_after, unserved_since_ns) = (entry.losses.again_after(now), clock::monotonic_ns());
+            entry.lost.get_or_insert(Lost { again_at: now + again_after, unserved_since_ns });
         }
     }
 
-    /// Have the engine open those VMs again for which it lost descriptors a while ago; it may have room by now. Returns
-    /// how soon to check again, if there are others.
+    /// Have the engine open those VMs again that it could not serve whole a while ago. Returns how soon to check again,
+    /// if there are others.
     pub(crate) fn tend_lost(&mut self) -> Option<Duration> {
-        for entry in self.vms.iter_mut().filter(|entry| entry.at != At::Engine) {
+        for entry in self.vms.iter_mut().filter(|entry| !matches!(entry.at, At::Engine | At::Next)) {
             // It moves: an engine that does not serve it whole does not get it, or opens it anyway.
             entry.lost = None;
         }
-        let is_due = |lost: &Lost| lost.since.elapsed() >= AGAIN_AFTER;
+        let now = Instant::now();
+        let is_due = |lost: &Lost| lost.again_at <= now;
         let mut due = Vec::new();
-        for entry in self.vms.iter_mut().filter(|entry| entry.lost.as_ref().is_some_and(is_due)) {
+        // Those of the next engine have their turn when it is the keeper's.
+        for entry in
+            self.vms.iter_mut().filter(|entry| entry.at == At::Engine && entry.lost.as_ref().is_some_and(is_due))
+        {
             due.extend(entry.lost.take().map(|lost| (entry.state.id(), lost.unserved_since_ns)));
         }
         for (vm, since) in due {

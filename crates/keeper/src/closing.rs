@@ -6,6 +6,8 @@
 //! Promise: if an engine dies meanwhile, its successor goes on. No other VM gets such a file as RAM meanwhile: a client
 //! that brings it, with its attach or later, is told to retry.
 
+use std::time::Instant;
+
 use ballast_base::Bytes;
 use ballast_base::wire::VmId;
 use ballast_handover::orders::Order;
@@ -15,6 +17,7 @@ use ballast_sys::process::Process;
 use crate::engine_child::open_order;
 use crate::fence::{self, Left};
 use crate::keeper::Keeper;
+use crate::losses::AGAIN_AFTER;
 use crate::regions::{At, VmEntry};
 use crate::waiting::{Closing, UNASKED};
 
@@ -47,16 +50,24 @@ impl Keeper {
         }
         // A VM that waits for regions is with no engine.
         if entry.search.is_none() {
-            self.closing.push(Closing { seq, entry, given });
+            self.closing.push(Closing::new(seq, entry, given));
         }
         if given {
             self.order(&Order::CloseVm { seq, vm: id }, &[]);
         }
     }
 
-    /// The engine has closed a VM.
-    pub(crate) fn closed(&mut self, seq: u64) {
-        self.closing.retain(|closing| closing.seq != seq);
+    /// The engine has closed a VM, or could not open it before.
+    pub(crate) fn closed(&mut self, seq: u64, result: Result<(), String>) {
+        match result {
+            Ok(()) => self.closing.retain(|closing| closing.seq != seq),
+            Err(why) => {
+                if let Some(closing) = self.closing.iter_mut().find(|closing| closing.seq == seq) {
+                    tracing::warn!(vm = closing.entry.state.name(), "closing it: {why}; trying again");
+                    (closing.given, closing.again_at) = (false, Some(Instant::now() + AGAIN_AFTER));
+                }
+            }
+        }
     }
 
     /// The VM comes back: its attach socket had been cut.
@@ -109,7 +120,8 @@ impl Keeper {
         for at in 0..self.closing.len() {
             let Some(engine) = self.engine_for(&self.closing[at].entry) else { return false };
             let closing = &mut self.closing[at];
-            if !closing.given && is_free(&closing.entry, engine) {
+            let is_due = closing.again_at.is_none_or(|at| at <= Instant::now());
+            if !closing.given && is_due && is_free(&closing.entry, engine) {
                 if closing.entry.state.leaving().is_some() {
                     // One of its two engines is dead. The other one, if it is this one, still serves its faults.
                     orders.push((Order::HandOver { seq: UNASKED, vm: closing.entry.state.id() }, Vec::new()));

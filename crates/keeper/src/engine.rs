@@ -6,7 +6,6 @@
 use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,6 +19,7 @@ use rustix::event::PollFlags;
 use rustix::process::{Signal, pidfd_send_signal};
 
 use crate::closer::SentFd;
+use crate::program::Program;
 
 /// Time between pings to the engine.
 pub const PING_EVERY: Duration = Duration::from_secs(1);
@@ -119,6 +119,11 @@ impl Engine {
         }
     }
 
+    /// Does it answer, also operators?
+    pub fn serves(&self) -> bool {
+        self.pulse.starting.is_none() && self.told_to_serve
+    }
+
     /// The events to wait for on its socket.
     pub fn interest(&self) -> PollFlags {
         if self.orders.is_empty() || self.starved { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT }
@@ -160,12 +165,12 @@ impl Engine {
 }
 
 /// Start an engine.
-pub(crate) fn spawn(starter: &mut Starter, program: &Path) -> anyhow::Result<Engine> {
+pub(crate) fn spawn(starter: &mut Starter, program: &Program) -> anyhow::Result<Engine> {
     let (ours, theirs) = scm::pair().context("Making a socket")?;
     rustix::io::ioctl_fionbio(&ours, true).context("Making a socket non-blocking")?;
-    let child = starter
-        .start(program, &["engine"], theirs.as_fd())
-        .with_context(|| format!("Running {} engine", program.display()))?;
+    let child = program
+        .start(starter, &["engine"], theirs.as_fd())
+        .with_context(|| format!("Running {} engine", program.path().display()))?;
     let known = Process::find(child.id()).context("Reading the engine's start time");
     let process = match known.and_then(|process| process.context("The engine has no start time")) {
         Ok(process) => process,

@@ -86,11 +86,11 @@ impl Keeper {
     fn start_engine(&mut self) -> anyhow::Result<()> {
         let started = spawn(&mut self.starter, &self.program);
         let engine = started.or_else(|error| {
-            // The file of an upgrade may be gone. Guests wait.
-            if self.program == self.own_program {
+            // A program of an upgrade may have become one that cannot be run. Guests wait.
+            if self.program.is_file_of(&self.own_program) {
                 return Err(error);
             }
-            tracing::error!("Starting the engine: {error:#}; starting {} instead", self.own_program.display());
+            tracing::error!("Starting the engine: {error:#}; starting {} instead", self.own_program.path().display());
             spawn(&mut self.starter, &self.own_program)
         })?;
         tracing::info!(pid = engine.process.pid, "engine started");
@@ -305,9 +305,7 @@ impl Keeper {
                 Ok(Report::Past(events)) if who == Who::Engine => self.order_next(&Order::Past(events), &[]),
                 Ok(Report::Past(_)) => {}
                 Ok(Report::Upgrade { ask, program }) => self.asked_to_upgrade(who, ask, program),
-                // In an upgrade, VMs go back to the engine that can serve them.
-                Ok(Report::Lost(vm)) if who == Who::Engine => self.lost(vm),
-                Ok(Report::Lost(_)) => {}
+                Ok(Report::Lost(vm)) => self.lost(who, vm),
                 Ok(Report::Done { seq, result }) => {
                     if !self.answered_upgrade(who, seq, &result) {
                         self.done(who, seq, result);
@@ -346,7 +344,7 @@ impl Keeper {
         if who == Who::Next && asked.or(closing).is_some_and(|vm| !self.is_with_next(vm)) {
             return self.answers_for_another(who);
         }
-        let Some(asked) = self.pending.remove(&seq) else { return self.closed(seq) };
+        let Some(asked) = self.pending.remove(&seq) else { return self.closed(seq, result) };
         let is_opening = |vm| self.upgrade.as_ref().is_some_and(|upgrade| upgrade.opening.contains_key(&vm));
         let is_moving = |id: VmId| {
             let moves = |vm: &VmEntry| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..));
@@ -378,7 +376,11 @@ impl Keeper {
         let is_young = engine.pulse.starting.is_some();
         self.young_deaths += u32::from(is_young);
         if let Some(last) = self.last_program.take().filter(|_| is_young) {
-            tracing::error!("engines of {} do not come to serve: back to {}", self.program.display(), last.display());
+            tracing::error!(
+                "engines of {} do not come to serve: back to {}",
+                self.program.path().display(),
+                last.path().display()
+            );
             self.program = last;
             if self.replacing.is_some() {
                 self.stays("engines of it do not come to serve");

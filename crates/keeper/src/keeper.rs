@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{OwnedFd, RawFd};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -17,6 +16,7 @@ use crate::client::Clients;
 use crate::closer::{Closer, SentFd};
 use crate::engine::Engine;
 use crate::options::Options;
+use crate::program::Program;
 use crate::regions::VmEntry;
 use crate::replacing::Replacing;
 use crate::upgrading::{Leaving, Upgrade};
@@ -41,9 +41,9 @@ pub(crate) struct Keeper {
     /// The settings that engines begin with: those of the program's start until an operator changed them.
     pub(crate) settings: Vec<u8>,
     /// The program that engines are started from.
-    pub(crate) program: PathBuf,
-    /// The file of this keeper itself.
-    pub(crate) own_program: PathBuf,
+    pub(crate) program: Program,
+    /// The program of this keeper itself.
+    pub(crate) own_program: Program,
     pub(crate) starter: Starter,
     pub(crate) since_unix_s: u64,
     pub(crate) closer: Arc<Closer>,
@@ -56,7 +56,7 @@ pub(crate) struct Keeper {
     /// This process is about to become another program.
     pub(crate) replacing: Option<Replacing>,
     /// The program before the last upgrade, until the new one has served once.
-    pub(crate) last_program: Option<PathBuf>,
+    pub(crate) last_program: Option<Program>,
     /// Engines that were replaced and have not ended.
     pub(crate) leaving: Vec<Leaving>,
     /// Attaches that wait for their stores.
@@ -87,7 +87,7 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     /// A keeper without engine and VMs. Engines are started from `program`.
-    pub(crate) fn new(options: Options, program: PathBuf, starter: Starter, api: OwnedFd) -> Self {
+    pub(crate) fn new(options: Options, program: Program, starter: Starter, api: OwnedFd) -> Self {
         let closer = Closer::new();
         Self {
             standing: None,

@@ -29,6 +29,7 @@ use crate::closer::{Closer, SentFd};
 use crate::engine::Engine;
 use crate::keeper::{Keeper, Standing};
 use crate::options::Options;
+use crate::program::Program;
 use crate::regions::VmEntry;
 use crate::store_files::Files;
 use crate::waiting::{Answer, Asked, Closing};
@@ -68,8 +69,8 @@ impl Keeper {
             lock: standing.lock,
             attach: number(&*standing.attach),
             api: number(&*self.api),
-            program: self.program.as_os_str().as_bytes().to_vec(),
-            own_program: self.own_program.as_os_str().as_bytes().to_vec(),
+            program: self.program.path().as_os_str().as_bytes().to_vec(),
+            own_program: self.own_program.path().as_os_str().as_bytes().to_vec(),
             settings: self.settings.clone(),
             file_stores: self.file_stores,
             since_unix_s: self.since_unix_s,
@@ -94,11 +95,11 @@ impl Keeper {
         })
     }
 
-    /// The keeper of this record, in the next program. `own_program` is the next program's file.
+    /// The keeper of this record, in the next program. `own_program` is the next program.
     ///
     /// # Errors
     /// A descriptor is not open, or a file cannot be read by this program.
-    pub(crate) fn of(kept: &Kept, own_program: PathBuf, starter: Starter) -> anyhow::Result<Self> {
+    pub(crate) fn of(kept: &Kept, own_program: Program, starter: Starter) -> anyhow::Result<Self> {
         let fd = |number: Number| duplicate(number).with_context(|| format!("Taking over descriptor {number}"));
         let options = Options {
             file_stores: kept.file_stores,
@@ -108,7 +109,11 @@ impl Keeper {
         };
         let mut keeper = Self::new(options, own_program, starter, fd(kept.api)?);
         let closer = keeper.closer.clone();
-        keeper.program = PathBuf::from(OsString::from_vec(kept.program.clone()));
+        // The keeper's own, if it is not the last one again.
+        match Program::at(PathBuf::from(OsString::from_vec(kept.program.clone()))) {
+            Ok(program) => keeper.program = program,
+            Err(error) => tracing::warn!("The program that the engine was started from: {error}"),
+        }
         keeper.since_unix_s = kept.since_unix_s;
         keeper.restarts = kept.restarts;
         (keeper.next_client, keeper.next_seq) = (kept.next_client, kept.next_seq);
@@ -128,7 +133,7 @@ impl Keeper {
             keeper.vms.push(vm_again(vm, &closer)?);
         }
         for (seq, given, vm) in &kept.closing {
-            keeper.closing.push(Closing { seq: *seq, given: *given, entry: vm_again(vm, &closer)? });
+            keeper.closing.push(Closing::new(*seq, vm_again(vm, &closer)?, *given));
         }
         for ask in &kept.pending {
             let order = decode(&ask.order).context("Reading what a client waits for")?;

@@ -18,6 +18,7 @@ use ballast_sys::process::Process;
 
 use crate::admit::Ram;
 use crate::closer::{Closer, SentFd};
+use crate::losses::Losses;
 use crate::lost::Search;
 use crate::store_files::Files;
 
@@ -51,14 +52,16 @@ pub struct VmEntry {
     /// The number of the last question to an upgrade's new engine about this VM. The reply to an earlier question is
     /// about the VM before its processes went and attached again.
     pub question: Option<u64>,
-    /// Its engine lost descriptors for it, and is to open it again.
+    /// Its engine lacked something for it, and is to open it again.
     pub lost: Option<Lost>,
+    /// How often that was so.
+    pub losses: Losses,
 }
 
-/// Descriptors for a VM have not reached its engine.
+/// The engine lacked something for a VM.
 pub struct Lost {
-    /// When the keeper heard of it.
-    pub since: Instant,
+    /// When it is given the VM again.
+    pub again_at: Instant,
     /// Since when a process of it is not served, on the monotonic clock.
     pub unserved_since_ns: u64,
 }
@@ -132,6 +135,7 @@ impl VmEntry {
             fenced: None,
             question: None,
             lost: None,
+            losses: Losses::default(),
         })
     }
 

@@ -37,7 +37,9 @@ use ballast_sys::exec::{become_program, close_kept, duplicate, keep};
 use ballast_sys::spawn::Starter;
 
 use crate::checker::Checker;
+use crate::engine::Engine;
 use crate::keeper::{Keeper, SOON};
+use crate::program::Program;
 use crate::regions::{At, VmEntry};
 use crate::replacing::{Replacing, Step};
 use crate::stage::Deadline;
@@ -122,10 +124,9 @@ impl Keeper {
     fn engine_in_the_way(&self) -> Option<String> {
         let is_at_rest =
             |vm: &VmEntry| vm.fenced.is_none() && vm.search.is_none() && vm.lost.is_none() && vm.at == At::Engine;
-        let serves = self.engine.as_ref().is_some_and(|engine| engine.pulse.starting.is_none() && engine.told_to_serve);
         let closing = self.closing.iter().map(|closing| &closing.entry);
         let unrest = self.vms.iter().chain(closing).find(|vm| !is_at_rest(vm));
-        if !serves {
+        if !self.engine.as_ref().is_some_and(Engine::serves) {
             Some("no engine serves".into())
         } else if self.upgrade.is_some() {
             Some("VMs move".into())
@@ -224,6 +225,7 @@ pub(crate) fn follow(follow: &Follow, starter: Starter) -> anyhow::Result<Keeper
             Some(_) => PathBuf::from(<OsString as std::os::unix::ffi::OsStringExt>::from_vec(kept.own_program.clone())),
             None => std::env::current_exe().context("Finding this program's own file")?,
         };
+        let own = Program::own(own).context("Opening this program's own file")?;
         Ok((Keeper::of(&kept, own, starter)?, kept))
     });
     let (mut keeper, kept) = match made {

@@ -3,8 +3,9 @@
 //! Before: a process brought the VM's state file and stores back (`attach`). After: the engine has the VM. If no
 //! process has brought some of its regions yet, it has it when one brings them, or when they are given up (`lost`).
 //! Threads: the keeper's one; `lost` searches on a thread of its own.
-//! Promise: no engine gets the VM before the one that may have been serving it can do nothing to it any more. A region
-//! that a process may still map is not given up before `LONGEST_WAIT` is over.
+//! Promise: no engine gets the VM before the one that may have been serving it can do nothing to it any more, and that
+//! one is not ended before ours serves. A region that a process may still map is not given up before `LONGEST_WAIT` is
+//! over.
 
 use std::collections::HashSet;
 use std::os::fd::AsFd;
@@ -18,7 +19,7 @@ use ballast_sys::memfd::FileId;
 use ballast_sys::process::Process;
 
 use crate::admit::Escrow;
-use crate::engine::PING_EVERY;
+use crate::engine::{Engine, PING_EVERY};
 use crate::fence;
 use crate::keeper::Keeper;
 use crate::lost::{Found, LONGEST_WAIT, Search};
@@ -78,6 +79,20 @@ impl Keeper {
         let mut entry = VmEntry::new(state, stores, attach.vmm.clone(), uid, &self.closer)?;
         entry.at = at;
         Ok(entry)
+    }
+
+    /// Why this VM may not return yet: the engine that an earlier keeper left behind serves it, and ours does not. If
+    /// ours never does, that one goes on, also for VMs that have not returned.
+    pub(crate) fn must_wait_for_engine(&self, escrow: &Escrow) -> Option<String> {
+        if self.engine.as_ref().is_some_and(Engine::serves) {
+            return None;
+        }
+        let state = StateFile::open(escrow.state.as_fd().try_clone_to_owned().ok()?).ok()?;
+        let mut engines = state.engine().into_iter().chain(state.leaving()).map(|(pid, start)| Process { pid, start });
+        let ours = self.ours();
+        engines
+            .any(|engine| !ours.contains(&engine) && Process::find(engine.pid).is_ok_and(|found| found == Some(engine)))
+            .then(|| "the engine of the last keeper serves it, and the one of this keeper does not serve yet".into())
     }
 
     pub(crate) fn has_name(&self, name: &str) -> bool {

@@ -20,6 +20,7 @@ use crate::closer;
 use crate::engine::{PING_EVERY, Who};
 use crate::keeper::{Keeper, SOON, Standing};
 use crate::options::Options;
+use crate::program::Program;
 use crate::replace::{self, Follow};
 
 /// Run until killed.
@@ -34,7 +35,7 @@ pub fn run(options: Options) -> anyhow::Result<()> {
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
     let attach = listen(&options.attach_socket, rustix::net::SocketType::SEQPACKET, options.attach_gid)?;
     let api = listen(&options.api_socket, rustix::net::SocketType::STREAM, options.reader_gid)?;
-    let program = std::env::current_exe().context("Finding this program's own file")?;
+    let program = std::env::current_exe().and_then(Program::own).context("Finding this program's own file")?;
     tracing::info!(attach = %options.attach_socket.display(), api = %options.api_socket.display(), "ready");
     let mut keeper = Keeper::new(options, program, starter, api);
     keeper.standing = Some(Standing { lock, attach: Arc::new(attach) });

@@ -16,11 +16,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::admit::{Escrow, Ram};
 use crate::client::{Client, ClientView};
 use crate::closer::SentFd;
+use crate::engine::Who;
 use crate::engine_child::{add_view, open_order};
 use crate::fence;
 use crate::keeper::Keeper;
 use crate::options::Options;
-use crate::regions::VmEntry;
+use crate::program::Program;
+use crate::regions::{At, VmEntry};
 use crate::run::listen;
 use crate::store_files::Files;
 use crate::waiting::{Answer, Asked};
@@ -33,6 +35,7 @@ fn keeper() -> (Keeper, tempfile::TempDir) {
     std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("make it a program");
     let (api, _) = ballast_sys::scm::pair().expect("socket pair");
     let starter = ballast_sys::spawn::Starter::new().expect("a starter");
+    let program = Program::at(program).expect("a program");
     (Keeper::new(Options::default(), program, starter, api), dir)
 }
 
@@ -151,6 +154,63 @@ fn a_later_keeper_ends_an_engine_that_was_only_about_to_open_the_vm() {
     poll(&mut [PollFd::from_borrowed_fd(engine.child.pidfd(), PollFlags::IN)], None).expect("poll");
     first.reap_engine();
     end_engine(&mut second);
+}
+
+#[test]
+fn a_vm_whose_last_engine_lives_returns_when_ours_serves_and_one_whose_engine_is_dead_at_once() {
+    let (mut first, _dir) = keeper();
+    let id = new_vm(&mut first, "web");
+    let escrow = first.vms[0].escrow().expect("escrow");
+    let (mut second, _dir) = keeper();
+    let sent = sent_back(&second, &escrow);
+    assert_eq!(second.must_wait_for_engine(&sent), None, "it has no engine");
+    first.keep_engine();
+    first.hand_over(id, None);
+    second.must_wait_for_engine(&sent).expect("there is no engine of ours");
+    second.keep_engine();
+    second.must_wait_for_engine(&sent).expect("it does not serve yet");
+    let engine = second.engine.as_mut().expect("an engine");
+    (engine.pulse.starting, engine.told_to_serve) = (None, true);
+    assert_eq!(second.must_wait_for_engine(&sent), None);
+    second.engine.as_mut().expect("an engine").told_to_serve = false;
+    end_engine(&mut first);
+    assert_eq!(second.must_wait_for_engine(&sent), None, "nobody serves it");
+    end_engine(&mut second);
+}
+
+#[test]
+fn a_vm_that_the_engine_could_not_open_to_close_it_is_given_to_it_again() {
+    let (mut keeper, _dir) = keeper();
+    keeper.keep_engine();
+    let vm = new_vm(&mut keeper, "web");
+    keeper.hand_over(vm, None);
+    keeper.close_vm(vm);
+    let seq = keeper.closing[0].seq;
+    assert!(!keeper.tend_closing(), "the engine closes it");
+    keeper.closed(seq, Err("no memory".into()));
+    assert!(keeper.tend_closing(), "it waits");
+    keeper.closing[0].again_at = Some(Instant::now());
+    assert!(!keeper.tend_closing(), "the engine was given it again");
+    keeper.closed(seq, Ok(()));
+    assert!(keeper.closing.is_empty());
+    end_engine(&mut keeper);
+}
+
+#[test]
+fn what_an_engine_lacked_for_a_vm_is_remembered_if_it_has_the_vm_and_as_long_as_it_is_not_the_keepers() {
+    let (mut keeper, _dir) = keeper();
+    let vm = new_vm(&mut keeper, "web");
+    let is_lost = |keeper: &Keeper| keeper.vms[0].lost.is_some();
+    keeper.lost(Who::Next, vm);
+    assert!(!is_lost(&keeper), "that engine has it not");
+    keeper.vms[0].at = At::Next;
+    keeper.lost(Who::Engine, vm);
+    assert!(!is_lost(&keeper), "it has moved");
+    keeper.lost(Who::Next, vm);
+    keeper.vms[0].lost.as_mut().expect("it is to be tried again").again_at = Instant::now();
+    assert!(keeper.tend_lost().is_some() && is_lost(&keeper), "orders of it go to the next engine");
+    keeper.vms[0].at = At::Engine;
+    assert!(keeper.tend_lost().is_none() && !is_lost(&keeper));
 }
 
 #[test]

@@ -25,6 +25,7 @@ use crate::engine::{Engine, Who};
 use crate::fence;
 use crate::keeper::{Keeper, Standing};
 use crate::options::Options;
+use crate::program::Program;
 use crate::regions::At;
 use crate::replacing::Step;
 use crate::stage::Stage;
@@ -201,6 +202,7 @@ impl World {
         std::fs::copy(&program, dir.path().join("other")).expect("another program");
         let (api, _) = scm::pair().expect("socket pair");
         let starter = ballast_sys::spawn::Starter::new().expect("a starter");
+        let program = Program::at(program).expect("a program");
         let keeper = Keeper::new(Options::default(), program, starter, api);
         let mut world = Self { keeper, _dir: dir, played: Vec::new(), fault: None };
         world.keeper.keep_engine();
@@ -906,7 +908,7 @@ fn an_engine_that_talks_without_end_keeps_nobody_waiting() {
 #[test]
 fn a_keeper_does_not_become_a_program_whose_engines_do_not_come_to_serve() {
     let mut world = World::new(2);
-    let program = world.keeper.program.clone();
+    let program = world.keeper.program.path().to_owned();
     let (attach, _other) = scm::pair().expect("socket pair");
     let lock = attach.as_raw_fd();
     world.keeper.standing = Some(Standing { lock, attach: Arc::new(attach) });
@@ -917,11 +919,11 @@ fn a_keeper_does_not_become_a_program_whose_engines_do_not_come_to_serve() {
     world.until(|world| world.keeper.upgrade.is_none());
     // The program is asked whether it could be the keeper, and sleeps.
     let asked = world.keeper.replacing.as_ref().map(|replacing| matches!(replacing.step, Step::Checking(_)));
-    assert_eq!((asked, world.keeper.last_program.as_ref()), (Some(true), Some(&program)));
-    assert_ne!(world.keeper.program, program);
+    assert_eq!((asked, world.keeper.last_program.as_ref().map(|last| last.path())), (Some(true), Some(&*program)));
+    assert_ne!(world.keeper.program.path(), program);
     world.kill(1);
     world.until(|world| world.keeper.engine.as_ref().is_some_and(|engine| engine.process != world.played[1].process));
-    assert_eq!(world.keeper.program, program, "engines are started from what they were started from before");
+    assert_eq!(world.keeper.program.path(), program, "engines are started from what they were started from before");
     let now = world.keeper.last_upgrade.clone();
     assert!(world.keeper.replacing.is_none() && now.stage == Shown::Done, "{now:?}");
     assert_eq!(now.keeper, Some(Err("engines of it do not come to serve".into())));

@@ -20,6 +20,7 @@ use ballast_sys::priority::run_first;
 use crate::closer::SentFd;
 use crate::engine::{Beat, Who, spawn};
 use crate::keeper::{Keeper, SOON};
+use crate::program::Program;
 use crate::regions::{At, VmEntry};
 use crate::stage::{Deadline, Happens, Stage, Then};
 use crate::store_files::Files;
@@ -102,7 +103,7 @@ impl Keeper {
 
     /// Start the successor, and have it look at every VM.
     pub(crate) fn begin_upgrade(&mut self, program: String) -> Result<(), String> {
-        let program = if program.is_empty() { self.program.clone() } else { PathBuf::from(program) };
+        let program = if program.is_empty() { self.program.path().into() } else { PathBuf::from(program) };
         if !program.is_absolute() {
             return Err(format!("{} is not an absolute path", program.display()));
         }
@@ -123,7 +124,9 @@ impl Keeper {
         if !serving || self.vms.iter().any(|vm| vm.fenced.is_some()) {
             return Err("the engine that serves has only just begun, or waits for a VM: try again later".into());
         }
-        let next = spawn(&mut self.starter, &program).map_err(|error| format!("{error:#}"))?;
+        let opened = Program::at(program.clone());
+        let opened = opened.map_err(|error| format!("Opening {}: {error}", program.display()))?;
+        let next = spawn(&mut self.starter, &opened).map_err(|error| format!("{error:#}"))?;
         tracing::info!(pid = next.process.pid, program = %program.display(), "an engine that is to follow is started");
         let now = Instant::now();
         let shown = Upgrading {
@@ -135,6 +138,7 @@ impl Keeper {
         };
         self.upgrade = Some(Upgrade {
             next,
+            program: opened,
             stage: Stage::Checking,
             shown,
             begun: now,

@@ -6,7 +6,6 @@
 //! Promise: an engine that is not the keeper's any more stays on a list until it has ended and is reaped. One that is
 //! told to leave and does not is killed after 5 s.
 
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ballast_handover::orders::Order;
@@ -84,11 +83,11 @@ impl Keeper {
     fn put_in_place(&mut self) -> Option<Engine> {
         let upgrade = self.upgrade.as_mut()?;
         let shown = upgrade.shown.clone();
-        let (begun, program, serves) = (upgrade.begun, PathBuf::from(&shown.program), upgrade.serves);
+        let (begun, program, serves) = (upgrade.begun, upgrade.program.clone(), upgrade.serves);
         let next = self.upgrade.take()?.next;
         let old = self.engine.replace(next);
         let last = std::mem::replace(&mut self.program, program);
-        self.last_program = Some(last).filter(|last| *last != self.program && !serves);
+        self.last_program = Some(last).filter(|last| !last.is_file_of(&self.program) && !serves);
         let mut entries: Vec<&mut VmEntry> = self.vms.iter_mut().collect();
         for closing in &mut self.closing {
             // The old engine was making it: the new one opens it and goes on.
@@ -118,7 +117,7 @@ impl Keeper {
         tracing::info!("{message}");
         self.host_note("upgraded", message);
         self.show_upgrade();
-        self.begin_replacing(self.program.clone());
+        self.begin_replacing(self.program.path().into());
     }
 
     /// Reap engines that left, and end those that do not.

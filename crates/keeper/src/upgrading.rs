@@ -12,11 +12,14 @@ use ballast_base::wire::VmId;
 use ballast_handover::upgrading::Upgrading;
 
 use crate::engine::{Engine, Who};
+use crate::program::Program;
 use crate::stage::{Deadline, Stage};
 
 /// An upgrade that is under way.
 pub(crate) struct Upgrade {
     pub next: Engine,
+    /// The program that it was started from.
+    pub program: Program,
     pub stage: Stage,
     /// The state that operators see.
     pub shown: Upgrading,

@@ -56,9 +56,16 @@ pub struct Closing {
     pub entry: VmEntry,
     /// The engine has it.
     pub given: bool,
+    /// The engine could not open it, so its memory did not go back: it is given it again at this time.
+    pub again_at: Option<Instant>,
 }
 
 impl Closing {
+    /// A VM that the engine is to close.
+    pub fn new(seq: u64, entry: VmEntry, given: bool) -> Self {
+        Self { seq, entry, given, again_at: None }
+    }
+
     /// Its engine is dead.
     pub fn take_back(&mut self) {
         self.given = false;

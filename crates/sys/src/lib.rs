@@ -11,6 +11,7 @@ pub mod anon;
 pub mod bpf;
 pub mod btf;
 pub mod clock;
+pub mod detach;
 pub mod direct;
 pub mod exec;
 pub mod file_ranges;

@@ -108,8 +108,16 @@ impl Starter {
     /// # Errors
     /// The errors of `fork` and of the `exec`.
     pub fn start(&mut self, program: &Path, args: &[&str], stdin: BorrowedFd<'_>) -> io::Result<Child> {
+        self.start_as(program, program, args, stdin)
+    }
+
+    /// The same with the program of this file, by this name.
+    ///
+    /// # Errors
+    /// As for [`Starter::start`].
+    pub fn start_as(&mut self, file: &Path, name: &Path, args: &[&str], stdin: BorrowedFd<'_>) -> io::Result<Child> {
         let string = |bytes: &[u8]| CString::new(bytes).map_err(io::Error::from);
-        let program = string(program.as_os_str().as_bytes())?;
+        let (file, name) = (string(file.as_os_str().as_bytes())?, string(name.as_os_str().as_bytes())?);
         let args = args.iter().map(|arg| string(arg.as_bytes())).collect::<io::Result<Vec<_>>>()?;
         let variable = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
             string(&[name.as_bytes(), b"=", value.as_bytes()].concat())
@@ -118,7 +126,7 @@ impl Starter {
         let pointers = |strings: &[&CString]| -> Vec<*const libc::c_char> {
             strings.iter().map(|string| string.as_ptr()).chain([std::ptr::null()]).collect()
         };
-        let argv = pointers(&std::iter::once(&program).chain(&args).collect::<Vec<_>>());
+        let argv = pointers(&std::iter::once(&name).chain(&args).collect::<Vec<_>>());
         let envp = pointers(&variables.iter().collect::<Vec<_>>());
         let failure = Failure::new()?;
         let null = self.slot.try_clone()?;
@@ -134,7 +142,7 @@ impl Starter {
         let forked = unsafe { libc::syscall(libc::SYS_clone, flags as libc::c_ulong, 0, &raw mut pidfd, 0, 0) };
         if forked == 0 {
             // SAFETY: in the child, with strings that end with zeros and lists that end with null pointers.
-            unsafe { become_program(slot, nice, argv.as_ptr(), envp.as_ptr(), failure.errno()) }
+            unsafe { become_program(slot, nice, file.as_ptr(), argv.as_ptr(), envp.as_ptr(), failure.errno()) }
         }
         let error = io::Error::last_os_error();
         rustix::io::dup3(&null, &mut self.slot, rustix::io::DupFlags::CLOEXEC)?;
@@ -157,11 +165,12 @@ impl Starter {
 /// Runs in the child: leaves the shared descriptor table, takes its standard input, becomes the program.
 ///
 /// # Safety
-/// The process has one thread, and no other process uses its memory. `argv` and `envp` are lists of C strings that end
-/// with a null pointer, and `argv` is not empty.
+/// The process has one thread, and no other process uses its memory. `file` is a C string; `argv` and `envp` are lists
+/// of C strings that end with a null pointer.
 unsafe fn become_program(
     slot: libc::c_int,
     nice: libc::c_int,
+    file: *const libc::c_char,
     argv: *const *const libc::c_char,
     envp: *const *const libc::c_char,
     failed: &AtomicI32,
@@ -174,7 +183,7 @@ unsafe fn become_program(
         if libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE) == 0
             && libc::dup2(slot, 0) == 0
         {
-            libc::execve(*argv, argv, envp);
+            libc::execve(file, argv, envp);
         }
         failed.store(*libc::__errno_location(), Ordering::Release);
         libc::_exit(127)

@@ -21,6 +21,7 @@ use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_store::Budget;
+use ballast_sys::detach::detach;
 use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
 use ballast_sys::{memory_error, scm};
@@ -54,6 +55,7 @@ pub mod remote;
 pub mod served;
 mod shared;
 pub mod stuck;
+mod unopened;
 pub mod upgrades;
 mod views;
 mod vms;
@@ -65,6 +67,7 @@ const OPENING: Duration = Duration::from_secs(3);
 
 /// Take orders until the keeper is gone and no VM is left.
 pub fn run() -> anyhow::Result<()> {
+    detach(c"ballastd");
     // Guests wait for a new engine. The threads it starts do not run first.
     run_first();
     let keeper = std::io::stdin().as_fd().try_clone_to_owned().context("Taking the keeper's socket")?;
@@ -304,9 +307,9 @@ impl Orders {
         // From now on, so that an order to open it again finds it.
         let closing = engine.begin_closing(vm);
         self.workers().give_last(vm, move || {
-            engine.close_vm(vm, &closing);
+            let closed = engine.close_vm(vm, &closing);
             engine.end_closing(vm, &closing);
-            if let Some(Err(error)) = seq.map(|seq| engine.done(seq, Ok(()))) {
+            if let Some(Err(error)) = seq.map(|seq| engine.done(seq, closed)) {
                 tracing::debug!("Reporting that VM {vm} is closed: {error:#}");
             }
         })

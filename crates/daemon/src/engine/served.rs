@@ -74,6 +74,35 @@ impl Served {
         self.vm.stores.tiers().iter().filter(|tier| !tier.is_slow()).for_each(|tier| tier.store.tidy());
     }
 
+    /// Only serve its faults from now on, from whatever store. `all`: the other engine can do so as well; an engine
+    /// that is too old for that can do so only from stores that return at once and that no other VM shares.
+    ///
+    /// Nothing is put into any store from then on. If an operation is under way that only recovery could finish (a
+    /// write that the disk has not taken for long, a file that is being opened and swept), the VM moves without that.
+    pub fn serve_faults_only(&self, all: bool) -> io::Result<()> {
+        let stores = &self.vm.stores;
+        if !all && (stores.has_slow() || self.group.is_some()) {
+            return Err(io::Error::other("the other engine cannot do that with a store of this VM"));
+        }
+        if let Some(why) = self.unserved() {
+            return Err(io::Error::other(why));
+        }
+        let finished = || match stores.tiers().iter().find(|tier| tier.store.must_recover()) {
+            Some(tier) => Err(io::Error::other(format!("something is under way in the {}", tier.name))),
+            None => Ok(()),
+        };
+        finished()?;
+        if let Some(group) = &self.group {
+            group.part();
+        }
+        self.vm.serve_faults_only();
+        self.jobs.close();
+        // Tasks put off so far are done; those that its faults put off from now on are done when it is closed.
+        stores.first().store.tidy();
+        // The last spill may have given up waiting.
+        finished()
+    }
+
     fn scans_requested(&self) -> std::sync::MutexGuard<'_, u64> {
         self.scans_requested.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -21,6 +21,7 @@ use ballast_sys::scm;
 use super::governor::Governor;
 use super::host::Host;
 use super::served::Served;
+use super::unopened::{Unopened, may_pass};
 use crate::events::Events;
 use crate::settings::Settings;
 
@@ -79,7 +80,7 @@ pub(super) struct Engine {
     /// File stores that are being made.
     pub overdue: Overdue,
     /// VMs that could not be opened, and why.
-    pub unopened: Mutex<HashMap<VmId, String>>,
+    pub unopened: Mutex<HashMap<VmId, Unopened>>,
     /// VMs that another engine serves as well and that this one has closed: the keeper records it, unless it dies
     /// before it reads the report.
     pub parted: Mutex<Vec<StateFile>>,
@@ -97,17 +98,23 @@ impl Engine {
     }
 
     /// Remember why this VM could not be opened, or that it could.
-    pub fn unopened(&self, vm: VmId, why: Option<String>) {
-        let mut unopened = self.unopened.lock().unwrap_or_else(PoisonError::into_inner);
-        match why {
-            Some(why) => drop(unopened.insert(vm, why)),
-            None => drop(unopened.remove(&vm)),
+    /// `is_whole`: the order came with all of its descriptors.
+    pub fn unopened(&self, vm: VmId, why: Option<&anyhow::Error>, is_whole: bool) {
+        self.forget_unopened(vm);
+        if let Some(error) = why {
+            let why = Unopened { text: format!("{error:#}"), may_pass: !is_whole || may_pass(error.as_ref()) };
+            self.unopened.lock().unwrap_or_else(PoisonError::into_inner).insert(vm, why);
         }
     }
 
     /// Why this VM could not be opened.
     pub fn why_unopened(&self, vm: VmId) -> Option<String> {
-        self.unopened.lock().unwrap_or_else(PoisonError::into_inner).get(&vm).cloned()
+        self.unopened.lock().unwrap_or_else(PoisonError::into_inner).get(&vm).map(|why| why.text.clone())
+    }
+
+    /// The same, and forget it.
+    pub fn forget_unopened(&self, vm: VmId) -> Option<Unopened> {
+        self.unopened.lock().unwrap_or_else(PoisonError::into_inner).remove(&vm)
     }
 
     /// This engine has closed a VM that another one serves as well.

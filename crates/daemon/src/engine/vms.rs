@@ -27,13 +27,13 @@ use ballast_pager::vm::{Hold, Tuning, Vm};
 use ballast_store::{Codec, FileOptions, RamOptions, RamStore};
 use ballast_sys::process::Process;
 use ballast_sys::{clock, memory_error, scm};
-use rustix::io::Errno;
 
 use super::governor::operator;
 use super::late::{self, LateFile};
 use super::order_files::{Files, ram_files, sent_regions, store_files};
 use super::served::{KEPT, Served};
 use super::shared::{Closing, Engine, Unlists, mend};
+use super::unopened::may_pass;
 use super::views;
 use crate::config::Compression;
 use crate::tiering::Tiering;
@@ -50,42 +50,6 @@ struct Opening {
     regions: u32,
 }
 
-/// Only serve this VM's faults from now on, from whatever store. `all`: the other engine can do so as well; an engine
-/// that is too old for that can do so only from stores that return at once and that no other VM shares.
-///
-/// Nothing is put into any store from then on. If an operation is under way that only recovery could finish (a write
-/// that the disk has not taken for long, a file that is being opened and swept), the VM moves without that.
-fn serve_faults_only(served: Option<&Served>, all: bool) -> io::Result<()> {
-    let served = served.ok_or_else(|| io::Error::other("it is not open"))?;
-    let stores = &served.vm.stores;
-    if !all && (stores.has_slow() || served.group.is_some()) {
-        return Err(io::Error::other("the other engine cannot do that with a store of this VM"));
-    }
-    if let Some(why) = served.unserved() {
-        return Err(io::Error::other(why));
-    }
-    let finished = || match stores.tiers().iter().find(|tier| tier.store.must_recover()) {
-        Some(tier) => Err(io::Error::other(format!("something is under way in the {}", tier.name))),
-        None => Ok(()),
-    };
-    finished()?;
-    if let Some(group) = &served.group {
-        group.part();
-    }
-    served.vm.serve_faults_only();
-    served.jobs.close();
-    // Tasks put off so far are done; those that its faults put off from now on are done when it is closed.
-    stores.first().store.tidy();
-    // The last spill may have given up waiting.
-    finished()
-}
-
-/// Did it fail because this process, or the host, has as many descriptors open as it may?
-fn is_short_of_descriptors(error: &anyhow::Error) -> bool {
-    let errno = |cause: &(dyn std::error::Error + 'static)| cause.downcast_ref::<io::Error>()?.raw_os_error();
-    error.chain().filter_map(errno).any(|errno| [Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error).contains(&errno))
-}
-
 impl Engine {
     /// Carry out an order about a VM, on its worker. `is_whole`: all of its descriptors came.
     pub(super) fn carry_out(&self, id: VmId, order: Order, fds: Vec<OwnedFd>, is_whole: bool) {
@@ -98,7 +62,7 @@ impl Engine {
                 self.has_again(id);
                 let opening = Opening { vmm, pinned, may_pin, stores, files, beside, regions };
                 let opened = self.open_vm(id, opening, fds);
-                self.unopened(id, opened.as_ref().err().map(|error| format!("{error:#}")));
+                self.unopened(id, opened.as_ref().err(), is_whole);
                 opened
             }
             (Order::CheckVm { seq, stores, files, regions, .. }, _) => {
@@ -139,7 +103,10 @@ impl Engine {
                 served.vm.set_may_pin();
                 self.done(seq, Ok(()))
             }
-            (Order::ServeFaults { seq, all, .. }, _) => self.done(seq, serve_faults_only(served.as_deref(), all)),
+            (Order::ServeFaults { seq, all, .. }, _) => {
+                let served = served.as_ref().ok_or_else(|| io::Error::other("it is not open"));
+                self.done(seq, served.and_then(|served| served.serve_faults_only(all)))
+            }
             (Order::Alone { .. }, Some(served)) => self.alone(served),
             (Order::RemoveView { pid, .. }, Some(served)) => {
                 served.vm.remove_view(pid);
@@ -158,7 +125,7 @@ impl Engine {
         };
         if let Err(error) = result {
             if brings
-                && (!is_whole || is_short_of_descriptors(&error))
+                && (!is_whole || may_pass(error.as_ref()))
                 && let Err(error) = self.report(&Report::Lost(id))
             {
                 tracing::error!("{error:#}");
@@ -402,17 +369,29 @@ impl Engine {
             served.set_unserved(pid, reason.clone());
             vm.hold(Hold::Shared, Some(reason.clone()));
             served.restore(Hold::Shared, reason, |_| ())?;
+            if may_pass(&error) {
+                return Err(error.into());
+            }
         }
         Ok(())
     }
 
-    pub(super) fn close_vm(&self, id: VmId, closing: &Closing) {
-        if let Some(served) = self.stop_vm(id) {
-            let _listed = served.vm.state.list_thread();
-            let name = served.vm.state.name();
-            self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
-            self.leave(&served, closing);
-        }
+    /// Close a VM of which no process is left.
+    ///
+    /// # Errors
+    /// It could not be opened, for a reason that may pass: what is far of it has not gone back, and its leftovers stay.
+    pub(super) fn close_vm(&self, id: VmId, closing: &Closing) -> io::Result<()> {
+        let Some(served) = self.stop_vm(id) else {
+            return self
+                .forget_unopened(id)
+                .filter(|why| why.may_pass)
+                .map_or(Ok(()), |why| Err(io::Error::other(why.text)));
+        };
+        let _listed = served.vm.state.list_thread();
+        let name = served.vm.state.name();
+        self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
+        self.leave(&served, closing);
+        Ok(())
     }
 
     /// Another engine is to have the VM: this one stops changing anything of it. Returns an error if the VM was not

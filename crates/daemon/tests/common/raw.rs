@@ -213,8 +213,15 @@ impl RawClient {
 
     /// Attach or resume with this RAM. Returns what the keeper said, `None` if nothing listens or it hung up.
     pub fn attach(&mut self, ram: &[&Ram]) -> Option<KeeperToClient> {
-        let socket = self.ask_to_attach(ram)?;
-        self.hear_of_attach(socket)
+        loop {
+            let socket = self.ask_to_attach(ram)?;
+            let answer = self.hear_of_attach(socket);
+            // A VM that returns is told to come again until the keeper's engine serves.
+            if self.escrow.is_none() || !matches!(answer, Some(KeeperToClient::Later(_))) {
+                return answer;
+            }
+            std::thread::yield_now();
+        }
     }
 
     /// The first half of it.
