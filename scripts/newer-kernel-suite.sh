@@ -1,7 +1,7 @@
 #!/bin/bash
 # What depends on the kernel, on a newer one than this machine's: the tests of sys and of pager that need only memory,
-# those of tiers and of the pool, and those of memory that fails, inside QEMU. Above all those of userfaultfd's
-# read-write protection (Linux 7.3).
+# those of tiers and of the pool, also in pages of 1 GiB, and those of memory that fails, inside QEMU. Above all those
+# of userfaultfd's read-write protection (Linux 7.3).
 #
 # The kernel is the newest that Debian had for its stable release when this ran first. It is unpacked into
 # target/guest/newer and never installed; `--refresh` fetches it again.
@@ -28,6 +28,9 @@ QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=rwp,uffd,collapse,hwpoison scripts/in-q
     "$(program ballast_sys) remote" "$(program unregister)" "$(program answered)" "$(program rwp)" \
     "$(program track)" "$(program coalesce)" "$(program shard)" "$(program native)" "$(program memory_error)" \
     "$(program ballast_sys) memory_error" "$(program arena_memory)" "$(program engine_memory)"
+# Pages of 1 GiB, which a machine that has run for a while has none of.
+QEMU_MEMORY=6G QEMU_SECONDS=2400 REQUIRE=uffd,hugetlb,memory,hwpoison scripts/in-qemu.sh "$out/vmlinuz" \
+    "$(program gib) --test-threads=1" "$(program pool) a_vm_on_pages_of_a_gib" "$(program failed) a_page_of_a_gib"
 # Two NUMA nodes of different sizes: tiers of the host, and the pool. Memory that fails comes last: it stays the
 # kernel's for ever.
 nodes='-object memory-backend-ram,id=m0,size=1536M -numa node,nodeid=0,cpus=0,memdev=m0'

@@ -26,6 +26,8 @@ use crate::{
 };
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// The same for the pool: the kernel may move seconds' worth of memory to find a page of 1 GiB.
+const POOL_TIMEOUT: Duration = Duration::from_secs(60);
 const RETRY_FOR: Duration = Duration::from_secs(5);
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 const MAX_ANSWER_BYTES: usize = 64 << 20;
@@ -232,9 +234,10 @@ impl Client {
 
     fn request(&self, method: &Method, path: &str, body: &Bytes) -> Result<Bytes, ClientError> {
         let give_up = Instant::now() + self.retry_for;
+        let within = if path.starts_with("/v1/pool") { POOL_TIMEOUT } else { REQUEST_TIMEOUT };
         self.runtime.block_on(async {
             loop {
-                match self.in_time(self.once(method, path, body)).await {
+                match self.in_time(within, self.once(method, path, body)).await {
                     Ok(answer) => return Ok(answer),
                     Err(Try::Cut(error)) if Instant::now() >= give_up => return Err(error),
                     Err(Try::Cut(_)) => tokio::time::sleep(RETRY_PAUSE).await,
@@ -244,9 +247,9 @@ impl Client {
         })
     }
 
-    async fn in_time<T>(&self, work: impl Future<Output = Result<T, Try>>) -> Result<T, Try> {
-        tokio::time::timeout(REQUEST_TIMEOUT, work).await.unwrap_or_else(|_| {
-            let seconds = REQUEST_TIMEOUT.as_secs();
+    async fn in_time<T>(&self, within: Duration, work: impl Future<Output = Result<T, Try>>) -> Result<T, Try> {
+        tokio::time::timeout(within, work).await.unwrap_or_else(|_| {
+            let seconds = within.as_secs();
             Err(Try::Final(self.broken(format!("no answer within {seconds} s; is ballastd stopped or overloaded?"))))
         })
     }

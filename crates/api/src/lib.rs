@@ -23,7 +23,7 @@ pub use governor::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatc
 pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatPatch, HeatSource, MAX_CELLS, Track, VmHeat};
 pub use host::{Event, HostStat, RemoteFinding, RemoteNode, RemoteStat};
 pub use openapi::{document, document_json};
-pub use pool::{LendRequest, PoolNode, PoolRequest, PoolStat, PoolVm};
+pub use pool::{LendRequest, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm};
 pub use problem::Problem;
 pub use types::{
     EngineTime, FaultCounts, GuestRange, HostTierStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat,

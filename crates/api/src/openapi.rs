@@ -14,8 +14,8 @@ use ballast_policy::{Plan, Snapshot};
 
 use crate::{
     DecisionRecord, Event, HeatPatch, HostStat, LendRequest, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat,
-    PoolNode, PoolRequest, PoolStat, PoolVm, Problem, UpgradeRequest, UpgradeStage, UpgradeStat, VmChange, VmHeat,
-    VmPatch, VmStat,
+    PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, Problem, UpgradeRequest, UpgradeStage, UpgradeStat, VmChange,
+    VmHeat, VmPatch, VmStat,
 };
 
 #[derive(OpenApi)]
@@ -37,6 +37,7 @@ use crate::{
     UpgradeRequest,
     UpgradeStage,
     UpgradeStat,
+    PoolPages,
     PoolStat,
     PoolNode,
     PoolVm,

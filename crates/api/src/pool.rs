@@ -2,10 +2,42 @@
 //!
 //! Before: the daemon's pool. After: the CLI and other programs read it. Units: bytes.
 
+use std::str::FromStr;
+
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The pool.
+/// The huge pages of a part of the pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub enum PoolPages {
+    /// Pages of 2 MiB.
+    #[default]
+    #[serde(rename = "2M")]
+    Huge,
+    /// Pages of 1 GiB.
+    #[serde(rename = "1G")]
+    Gib,
+}
+
+impl PoolPages {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl FromStr for PoolPages {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "2M" => Ok(Self::Huge),
+            "1G" => Ok(Self::Gib),
+            _ => Err(format!("{text:?} is neither 2M nor 1G")),
+        }
+    }
+}
+
+/// The pool, by its pages of 2 MiB.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PoolStat {
     /// Size of its files, each of which belongs to one VM at a time; 0: nothing was ever reserved.
@@ -25,6 +57,10 @@ pub struct PoolStat {
     /// Most memory that is lent while the host is short; 0: memory is lent by command only.
     #[serde(default)]
     pub lent_when_short_bytes: u64,
+    /// The same of its pages of 1 GiB, if any were ever reserved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(no_recursion)]
+    pub gib: Option<Box<PoolStat>>,
 }
 
 /// A node of the host.
@@ -77,9 +113,12 @@ pub struct PoolRequest {
     /// For this node alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<u32>,
-    /// Size of a file: a power of two, 2 MiB to 1 GiB. Once there is a pool it cannot change.
+    /// Size of a file: 1 to 512 pages, a power of two. Once there is a pool it cannot change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file_bytes: Option<u64>,
+    /// The pages to reserve.
+    #[serde(default, skip_serializing_if = "PoolPages::is_default")]
+    pub pages: PoolPages,
 }
 
 /// How much of the pool is to be lent to the host.
@@ -95,4 +134,7 @@ pub struct LendRequest {
     /// memory to spare. A request without this ends it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub when_short: bool,
+    /// The pages to lend.
+    #[serde(default, skip_serializing_if = "PoolPages::is_default")]
+    pub pages: PoolPages,
 }

@@ -9,7 +9,7 @@ use crate::extents::Extents;
 use crate::format::{Format, Message};
 use crate::units::Bytes;
 use crate::wire::MAX_FILES;
-use crate::{Extent, HUGE_SIZE};
+use crate::{Extent, GIB, HUGE_SIZE};
 
 /// The pages that a VM's memory is to consist of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,6 +21,16 @@ pub enum Pages {
     Mix,
     /// Pages of 1 GiB.
     Gib,
+}
+
+impl Pages {
+    /// The size of these pages, and of the pieces that consist of them.
+    pub const fn size(self) -> Bytes {
+        match self {
+            Self::Slices | Self::Mix => Bytes(HUGE_SIZE as u64),
+            Self::Gib => Bytes(GIB),
+        }
+    }
 }
 
 impl std::str::FromStr for Pages {
@@ -114,7 +124,7 @@ impl std::fmt::Display for Nodes {
 pub struct Take {
     /// The VM's name, for operators.
     pub name: String,
-    /// Amount of memory, a multiple of 2 MiB.
+    /// Amount of memory, a multiple of the size of its pages.
     pub size: Bytes,
     /// Its pages.
     pub pages: Pages,
@@ -145,12 +155,12 @@ impl Message for Given {
 ///
 /// # Errors
 /// What is wrong with it.
-pub fn check(extents: &[Extent], size: Bytes, files: usize) -> Result<Extents, String> {
+pub fn check(extents: &[Extent], size: Bytes, pages: Pages, files: usize) -> Result<Extents, String> {
     let checked = Extents::new(extents).map_err(|error| error.to_string())?;
     if extents.iter().map(|extent| extent.len.0).sum::<u64>() != size.0 || files > MAX_FILES {
         return Err(format!("the pool gave {files} files and not {size}"));
     }
-    let is_aligned = |value: Bytes| value.0.is_multiple_of(HUGE_SIZE as u64);
+    let is_aligned = |value: Bytes| value.0.is_multiple_of(pages.size().0);
     match extents
         .iter()
         .find(|extent| usize::from(extent.file) >= files || !is_aligned(extent.offset) || !is_aligned(extent.len))
@@ -183,7 +193,9 @@ mod tests {
     fn an_answer_that_is_not_what_was_asked_for_is_refused() {
         let mib = |mib: u64| Bytes(mib << 20);
         let extent = |file, offset, len| Extent { file, offset: mib(offset), len: mib(len) };
-        assert!(check(&[extent(0, 2, 4), extent(1, 0, 2)], mib(6), 2).is_ok());
+        assert!(check(&[extent(0, 2, 4), extent(1, 0, 2)], mib(6), Pages::Slices, 2).is_ok());
+        assert!(check(&[extent(1, 1024, 2048), extent(0, 0, 1024)], mib(3072), Pages::Gib, 2).is_ok());
+        assert!(check(&[extent(0, 2, 1024)], mib(1024), Pages::Gib, 1).is_err(), "not at a GiB");
         for (extents, files) in [
             (vec![extent(0, 2, 4)], 1),
             (vec![extent(1, 0, 6)], 1),
@@ -192,7 +204,7 @@ mod tests {
             (vec![], 1),
             (vec![Extent { file: 0, offset: Bytes(0), len: Bytes(u64::MAX) }; 2], 1),
         ] {
-            assert!(check(&extents, mib(6), files).is_err(), "{extents:?}");
+            assert!(check(&extents, mib(6), Pages::Mix, files).is_err(), "{extents:?}");
         }
     }
 

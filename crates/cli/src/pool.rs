@@ -8,7 +8,7 @@ use std::fmt::Write;
 use std::str::FromStr;
 
 use anyhow::Result;
-use ballast_api::{Client, LendRequest, PoolRequest, PoolStat};
+use ballast_api::{Client, LendRequest, PoolPages, PoolRequest, PoolStat};
 use ballast_base::Bytes;
 use clap::Subcommand;
 
@@ -30,6 +30,9 @@ pub enum PoolCommand {
         /// Size of the pool's files, of which a VM has up to 32 for itself; fixed once there is a pool
         #[arg(long, value_name = "BYTES")]
         file_size: Option<Bytes>,
+        /// Pages of 2 MiB, or of 1 GiB beside them, in which a VM is not paged
+        #[arg(long, value_name = "2M|1G", default_value = "2M")]
+        pages: PoolPages,
     },
     /// Lend unused memory of the pool to the host, this much in all, or only while the host is short
     Lend {
@@ -41,12 +44,18 @@ pub enum PoolCommand {
         /// Not now, but up to this much while the host is short of memory
         #[arg(long)]
         when_short: bool,
+        /// The pages to lend
+        #[arg(long, value_name = "2M|1G", default_value = "2M")]
+        pages: PoolPages,
     },
     /// Take back all that is lent
     TakeBack {
         /// For this node alone
         #[arg(long)]
         node: Option<u32>,
+        /// The pages to take back
+        #[arg(long, value_name = "2M|1G", default_value = "2M")]
+        pages: PoolPages,
     },
 }
 
@@ -73,31 +82,48 @@ impl FromStr for Part {
 
 /// Run the command.
 pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
-    let pool = match command {
-        PoolCommand::Show => client.pool()?,
-        PoolCommand::Reserve { size, node, file_size } => {
+    let (pool, changed) = match command {
+        PoolCommand::Show => (client.pool()?, None),
+        PoolCommand::Reserve { size, node, file_size, pages } => {
             let (bytes, percent) = match size {
                 Part::Bytes(bytes) => (Some(bytes.0), None),
                 Part::Percent(percent) => (None, Some(*percent)),
             };
             let file_bytes = file_size.map(|size| size.0);
-            client.reserve_pool(&PoolRequest { bytes, percent, node: *node, file_bytes })?
+            let request = PoolRequest { bytes, percent, node: *node, file_bytes, pages: *pages };
+            (client.reserve_pool(&request)?, Some(*pages))
         }
-        PoolCommand::Lend { size, node, when_short } => {
-            client.lend_pool(&LendRequest { bytes: size.0, node: *node, when_short: *when_short })?
+        PoolCommand::Lend { size, node, when_short, pages } => {
+            let request = LendRequest { bytes: size.0, node: *node, when_short: *when_short, pages: *pages };
+            (client.lend_pool(&request)?, Some(*pages))
         }
-        PoolCommand::TakeBack { node } => client.lend_pool(&LendRequest { node: *node, ..LendRequest::default() })?,
+        PoolCommand::TakeBack { node, pages } => {
+            let request = LendRequest { node: *node, pages: *pages, ..LendRequest::default() };
+            (client.lend_pool(&request)?, Some(*pages))
+        }
     };
-    for note in &pool.notes {
+    let parts = [(PoolPages::Huge, Some(&pool)), (PoolPages::Gib, pool.gib.as_deref())];
+    let said = parts.into_iter().filter(|(pages, _)| changed.is_none_or(|changed| changed == *pages));
+    for note in said.filter_map(|(_, part)| part).flat_map(|part| &part.notes) {
         eprintln!("ballast: {note}");
     }
     if json { show::json(&pool) } else { Ok(show::print(&describe(&pool))?) }
 }
 
 fn describe(pool: &PoolStat) -> String {
-    if pool.nodes.is_empty() {
-        return "nothing is reserved for VMs\n".into();
-    }
+    let parts = [("2 MiB", Some(pool)), ("1 GiB", pool.gib.as_deref())];
+    let parts = parts.map(|(pages, part)| (pages, part.filter(|part| !part.nodes.is_empty())));
+    let both = parts.iter().all(|(_, part)| part.is_some());
+    let shown = parts.iter().filter_map(|(pages, part)| {
+        // A pool that has pages of 2 MiB alone needs no heading.
+        let heading = if both || *pages == "1 GiB" { format!("pages of {pages}:\n") } else { String::new() };
+        Some(heading + &describe_part((*part)?))
+    });
+    let text = shown.collect::<Vec<_>>().join("\n");
+    if text.is_empty() { "nothing is reserved for VMs\n".into() } else { text }
+}
+
+fn describe_part(pool: &PoolStat) -> String {
     let headers = ["NODE", ">RESERVED", ">READY", ">IN WHOLE GIB", ">USED", ">FENCED", ">TO ZERO", ">LENT", ">FAILED"];
     let mut table = show::table(&headers);
     for node in &pool.nodes {

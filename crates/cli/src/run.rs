@@ -10,6 +10,7 @@ mod command_line;
 mod free_pages;
 mod monitor;
 mod options;
+mod stand_in;
 mod tiers;
 
 use std::convert::Infallible;
@@ -22,7 +23,7 @@ use std::process::Command;
 use anyhow::{Context, Result, anyhow, bail};
 use ballast_base::pool::{Nodes, Pages};
 use ballast_base::wire::check_name;
-use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
 use ballast_guest::{PORT, socket_name};
 use ballast_sys::memfd;
 
@@ -44,7 +45,8 @@ pub struct RunArgs {
     /// Add the QEMU flags that make guest RAM a shared memfd, if they are missing
     #[arg(long)]
     add_memory_backend: bool,
-    /// Take guest RAM from the pool, in pages of 2 MiB: 2M, or mix, which has whole GiB first. QEMU only
+    /// Take guest RAM from the pool, in pages of 2 MiB (2M, or mix, which has whole GiB of addresses first) or of 1 GiB
+    /// (1G), in which nothing is ever paged. QEMU only
     #[arg(long, value_name = "2M|mix|1G", conflicts_with_all = ["optional", "add_memory_backend"])]
     pool: Option<Pages>,
     /// Take it from these nodes: one (1), as much of each (0,1), or these amounts (0=3G,1=1G) [default: one that has it
@@ -85,7 +87,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         }
         let words = words(&rest);
         let backing = match (args.pool, args.add_memory_backend) {
-            (Some(_), _) => Backing::Pool,
+            (Some(pages), _) => Backing::Pool(pages),
             (None, true) => Backing::Memfd,
             (None, false) => Backing::AsGiven,
         };
@@ -208,7 +210,8 @@ fn check_filter(program: &OsStr, words: &[OsString]) -> Result<()> {
 fn is_ram_file(path: &str) -> bool {
     let path = Path::new(path);
     let place = if path.exists() { path } else { path.parent().unwrap_or(path) };
-    std::fs::File::open(place).is_ok_and(|file| memfd::check_ram_pages(file, 0, 0, 0).is_ok())
+    std::fs::File::open(place)
+        .is_ok_and(|file| memfd::check_ram_file(file).is_ok_and(|page| page.0 <= HUGE_SIZE as u64))
 }
 
 /// The same for a hugetlbfs alone.

@@ -12,7 +12,8 @@ use std::time::Duration;
 use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason, Snapshot, VmSample};
 use ballast_api::{
     Client, DecisionRecord, EngineTime, Event, FaultCounts, HostStat, Latency, LendRequest, PolicyPatch, PolicyStat,
-    PoolNode, PoolRequest, PoolStat, PoolVm, RegionStat, Track, UpgradeStage, UpgradeStat, VmHeat, VmPatch, VmStat,
+    PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, RegionStat, Track, UpgradeStage, UpgradeStat, VmHeat, VmPatch,
+    VmStat,
 };
 use ballast_base::{GIB, MIB};
 use ballast_daemon::http::{Backend, ChangeError, Gate, Governing, Histogram, PeerPolicy, Pooling, Upgrades, serve};
@@ -172,9 +173,14 @@ impl Pooling for Canned {
     }
 
     fn reserve_pool(&self, request: &PoolRequest) -> Result<PoolStat, String> {
-        match request.node {
-            Some(node) => Err(format!("there is no node {node}; the host has [0]")),
-            None => Ok(self.pool()),
+        let node = |bytes| PoolNode { reserved_bytes: bytes, map: "-".into(), ..PoolNode::default() };
+        let of = |bytes| PoolStat { nodes: vec![node(bytes)], notes: vec!["whole".into()], ..PoolStat::default() };
+        match (request.node, request.pages) {
+            (Some(node), _) => Err(format!("there is no node {node}; the host has [0]")),
+            (None, PoolPages::Huge) => Ok(self.pool()),
+            (None, PoolPages::Gib) => {
+                Ok(PoolStat { gib: request.bytes.map(|bytes| Box::new(of(bytes))), ..self.pool() })
+            }
         }
     }
 
@@ -468,6 +474,11 @@ fn the_pool_is_shown_with_its_map_and_notes_are_on_standard_error() {
     assert!(json(&["pool", "lend", "2G", "--json"]).contains("\"lent_bytes\": 2147483648"));
     assert!(json(&["pool", "take-back", "--json"]).contains("\"lent_bytes\": 0"));
     assert!(json(&["pool", "reserve", "80%", "--file-size", "64M"]).contains("RESERVED"));
+    let (code, out, err) = ballast(&daemon.socket, &["pool", "reserve", "8G", "--pages", "1G"]);
+    assert_eq!((code, err.as_str()), (0, "ballast: whole\n"), "of those pages alone");
+    let (huge, gib) = out.split_once("pages of 1 GiB:\n").expect("both are shown");
+    assert!(huge.starts_with("pages of 2 MiB:\n") && huge.contains("web-1") && gib.contains("8 GiB"), "{out}");
+    assert_eq!(ballast(&daemon.socket, &["pool", "lend", "1G", "--pages", "4K"]).0, 2);
     let (code, out, err) = ballast(&daemon.socket, &["pool", "reserve", "4G", "--node", "3"]);
     assert_eq!((code, out.as_str()), (1, ""));
     assert!(err.contains("there is no node 3; the host has [0]"), "{err}");

@@ -68,7 +68,7 @@ fn understand(wanted: &Take, scm::Received { bytes, fds }: scm::Received) -> Res
         Given::Refused(why) => return Err(PoolError::Refused(why)),
         Given::Memory(extents) => extents,
     };
-    check(&extents, wanted.size, fds.len()).map_err(PoolError::Answer)?;
+    check(&extents, wanted.size, wanted.pages, fds.len()).map_err(PoolError::Answer)?;
     let piece = |extent: &ballast_base::Extent| {
         let fd: OwnedFd = fds[usize::from(extent.file)].try_clone()?;
         Ok(RamExtent { fd, offset: extent.offset, len: extent.len })

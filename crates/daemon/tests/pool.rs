@@ -11,9 +11,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use ballast_api::{LendRequest, UpgradeRequest, UpgradeStage};
+use ballast_api::{LendRequest, PoolPages, UpgradeRequest, UpgradeStage, VmClass};
 use ballast_base::pool::{Nodes, Pages, Take};
-use ballast_base::{Bytes, Hva, MIB, PAGE_SIZE};
+use ballast_base::{Bytes, GIB, Hva, MIB, PAGE_SIZE};
 use ballast_client::Ram;
 use ballast_client::pool::take;
 use ballast_reserve::{Host, Reserve};
@@ -55,16 +55,18 @@ fn a_vm_that_looks_for_what_others_left() {
     let Ok(told) = std::env::var(BE_A_VM) else { return };
     let [name, mib, socket] = told.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("{told}") };
     let size = Bytes(mib.parse::<u64>().expect("a number") * MIB);
-    let wanted = Take { name: name.into(), size, pages: Pages::Slices, nodes: Nodes::Any };
+    // Of a page of 1 GiB, one word of each 64 bytes is looked at and written.
+    let (pages, step) = if name.contains("gib") { (Pages::Gib, 8) } else { (Pages::Slices, 1) };
+    let wanted = Take { name: name.into(), size, pages, nodes: Nodes::Any };
     let Ok(pieces) = take(Path::new(socket), &wanted) else { std::process::exit(0) };
     let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
     let map = Mapping::shared_pieces(&places).expect("map");
     for page in (0..map.len()).step_by(PAGE_SIZE) {
         let words = map.words(page, PAGE_SIZE / 8);
-        if words.iter().any(|word| word.load(Ordering::Relaxed) != 0) {
+        if words.iter().step_by(step).any(|word| word.load(Ordering::Relaxed) != 0) {
             std::process::exit(FOUND);
         }
-        words.iter().for_each(|word| word.store(SECRET, Ordering::Relaxed));
+        words.iter().step_by(step).for_each(|word| word.store(SECRET, Ordering::Relaxed));
     }
     std::fs::write(Path::new(socket).with_file_name(format!("{name}.searched")), "").expect("say so");
     let _attached = name.starts_with("managed").then(|| {
@@ -106,7 +108,9 @@ fn a_managed_vm_pages_in_huge_pages_of_the_pool_and_what_was_far_of_it_is_not_wr
 fn memory_of_a_killed_vm_comes_back_zeroed_and_a_new_engine_knows_who_has_what() {
     let Some(pooled) = Pooled::start("", 64) else { return };
     let mut vm = pooled.vm("first", 32);
-    until("the VM has its memory", || pooled.stat().vms.iter().any(|vm| vm.name == "first" && vm.bytes == 32 * MIB));
+    // Until it has received its memory, it asks the next engine again.
+    pooled.searched(&mut vm, "first");
+    assert!(pooled.stat().vms.iter().any(|vm| vm.name == "first" && vm.bytes == 32 * MIB));
     let old = pooled.daemon().kill_engine();
     pooled.daemon().wait_for_engine_after(old);
     until("the next engine has the pool", || pooled.stat().nodes.iter().any(|node| node.used_bytes == 32 * MIB));
@@ -135,6 +139,51 @@ fn memory_of_a_killed_vm_comes_back_zeroed_and_a_new_engine_knows_who_has_what()
     assert_eq!(ended.lent_when_short_bytes, 0);
     let said = pooled.daemon().api.lend_pool(&LendRequest { node: Some(99), ..lend(0) }).expect_err("no such node");
     assert!(said.to_string().contains("the pool has no node 99"), "{said}");
+}
+
+#[test]
+fn a_vm_on_pages_of_a_gib_is_pinned_and_keeps_them_as_engine_and_keeper_die_and_the_next_vm_finds_zeros() {
+    let Some(mut pooled) = Pooled::of("", 2 << 10, PoolPages::Gib) else { return };
+    if missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err()) {
+        return;
+    }
+    let name = "managed-gib";
+    let mut vm = pooled.vm(name, 1 << 10);
+    let is_pinned = |pooled: &Pooled| {
+        pooled.daemon().api.vm(name).is_ok_and(|vm| vm.class == VmClass::Pinned && vm.resident_bytes == GIB)
+    };
+    until("the VM is attached and pinned", || is_pinned(&pooled));
+    let api = &pooled.daemon().api;
+    let why = api.vm(name).expect("it is there").status_reason.unwrap_or_default();
+    assert!(why.contains("pages of 1 GiB"), "{why}");
+    let said = api.set_limit(name, Some(512 * MIB)).expect_err("a limit").to_string();
+    assert!(said.contains("pages of 1 GiB"), "{said}");
+    let has = |pooled: &Pooled, used: u64| {
+        let pool = pooled.stat();
+        pool.nodes.iter().map(|node| node.used_bytes).sum::<u64>() == used && pool.vms.len() == usize::from(used > 0)
+    };
+    let old = pooled.daemon().kill_engine();
+    pooled.daemon().wait_for_engine_after(old);
+    until("the next engine has the pool and the VM", || has(&pooled, GIB) && is_pinned(&pooled));
+    for with_engine in [false, true] {
+        pooled.daemon.as_mut().expect("it runs").kill_and_restart_keeper(with_engine);
+        until("the next keeper's engine has both", || has(&pooled, GIB) && is_pinned(&pooled));
+    }
+    let lent = pooled.daemon().api.lend_pool(&LendRequest { pages: PoolPages::Gib, ..lend(2 * GIB) }).expect("lend");
+    let gib = lent.gib.expect("it is there");
+    assert_eq!((gib.nodes[0].lent_bytes, pooled.pages()), (GIB, 1), "{:?}", gib.notes);
+    vm.kill().expect("kill");
+    vm.wait().expect("reap");
+    until("its page is back", || has(&pooled, 0));
+    pooled.settled(1 << 10);
+    let mut next = pooled.vm("next-gib", 1 << 10);
+    pooled.searched(&mut next, "next-gib");
+    next.kill().expect("kill");
+    next.wait().expect("reap");
+    pooled.settled(1 << 10);
+    assert_eq!(pooled.pages(), 1, "a page is lost, or one too many");
+    let metrics = pooled.daemon().api.metrics().expect("metrics");
+    assert!(metrics.contains("ballast_pool_ready_gib_bytes{node=\"0\",pages=\"1G\"} 1073741824"), "{metrics}");
 }
 
 /// Ends threads that look.

@@ -13,9 +13,11 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use ballast_api::{PoolPages, VmClass};
 use ballast_base::pool::{Nodes, Pages, Take};
-use ballast_base::{Bytes, HUGE_SIZE, MIB};
+use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_client::pool::take;
+use ballast_reserve::Page;
 use ballast_sys::Mapping;
 use ballast_testvm::qemu::load::{Dataset, load, verify};
 use ballast_testvm::qemu::{Balloon, QEMU, QemuGuest, qemu_missing};
@@ -32,12 +34,13 @@ const MEMORY: u64 = 256 * MIB;
 /// A boot under TCG beside a busy test run.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
-/// `ballast run --pool 2M` as words before a QEMU command line.
+/// `ballast run --pool` with the pages of this pool, as words before a QEMU command line.
 fn on_the_pool(pooled: &Pooled, name: &str) -> Vec<String> {
     let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
     assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
+    let pages = pooled.host.page().files();
     let (program, socket) = (program.display().to_string(), pooled.daemon().attach_socket().display().to_string());
-    [&program, "run", "--name", name, "--attach-socket", &socket, "--pool", "2M", "--"].map(str::to_owned).to_vec()
+    [&program, "run", "--name", name, "--attach-socket", &socket, "--pool", pages, "--"].map(str::to_owned).to_vec()
 }
 
 /// Bytes of the memfd that stands in for a QEMU's RAM.
@@ -115,8 +118,28 @@ fn memory_that_is_unplugged_returns_to_the_pool_while_its_vm_runs_on() {
         return;
     }
     let Some(pooled) = Pooled::start("quarantine_ms = 50\n", 128) else { return };
+    // Some of it is far when it goes.
+    plug_and_unplug(&pooled, 32 * MIB, 64 * MIB, Some(48 * MIB));
+}
+
+#[test]
+fn a_qemu_on_pages_of_a_gib_is_pinned_and_its_dimm_returns_to_the_pool_and_half_a_page_is_refused() {
+    if missing("qemu", qemu_missing())
+        || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
+    {
+        return;
+    }
+    let Some(pooled) = Pooled::of("", 2 << 10, PoolPages::Gib) else { return };
+    let text = refused(&pooled, "1536M");
+    assert!(text.contains("no multiple of 1 GiB"), "{text}");
+    plug_and_unplug(&pooled, GIB, GIB, None);
+}
+
+/// A QEMU with this much memory gets a DIMM of that size, twice. It is held to the limit, or it is pinned.
+fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
     let daemon = pooled.daemon();
-    let mut command = bare(&pooled, "dimms", "32M,slots=2,maxmem=1G");
+    let page = pooled.host.page();
+    let mut command = bare(pooled, "dimms", &format!("{}M,slots=2,maxmem=4G", base / MIB));
     command.args(["-qmp", "stdio"]).stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = command.spawn().expect("QEMU starts");
     let (mut input, output) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
@@ -135,40 +158,49 @@ fn memory_that_is_unplugged_returns_to_the_pool_while_its_vm_runs_on() {
     qmp("qmp_capabilities", json!({}));
     // What is freed, QEMU unmaps after a grace period that only passes while the machine runs.
     qmp("cont", json!({}));
+    let all: u64 = pooled.stat().nodes.iter().map(|node| node.reserved_bytes).sum();
     let used = || pooled.stat().nodes.iter().map(|node| node.used_bytes).sum::<u64>();
-    until("it is attached", || daemon.api.vm("dimms").is_ok() && used() == 32 * MIB);
+    until("it is attached", || daemon.api.vm("dimms").is_ok() && used() == base);
     for (round, engine_dies) in [false, true].into_iter().enumerate() {
         let id = format!("dimm{round}");
-        let backend = json!({ "qom-type": "memory-backend-memfd", "id": id, "size": 64 * MIB, "share": true,
-            "hugetlb": true, "hugetlbsize": HUGE_SIZE });
+        let backend = json!({ "qom-type": "memory-backend-memfd", "id": id, "size": dimm, "share": true,
+            "hugetlb": true, "hugetlbsize": page.bytes() });
         qmp("object-add", backend);
-        until("it is plugged", || daemon.vm("dimms").size_bytes == 96 * MIB);
-        assert_eq!(used(), 96 * MIB);
-        // Some of it is far when it goes.
-        daemon.api.set_limit("dimms", Some(48 * MIB)).expect("limit");
-        until("it is at its limit", || daemon.vm("dimms").resident_bytes <= 48 * MIB);
+        until("it is plugged", || daemon.vm("dimms").size_bytes == base + dimm);
+        assert_eq!(used(), base + dimm);
+        assert_eq!(stand_in_bytes(child.id()), 0);
+        match limit {
+            Some(limit) => {
+                daemon.api.set_limit("dimms", Some(limit)).expect("limit");
+                until("it is at its limit", || daemon.vm("dimms").resident_bytes <= limit);
+            }
+            None => assert_eq!(daemon.vm("dimms").class, VmClass::Pinned),
+        }
         if engine_dies {
             let old = daemon.kill_engine();
             daemon.wait_for_engine_after(old);
-            until("the next engine has the pool", || used() == 96 * MIB);
+            until("the next engine has the pool", || used() == base + dimm);
         }
         qmp("object-del", json!({ "id": id }));
-        until("it is unplugged", || daemon.vm("dimms").size_bytes == 32 * MIB);
+        until("it is unplugged", || daemon.vm("dimms").size_bytes == base);
         until("its memory is the pool's again", || {
             let node = &pooled.stat().nodes[0];
-            (node.used_bytes, node.ready_bytes) == (32 * MIB, 96 * MIB)
+            (node.used_bytes, node.ready_bytes) == (base, all - base)
         });
-        daemon.api.set_limit("dimms", None).expect("no limit");
+        if limit.is_some() {
+            daemon.api.set_limit("dimms", None).expect("no limit");
+        }
     }
     // Another VM has it while this one runs.
-    let wanted = Take { name: "next".into(), size: Bytes(96 * MIB), pages: Pages::Slices, nodes: Nodes::Any };
+    let pages = if page == Page::Gib { Pages::Gib } else { Pages::Slices };
+    let wanted = Take { name: "next".into(), size: Bytes(all - base), pages, nodes: Nodes::Any };
     let next = take(&pooled.dir.join("pool.sock"), &wanted).expect("all that is left");
     qmp("query-status", json!({}));
     drop(next);
     child.kill().expect("kill");
     child.wait().expect("reap");
-    pooled.settled(128);
-    assert_eq!(pooled.pages() * HUGE_SIZE as u64, 128 * MIB, "a page is lost, or one too many");
+    pooled.settled(all / MIB);
+    assert_eq!(pooled.pages() * page.bytes(), all, "a page is lost, or one too many");
 }
 
 #[test]
@@ -177,18 +209,19 @@ fn a_qemu_that_the_pool_has_too_little_for_does_not_start_and_says_why() {
         return;
     }
     let Some(pooled) = Pooled::start("", 64) else { return };
-    let said = |memory: &str| {
-        let mut qemu =
-            bare(&pooled, "refused", memory).stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("start");
-        let mut text = String::new();
-        qemu.stderr.take().expect("piped").read_to_string(&mut text).expect("read");
-        assert!(!qemu.wait().expect("reap").success(), "{text}");
-        text
-    };
-    let text = said("128M");
+    let text = refused(&pooled, "128M");
     assert!(text.contains("RAM of 128 MiB from the pool") && text.contains("it wants 64 slices"), "{text}");
-    let text = said("63M");
+    let text = refused(&pooled, "63M");
     assert!(text.contains("no multiple of 2 MiB"), "{text}");
     until("nobody has memory", || pooled.stat().vms.is_empty());
     pooled.settled(64);
+}
+
+/// What a QEMU says that is to have this memory and does not start.
+fn refused(pooled: &Pooled, memory: &str) -> String {
+    let mut qemu = bare(pooled, "refused", memory).stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("start");
+    let mut text = String::new();
+    qemu.stderr.take().expect("piped").read_to_string(&mut text).expect("read");
+    assert!(!qemu.wait().expect("reap").success(), "{text}");
+    text
 }

@@ -15,9 +15,10 @@
 //! whose memory is no multiple of a brick, keeps the rest of its last brick from others.
 //!
 //! Before: the host has memory to spare. After: a VM's RAM is a few extents of allocated, zeroed memory.
-//! Threads: the owner's one. Units: slices of 2 MiB. Promise: no I/O, no unsafe code. The state is a fixed layout in
-//! words that may be shared memory, and a writer may die between any two stores (`intent`). Damaged words are refused,
-//! never followed.
+//! Threads: the owner's one. Units: slices, of 2 MiB where bytes are meant (`reserve` also has a pool of pages of 1
+//! GiB: a slice is a page there, and `reserve` counts its bytes). Promise: no I/O, no unsafe code. The state is a fixed
+//! layout in words that may be shared memory, and a writer may die between any two stores (`intent`). Damaged words are
+//! refused, never followed.
 #![forbid(unsafe_code)]
 
 mod check;

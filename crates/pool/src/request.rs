@@ -100,7 +100,7 @@ pub enum Refused {
     },
     /// There is too little memory.
     #[error(
-        "Taking memory for VM {} from node {numa}: it wants {wanted} slices of 2 MiB, and {ready} are ready for it \
+        "Taking memory for VM {} from node {numa}: it wants {wanted} slices, and {ready} are ready for it \
          ({unzeroed} are to be zeroed, {fenced} are in files of other trust domains)", vm.0
     )]
     NoRoom {

@@ -526,7 +526,7 @@ fn a_released_slice_is_nobodys_before_it_was_zeroed() {
     pool.allocate(&request(0, Mode::Slices, 512)).expect("all of it");
     pool.release(vm(0)).expect("release");
     let said = pool.allocate(&request(1, Mode::Slices, 1)).expect_err("all of it is dirty").to_string();
-    assert!(said.contains("it wants 1 slices of 2 MiB, and 0 are ready for it (512 are to be zeroed"), "{said}");
+    assert!(said.contains("it wants 1 slices, and 0 are ready for it (512 are to be zeroed"), "{said}");
     let dirty = pool.next_dirty(10).expect("dirty");
     assert!(pool.allocate(&request(1, Mode::Slices, 1)).is_err(), "a worker has it");
     let (dirty, ()) = dirty.zero(|_| Err(())).expect_err("it could not");

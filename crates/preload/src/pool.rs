@@ -71,17 +71,20 @@ pub unsafe fn provide(
     let _quiet = visit::enter();
     // SAFETY: borrowed for calls that only query it, and return EBADF if it is not open.
     let file = unsafe { BorrowedFd::borrow_raw(fd) };
-    if memfd::ram_page(file).ok().flatten() != Some(Bytes(HUGE_SIZE as u64)) {
-        return None;
-    }
+    let page = memfd::ram_page(file).ok().flatten().filter(|page| page.0 >= HUGE_SIZE as u64)?;
     let file = memfd::file_id(file).ok()?;
     let stand_in = StandIn { file, offset: offset as u64, hva: addr as u64, len: len as u64 };
-    let provided = if flags & libc::MAP_FIXED == 0 || !(addr as usize).is_multiple_of(HUGE_SIZE) {
-        Err("the VMM maps its RAM at no fixed address, or not at a multiple of 2 MiB".into())
-    } else {
+    let pages = pages.parse::<Pages>().map_err(|why| format!("{VARIABLE}: {why}"));
+    let provided = pages.and_then(|pages| {
+        if pages.size() != page {
+            return Err(format!("its backend has pages of {page}, and {VARIABLE} is {pages}"));
+        }
+        if flags & libc::MAP_FIXED == 0 || !(addr as u64).is_multiple_of(page.0) {
+            return Err(format!("the VMM maps its RAM at no fixed address, or not at a multiple of {page}"));
+        }
         // SAFETY: the caller's promise: its mapping at this address may be replaced.
         unsafe { map(stand_in, prot, flags, pages) }
-    };
+    });
     Some(provided.map_err(|why: String| {
         announce(format_args!("RAM of {} from the pool: {why}", Bytes(len as u64)));
         libc::ENOMEM
@@ -92,8 +95,7 @@ pub unsafe fn provide(
 ///
 /// # Safety
 /// The mapping at its address may be replaced.
-unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: &str) -> Result<Ram, String> {
-    let pages: Pages = pages.parse().map_err(|why| format!("{VARIABLE}: {why}"))?;
+unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: Pages) -> Result<Ram, String> {
     let socket = std::env::var_os(SOCKET).map_or_else(|| PathBuf::from("/run/ballast/pool.sock"), PathBuf::from);
     let name = std::env::var("BALLAST_VM_NAME").ok().filter(|name| !name.is_empty());
     let name = name.unwrap_or_else(|| format!("vm-{}", std::process::id()));

@@ -5,9 +5,8 @@
 //! Units: slices. Promise: pure; the host keeps its margin.
 
 use ballast_base::Bytes;
-use ballast_pool::SLICE_SIZE;
 
-use crate::host::Memory;
+use crate::host::{Memory, Page};
 
 /// Amount of memory wanted, from all nodes together or from the node that was named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,14 +46,15 @@ pub fn margin(total: Bytes) -> Bytes {
 
 /// Divides the wanted amount among the nodes. `available` is the kernel's estimate of the memory that programs can
 /// still allocate, on all nodes together.
-pub fn divide(want: Want, nodes: &[NodeMemory], available: Bytes) -> Shares {
+pub fn divide(want: Want, nodes: &[NodeMemory], available: Bytes, page: Page) -> Shares {
     let count = nodes.len().max(1) as u64;
     let total = Bytes(nodes.iter().map(|node| node.memory.total.0).sum());
     let wanted = match want {
         Want::Bytes(bytes) => bytes.0,
         Want::Percent(percent) => total.0 / 100 * u64::from(percent.min(100)),
     };
-    let each = slices(wanted.div_ceil(count).next_multiple_of(SLICE_SIZE));
+    let (slices, size) = (|bytes| slices(bytes, page), |slices| page.size(slices));
+    let each = slices(wanted.div_ceil(count).next_multiple_of(page.bytes()));
     let margin = margin(total);
     let left = |spare: Bytes, margin: u64| slices(spare.0.saturating_sub(margin));
     let could = |node: &NodeMemory| node.has + left(node.memory.spare, margin.0 / count);
@@ -86,12 +86,8 @@ pub fn divide(want: Want, nodes: &[NodeMemory], available: Bytes) -> Shares {
     Shares { more: more.collect(), notes }
 }
 
-fn slices(bytes: u64) -> u32 {
-    u32::try_from(bytes / SLICE_SIZE).unwrap_or(u32::MAX / 2)
-}
-
-fn size(slices: u32) -> Bytes {
-    ballast_pool::unit::slices_to_bytes(slices)
+fn slices(bytes: u64, page: Page) -> u32 {
+    u32::try_from(bytes / page.bytes()).unwrap_or(u32::MAX / 2)
 }
 
 #[cfg(test)]
@@ -107,7 +103,7 @@ mod tests {
     #[test]
     fn nodes_give_as_much_as_the_one_that_has_least() {
         let nodes = [node(0, 0, 11), node(1, 0, 41)];
-        let shares = divide(Want::Percent(80), &nodes, Bytes(52 * GIB));
+        let shares = divide(Want::Percent(80), &nodes, Bytes(52 * GIB), Page::Huge);
         // 1 GiB of each node, 1/64 of all, stays with the host.
         assert_eq!(shares.more, [(0, 5120), (1, 5120)]);
         assert!(shares.notes[0].contains("node 0 can give 10 GiB of the 51.2 GiB"), "{:?}", shares.notes);
@@ -117,10 +113,18 @@ mod tests {
     #[test]
     fn what_is_there_counts_and_asking_twice_changes_nothing() {
         let nodes = [node(0, 512, 20), node(1, 1024, 20)];
-        let shares = divide(Want::Bytes(Bytes(4 * GIB)), &nodes, Bytes(40 * GIB));
+        let shares = divide(Want::Bytes(Bytes(4 * GIB)), &nodes, Bytes(40 * GIB), Page::Huge);
         assert_eq!(shares, Shares { more: vec![(0, 512)], notes: vec![] });
         let nodes = [node(0, 1024, 20), node(1, 1024, 20)];
-        assert_eq!(divide(Want::Bytes(Bytes(4 * GIB)), &nodes, Bytes(40 * GIB)), Shares::default());
+        assert_eq!(divide(Want::Bytes(Bytes(4 * GIB)), &nodes, Bytes(40 * GIB), Page::Huge), Shares::default());
+    }
+
+    #[test]
+    fn pages_of_a_gib_are_given_whole() {
+        let shares = divide(Want::Bytes(Bytes(5 << 29)), &[node(0, 1, 2)], Bytes(2 * GIB), Page::Gib);
+        // 3 would be 2.5 GiB; one is there, and of the 2 GiB that are free 1 GiB stays with the host.
+        assert_eq!(shares.more, [(0, 1)]);
+        assert!(shares.notes[0].contains("node 0 can give 2 GiB of the 3 GiB"), "{:?}", shares.notes);
     }
 
     proptest! {
@@ -130,8 +134,8 @@ mod tests {
         ) {
             let nodes: Vec<NodeMemory> = (0..).zip(&nodes).map(|(numa, spare)| node(numa, 0, *spare)).collect();
             let total = Bytes(nodes.len() as u64 * 64 * GIB);
-            let shares = divide(Want::Percent(percent), &nodes, Bytes(available * GIB));
-            let taken: u64 = shares.more.iter().map(|(_, more)| u64::from(*more) * SLICE_SIZE).sum();
+            let shares = divide(Want::Percent(percent), &nodes, Bytes(available * GIB), Page::Huge);
+            let taken: u64 = shares.more.iter().map(|(_, more)| u64::from(*more) * Page::Huge.bytes()).sum();
             prop_assert!(taken == 0 || taken + margin(total).0 <= available * GIB);
             prop_assert!(taken <= total.0);
             prop_assert!(shares.more.windows(2).all(|two| two[0].1 == two[1].1));

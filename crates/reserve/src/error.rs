@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use ballast_pool::{Invalid, Refused};
 
+use crate::host::Page;
 use crate::shared::StateError;
 
 /// Reason why a request failed.
@@ -28,8 +29,8 @@ pub enum Error {
         source: io::Error,
     },
     /// There is too little memory, or the request is impossible. Caused by the caller.
-    #[error(transparent)]
-    Refused(#[from] Refused),
+    #[error("{0}; a slice is {1}")]
+    Refused(Refused, Page),
     /// The request is impossible. Caused by the caller.
     #[error("{0}")]
     Request(String),

@@ -16,8 +16,7 @@
 //! Threads: the owner's. Units: slices; pages of 4 KiB as the kernel counts them.
 //! Promise: a VM never gets memory whose failure was counted before the VM requested memory.
 
-use ballast_base::{Bytes, HUGE_SIZE};
-use ballast_pool::{Content, Extent, Hit, SLICE_SIZE, SliceIdx, SliceState};
+use ballast_pool::{Content, Extent, Hit, SliceIdx, SliceState};
 use ballast_sys::Mapping;
 use ballast_sys::hugetlb::{Place, Presence};
 
@@ -61,10 +60,10 @@ impl Reserve {
                     None
                 }
                 Hit::Owned { vm, guest, .. } => {
-                    Some((live.names.get(&vm.0.get()).cloned().unwrap_or_default(), Bytes(guest.address())))
+                    Some((live.names.get(&vm.0.get()).cloned().unwrap_or_default(), live.page.size(guest.0)))
                 }
             };
-            self.failures.push(Failure { numa: live.numa_of(*at), slice: at.0, owner });
+            self.failures.push(Failure { numa: live.numa_of(*at), slice: at.0, page: live.page, owner });
         }
         Ok(())
     }
@@ -93,11 +92,12 @@ impl Live {
             return Ok(Vec::new());
         }
         let file = self.files.get(brick.start.0 / brick.slices).during(WHAT)?;
-        let len = brick.slices as usize * HUGE_SIZE;
-        let presence = Presence::new(Mapping::shared(&*file, 0, len).during(WHAT)?).during(WHAT)?;
+        let len = self.page.size(brick.slices).0 as usize;
+        let map = Mapping::shared(&*file, 0, len).during(WHAT)?;
+        let presence = Presence::new(map, self.page.bytes() as usize).during(WHAT)?;
         let mut failed = Vec::new();
         for at in slices {
-            let offset = u64::from(at.0 - brick.start.0) * SLICE_SIZE;
+            let offset = self.page.size(at.0 - brick.start.0).0;
             if presence.place(offset as usize).during(WHAT)? == Place::Failed {
                 failed.push(at);
             }

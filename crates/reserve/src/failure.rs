@@ -4,6 +4,8 @@
 
 use ballast_base::Bytes;
 
+use crate::host::Page;
+
 /// A slice whose memory failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
@@ -11,14 +13,16 @@ pub struct Failure {
     pub numa: u32,
     /// The slice of the pool.
     pub slice: u32,
+    /// Its size.
+    pub page: Page,
     /// Its VM, and where the VM has it; `None`: it has no owner.
     pub owner: Option<(String, Bytes)>,
 }
 
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { numa, slice, owner } = self;
-        write!(f, "memory of the pool failed: slice {slice} (2 MiB) of node {numa}, ")?;
+        let Self { numa, slice, page, owner } = self;
+        write!(f, "memory of the pool failed: slice {slice} ({page}) of node {numa}, ")?;
         match owner {
             Some((name, at)) => write!(f, "which VM {name} has {at} from the start of its memory"),
             None => write!(f, "which no VM has; none will get it"),

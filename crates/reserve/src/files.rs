@@ -17,6 +17,8 @@ use std::sync::Arc;
 use ballast_base::Bytes;
 use ballast_sys::{huge_files, memfd};
 
+use crate::host::Page;
+
 /// The pool's files.
 #[derive(Debug)]
 pub struct Files {
@@ -27,12 +29,12 @@ pub struct Files {
 
 impl Files {
     /// Opens the hugetlbfs at this directory, and creates both if they do not exist.
-    pub fn open(dir: &Path, brick: Bytes) -> io::Result<Self> {
+    pub fn open(dir: &Path, page: Page, brick: Bytes) -> io::Result<Self> {
         match std::fs::DirBuilder::new().mode(0o700).create(dir) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
         }
-        huge_files::mount(dir)?;
+        huge_files::mount(dir, page.size(1))?;
         Ok(Self { dir: dir.into(), brick, open: BTreeMap::new() })
     }
 

@@ -2,19 +2,72 @@
 //!
 //! Before: the kernel's files under `/sys` and `/proc`. After: numbers that were read, and the number of reserved pages
 //! that was set.
-//! Threads: any. Units: pages of 2 MiB, or bytes where the name says so. Promise: a number is read again after it was
-//! set, because the kernel allocates as many pages as it can and reports no error.
+//! Threads: any. Units: huge pages, or bytes where the name says so. Promise: a number is read again after it was set,
+//! because the kernel allocates as many pages as it can and reports no error.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-use ballast_base::{Bytes, HUGE_SIZE, KIB};
+use ballast_base::{Bytes, GIB, HUGE_SIZE, KIB, PAGE_SIZE};
 use ballast_sys::meminfo;
+
+/// The huge pages of which a pool consists.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Page {
+    /// Pages of 2 MiB, which can be paged.
+    #[default]
+    Huge,
+    /// Pages of 1 GiB, of which the kernel can neither map nor fill a part: a VM keeps them.
+    Gib,
+}
+
+impl Page {
+    /// Bytes of a page.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Self::Huge => HUGE_SIZE as u64,
+            Self::Gib => GIB,
+        }
+    }
+
+    /// The size of this number of pages.
+    pub const fn size(self, pages: u32) -> Bytes {
+        Bytes(self.bytes() * pages as u64)
+    }
+
+    /// The directory of files with such pages, below that of the pool.
+    pub const fn files(self) -> &'static str {
+        match self {
+            Self::Huge => "2M",
+            Self::Gib => "1G",
+        }
+    }
+
+    /// The kernel's directory of such pages.
+    const fn kernel(self) -> &'static str {
+        match self {
+            Self::Huge => "hugepages/hugepages-2048kB",
+            Self::Gib => "hugepages/hugepages-1048576kB",
+        }
+    }
+
+    /// Memory of `struct page`s that the kernel frees for each page (HVO): all but the first 4 KiB of them.
+    pub(crate) const fn vmemmap_freed(self) -> u64 {
+        self.bytes() / PAGE_SIZE as u64 * 64 - PAGE_SIZE as u64
+    }
+}
+
+impl std::fmt::Display for Page {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.size(1).fmt(f)
+    }
+}
 
 /// The kernel's files.
 #[derive(Clone, Debug)]
 pub struct Host {
     root: PathBuf,
+    page: Page,
 }
 
 /// Huge pages of a node.
@@ -37,8 +90,6 @@ pub struct Memory {
     pub spare: Bytes,
 }
 
-const PAGES: &str = "hugepages/hugepages-2048kB";
-
 impl Default for Host {
     fn default() -> Self {
         Self::at(Path::new("/"))
@@ -48,7 +99,18 @@ impl Default for Host {
 impl Host {
     /// Uses the kernel's files below this directory.
     pub fn at(root: &Path) -> Self {
-        Self { root: root.into() }
+        Self { root: root.into(), page: Page::default() }
+    }
+
+    /// The same with huge pages of this size instead of 2 MiB.
+    #[must_use]
+    pub fn with(self, page: Page) -> Self {
+        Self { page, ..self }
+    }
+
+    /// The size of its huge pages.
+    pub fn page(&self) -> Page {
+        self.page
     }
 
     fn node(&self, node: u32) -> PathBuf {
@@ -67,12 +129,12 @@ impl Host {
     /// Returns the huge pages of a node.
     ///
     /// # Errors
-    /// There is no such node, or the kernel has no huge pages of 2 MiB.
+    /// There is no such node, or the kernel has no huge pages of this size.
     pub fn pages(&self, node: u32) -> io::Result<Pages> {
         if let Some(pages) = self.pages_at_once(node)? {
             return Ok(pages);
         }
-        let number = |file: &str| number(&self.node(node).join(PAGES).join(file));
+        let number = |file: &str| number(&self.node(node).join(self.page.kernel()).join(file));
         // These are two files. Between the two reads, other processes may allocate or free a surplus page, so the reads
         // are repeated.
         let read = || Ok::<_, io::Error>((number("nr_hugepages")?, number("surplus_hugepages")?));
@@ -87,11 +149,11 @@ impl Host {
         Ok(Pages { total: last.0.saturating_sub(last.1), free: number("free_hugepages")?, surplus: last.1 })
     }
 
-    /// Returns the same numbers from one file, which the kernel writes from one snapshot. The file has them only if 2
-    /// MiB is the default huge page size.
+    /// Returns the same numbers from one file, which the kernel writes from one snapshot. The file has them only if
+    /// this is the default huge page size.
     fn pages_at_once(&self, node: u32) -> io::Result<Option<Pages>> {
         let text = read(&self.root.join("proc/meminfo"))?;
-        if meminfo::number_in(&text, "Hugepagesize") != Some(HUGE_SIZE as u64 / KIB) {
+        if meminfo::number_in(&text, "Hugepagesize") != Some(self.page.bytes() / KIB) {
             return Ok(None);
         }
         let text = read(&self.node(node).join("meminfo"))?;
@@ -115,7 +177,8 @@ impl Host {
 
     /// Takes the lock under which other processes change the number, too.
     fn lock(&self) -> io::Result<Option<std::fs::File>> {
-        let lock = std::fs::File::open(self.root.join("sys/kernel/mm").join(PAGES).join("nr_hugepages")).ok();
+        let lock =
+            std::fs::File::open(self.root.join("sys/kernel/mm").join(self.page.kernel()).join("nr_hugepages")).ok();
         if let Some(lock) = &lock {
             rustix::fs::flock(lock, rustix::fs::FlockOperation::LockExclusive)?;
         }
@@ -132,7 +195,7 @@ impl Host {
     }
 
     fn write_pages(&self, node: u32, total: u64) -> io::Result<u64> {
-        let file = self.node(node).join(PAGES).join("nr_hugepages");
+        let file = self.node(node).join(self.page.kernel()).join("nr_hugepages");
         std::fs::write(&file, total.to_string()).map_err(|error| named(&file, error))?;
         Ok(self.pages(node)?.total)
     }
@@ -215,6 +278,8 @@ fn ranges(text: &str) -> Option<Vec<u32>> {
 pub(crate) mod tests {
     use super::*;
 
+    const PAGES: &str = Page::Huge.kernel();
+
     /// Write the files of a host with two nodes, 0 and 2, of 64 GiB each.
     pub(crate) fn two_nodes(root: &Path, spare: [u64; 2]) -> Host {
         let write = |file: &str, text: &str| {
@@ -277,6 +342,23 @@ pub(crate) mod tests {
         add("proc/meminfo", "Hugepagesize:       2048 kB\n");
         assert_eq!(host.pages(2).expect("pages"), Pages { total: 32, free: 3, surplus: 1 });
         assert_eq!(host.pages(0).expect("pages"), Pages { total: 0, free: 0, surplus: 0 }, "from files of its own");
+    }
+
+    #[test]
+    fn pages_of_another_size_have_numbers_of_their_own() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let host = two_nodes(dir.path(), [1 << 30, 3 << 30]);
+        let gib = host.clone().with(Page::Gib);
+        assert!(gib.pages(0).expect_err("no such pages").to_string().contains("hugepages-1048576kB"));
+        for file in ["nr_hugepages", "free_hugepages", "surplus_hugepages"] {
+            let place = dir.path().join("sys/devices/system/node/node0").join(Page::Gib.kernel());
+            std::fs::create_dir_all(&place).expect("make");
+            std::fs::write(place.join(file), "0\n").expect("write");
+        }
+        assert_eq!(gib.change_pages(0, 3).expect("change"), 3);
+        assert_eq!((gib.pages(0).expect("pages").total, host.pages(0).expect("pages").total), (3, 0));
+        assert_eq!((Page::Huge.vmemmap_freed(), Page::Gib.vmemmap_freed()), (28 << 10, (16 << 20) - 4096));
+        assert_eq!((Page::Huge.to_string(), Page::Gib.to_string()), ("2 MiB".into(), "1 GiB".into()));
     }
 
     #[test]

@@ -7,8 +7,7 @@
 use std::io;
 
 use ballast_base::Bytes;
-use ballast_pool::unit::slices_to_bytes;
-use ballast_pool::{Kind, SLICE_SIZE, SliceState};
+use ballast_pool::{Kind, SliceState};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{During, Error};
@@ -40,7 +39,10 @@ impl Reserve {
         const WHAT: &str = "Writing what may be lent";
         let file = self.dir.join(FILE);
         match most {
-            Some(most) => journal::store(&file, &Lending { least: self.lent(), most }).during(WHAT),
+            Some(most) => {
+                let most = Bytes(most.0 - most.0 % self.host.page().bytes());
+                journal::store(&file, &Lending { least: self.lent(), most }).during(WHAT)
+            }
             None => journal::remove(&file).during(WHAT),
         }
     }
@@ -57,7 +59,7 @@ impl Reserve {
     pub fn lent(&self) -> Bytes {
         let Some(live) = &self.live else { return Bytes(0) };
         let stats = live.pool.layout().nodes().filter_map(|(node, _)| live.pool.stats(node));
-        slices_to_bytes(stats.map(|stats| stats.lent).sum())
+        self.host.page().size(stats.map(|stats| stats.lent).sum())
     }
 
     /// Returns the host's memory, and how much of it programs can still allocate.
@@ -77,13 +79,14 @@ impl Reserve {
     /// # Errors
     /// There is no pool or no such node, or the kernel refuses.
     pub fn lend(&mut self, bytes: Bytes, node: Option<u32>) -> Result<(), Error> {
+        let page = self.host.page();
         let live = self.live.as_ref().ok_or_else(|| Error::Request("nothing is reserved that could be lent".into()))?;
         if let Some(numa) = node {
             live.node(numa)?;
         }
         let nodes: Vec<_> =
             live.pool.layout().nodes().filter(|(_, spec)| node.is_none_or(|numa| numa == spec.numa)).collect();
-        let each = bytes.0.div_ceil(SLICE_SIZE).div_ceil(nodes.len().max(1) as u64);
+        let each = bytes.0.div_ceil(page.bytes()).div_ceil(nodes.len().max(1) as u64);
         let each = u32::try_from(each).map_err(|_| Error::Request(format!("{bytes} is more than the pool can be")))?;
         self.notes.clear();
         self.begin()?;
@@ -102,7 +105,7 @@ impl Reserve {
             // The kernel releases a held page when its holder frees it.
             self.host.change_pages(spec.numa, -i64::from(went)).during("Lending huge pages")?;
             if went < each - lent {
-                let (now, want) = (slices_to_bytes(lent + went), slices_to_bytes(each));
+                let (now, want) = (page.size(lent + went), page.size(each));
                 self.notes.push(format!(
                     "node {}: {now} of {want} are lent: the rest is in use, or in files that VMs use",
                     spec.numa

@@ -1,4 +1,4 @@
-//! The memory of the pool on this host: huge pages of 2 MiB in files, reserved, lent, zeroed, and handed to VMs.
+//! The memory of a pool on this host: huge pages of one size in files, reserved, lent, zeroed, and handed to VMs.
 //!
 //! ```text
 //! grow ─► the kernel reserves pages ─► refill (allocates, so zeroes) ─► grant ─► a VM maps the files
@@ -22,9 +22,9 @@
 //! filled by `vmsplice`). As long as a process does, the kernel has one page less, and the slice waits.
 //!
 //! Before: a host with memory to spare. After: zeroed memory in files, with its pages allocated. Threads: the owner's
-//! thread, and a worker's that has a [`Job`]. Units: slices of 2 MiB. Promise: no mapping of guest memory and no unsafe
-//! code. Two processes never own one pool. If a process dies at any moment, the pool can be opened again, and every
-//! page of the kernel's reservation has an owner.
+//! thread, and a worker's that has a [`Job`]. Units: slices, of one page each: 2 MiB, or 1 GiB in a pool of such pages.
+//! Promise: no mapping of guest memory and no unsafe code. Two processes never own one pool. If a process dies at any
+//! moment, the pool can be opened again, and every page of the kernel's reservation has an owner.
 #![forbid(unsafe_code)]
 
 pub mod balance;
@@ -45,7 +45,7 @@ mod shared;
 pub use balance::Want;
 pub use error::Error;
 pub use failure::Failure;
-pub use host::Host;
+pub use host::{Host, Page};
 pub use lend::Lending;
 pub use live::FILES;
 pub use overview::{Node, Overview, Tenant};

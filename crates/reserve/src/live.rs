@@ -16,25 +16,27 @@ use ballast_base::extent::MAX_EXTENTS;
 use ballast_base::pool::Nodes;
 use ballast_base::wire::MAX_FILES;
 use ballast_base::{Bytes, Extent as FileExtent};
-use ballast_pool::unit::slices_to_bytes;
 use ballast_pool::{
-    Dirty, Domain, Extent, FRAME_SLICES, GuestIdx, NodeIdx, NodeSpec, Part, Pool, SLICE_SIZE, Segment, SliceIdx,
-    SliceState, VmId, request,
+    Dirty, Domain, Extent, FRAME_SLICES, GuestIdx, NodeIdx, NodeSpec, Part, Pool, Segment, SliceIdx, SliceState, VmId,
+    request,
 };
 
 use crate::error::{During, Error};
 use crate::files::Files;
+use crate::host::Page;
 use crate::journal;
 use crate::refill::Job;
 use crate::shared::Shared;
 
-/// Directory of the files, which is a mount point.
-pub const FILES: &str = "2M";
+/// Directory of the files of pages of 2 MiB, which is a mount point.
+pub const FILES: &str = Page::Huge.files();
 
 /// A pool that exists.
 #[derive(Debug)]
 pub(crate) struct Live {
     pub(crate) pool: Pool<Shared>,
+    /// Each slice is one page.
+    pub(crate) page: Page,
     pub(crate) files: Files,
     pub(crate) names: BTreeMap<u64, String>,
     /// Slices for which the kernel had no page, because another process still holds their old page.
@@ -42,9 +44,10 @@ pub(crate) struct Live {
 }
 
 impl Live {
-    pub(crate) fn new(dir: &Path, pool: Pool<Shared>) -> Result<Self, Error> {
-        let brick = slices_to_bytes(pool.layout().brick_slices());
-        let files = Files::open(&dir.join(FILES), brick).during("Opening the pool's file system (hugetlbfs)")?;
+    pub(crate) fn new(dir: &Path, pool: Pool<Shared>, page: Page) -> Result<Self, Error> {
+        let brick = page.size(pool.layout().brick_slices());
+        let files =
+            Files::open(&dir.join(page.files()), page, brick).during("Opening the pool's file system (hugetlbfs)")?;
         let mut names: BTreeMap<u64, String> =
             journal::load(&dir.join("names.json")).during("Reading who has what")?.unwrap_or_default();
         // The owner died before this VM got memory, so no VM has the name.
@@ -54,7 +57,7 @@ impl Live {
                 files.close_door(vm).during("Forgetting a VM that is gone")?;
             }
         }
-        Ok(Self { pool, files, names, waiting: Vec::new() })
+        Ok(Self { pool, page, files, names, waiting: Vec::new() })
     }
 
     /// Returns the node with this number on the host.
@@ -74,7 +77,7 @@ impl Live {
     }
 
     pub(crate) fn offset(&self, at: SliceIdx) -> u64 {
-        u64::from(at.0 % self.pool.layout().brick_slices()) * SLICE_SIZE
+        self.page.size(at.0 % self.pool.layout().brick_slices()).0
     }
 
     /// Returns runs of up to this number of slices of a node in this state, lowest first.
@@ -99,7 +102,7 @@ impl Live {
     pub(crate) fn empty(&mut self, brick: Extent, is: impl Fn(SliceState) -> bool) -> Result<(), Error> {
         let file = self.files.get(self.number(brick.start)).during("Opening a file of the pool")?;
         for at in brick.each().filter(|at| is(self.pool.state(*at))) {
-            ballast_sys::memfd::punch(&*file, self.offset(at), SLICE_SIZE).during("Giving huge pages back")?;
+            ballast_sys::memfd::punch(&*file, self.offset(at), self.page.bytes()).during("Giving huge pages back")?;
         }
         Ok(())
     }
@@ -116,15 +119,16 @@ impl Live {
             }
             Nodes::Split(parts) => {
                 let part = |(numa, size): &(u32, Bytes)| {
-                    if !size.0.is_multiple_of(SLICE_SIZE) {
-                        return Err(Error::Request(format!("{size} of node {numa} is no multiple of 2 MiB")));
+                    let page = self.page;
+                    if !size.0.is_multiple_of(page.bytes()) {
+                        return Err(Error::Request(format!("{size} of node {numa} is no multiple of {page}")));
                     }
-                    Ok((self.node(*numa)?, size.0 / SLICE_SIZE))
+                    Ok((self.node(*numa)?, size.0 / page.bytes()))
                 };
                 let shares = parts.iter().map(part).collect::<Result<Vec<_>, _>>()?;
                 let sum = shares.iter().fold(0u64, |sum, (_, share)| sum.saturating_add(*share));
                 if sum != u64::from(slices) {
-                    let (parts, all) = (Bytes(sum.saturating_mul(SLICE_SIZE)), slices_to_bytes(slices));
+                    let (parts, all) = (Bytes(sum.saturating_mul(self.page.bytes())), self.page.size(slices));
                     return Err(Error::Request(format!("the parts by nodes are {parts}; the VM wants {all}")));
                 }
                 return Ok(request::split(&all, &shares));
@@ -161,7 +165,7 @@ impl Live {
         for segment in segments {
             for brick in self.pool.bricks(segment.extent) {
                 let start = SliceIdx(segment.extent.start.0.max(brick.start.0));
-                let len = slices_to_bytes(segment.extent.end().min(brick.end()) - start.0);
+                let len = self.page.size(segment.extent.end().min(brick.end()) - start.0);
                 let number = self.number(start);
                 let file = numbers.iter().position(|other| *other == number).unwrap_or(numbers.len());
                 if file == numbers.len() {
@@ -196,11 +200,9 @@ impl Live {
     pub(crate) fn job(&mut self, dirty: Dirty) -> Result<Job, Error> {
         let Extent { start, slices } = dirty.extent();
         let node = Some(self.numa_of(start)).filter(|_| self.pool.layout().nodes().count() > 1);
-        let brick = slices_to_bytes(self.pool.layout().brick_slices());
+        let brick = self.page.size(self.pool.layout().brick_slices());
         match self.files.get(self.number(start)) {
-            Ok(file) => {
-                Ok(Job { dirty, file, brick, offset: self.offset(start), len: slices_to_bytes(slices).0, node })
-            }
+            Ok(file) => Ok(Job { dirty, file, brick, offset: self.offset(start), len: self.page.size(slices).0, node }),
             Err(error) => {
                 self.waiting.push(dirty);
                 Err(error).during("Opening a file of the pool")

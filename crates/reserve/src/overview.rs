@@ -3,9 +3,9 @@
 //! Before: the overview is requested. After: the API's reply, and metrics. Units: bytes. Promise: only reads.
 
 use ballast_base::Bytes;
-use ballast_pool::unit::slices_to_bytes;
-use ballast_pool::{Content, Extent, SliceIdx, SliceState};
+use ballast_pool::{Content, Extent, FRAME_SLICES, SliceIdx, SliceState};
 
+use crate::host::Page;
 use crate::live::Live;
 use crate::reserve::Reserve;
 
@@ -73,21 +73,20 @@ impl Reserve {
         let notes = self.notes.clone();
         let Some(live) = &self.live else { return Overview { notes, ..Overview::default() } };
         let nodes: Vec<Node> = live.nodes();
-        // A huge page has eight pages of `struct page`s; HVO frees seven of them.
-        const FREED_PER_SLICE: u64 = 28 << 10;
-        let slices: u64 = nodes.iter().map(|node| node.reserved.0 / ballast_pool::SLICE_SIZE).sum();
-        let freed = if self.host.frees_vmemmap() { slices * FREED_PER_SLICE } else { 0 };
+        let page = self.host.page();
+        let pages: u64 = nodes.iter().map(|node| node.reserved.0 / page.bytes()).sum();
+        let freed = if self.host.frees_vmemmap() { pages * page.vmemmap_freed() } else { 0 };
         let tenants = live.pool.tenants().map(|tenant| Tenant {
             name: live.names.get(&tenant.vm.0.get()).cloned().unwrap_or_default(),
-            size: slices_to_bytes(tenant.slices),
+            size: page.size(tenant.slices),
             extents: live.pool.segments(tenant.vm).map_or(0, |segments| segments.len() as u32),
         });
         Overview {
-            brick: slices_to_bytes(live.pool.layout().brick_slices()),
+            brick: page.size(live.pool.layout().brick_slices()),
             nodes,
             tenants: tenants.collect(),
             notes,
-            waiting: slices_to_bytes(live.waiting.len() as u32),
+            waiting: page.size(live.waiting.len() as u32),
             metadata: Bytes(live.pool.metadata_bytes()),
             vmemmap_freed: Bytes(freed),
             lent_when_short: self.lending().ok().flatten().map_or(Bytes(0), |lending| lending.most),
@@ -98,23 +97,24 @@ impl Reserve {
 impl Live {
     fn nodes(&self) -> Vec<Node> {
         let nodes = self.first_slices().zip(self.pool.layout().nodes());
-        let brick = self.pool.layout().brick_slices();
+        let (brick, page) = (self.pool.layout().brick_slices(), self.page);
         nodes
             .filter_map(|((first, spec), (at, _))| {
                 let stats = self.pool.stats(at)?;
                 let bricks = (first..first + spec.slices).step_by(brick as usize);
                 Some(Node {
                     numa: spec.numa,
-                    reserved: slices_to_bytes(stats.slices - stats.holes - stats.lent),
-                    ready: slices_to_bytes(stats.ready - stats.fenced),
-                    ready_aligned: slices_to_bytes(
-                        (stats.ready_aligned + stats.ready_gib) * ballast_pool::FRAME_SLICES,
-                    ),
-                    used: slices_to_bytes(stats.used + stats.mce_used),
-                    fenced: slices_to_bytes(stats.fenced),
-                    dirty: slices_to_bytes(stats.dirty + stats.zeroing),
-                    lent: slices_to_bytes(stats.lent),
-                    failed: slices_to_bytes(stats.mce + stats.mce_used),
+                    reserved: page.size(stats.slices - stats.holes - stats.lent),
+                    ready: page.size(stats.ready - stats.fenced),
+                    ready_aligned: match page {
+                        Page::Huge => page.size((stats.ready_aligned + stats.ready_gib) * FRAME_SLICES),
+                        Page::Gib => page.size(stats.ready - stats.fenced),
+                    },
+                    used: page.size(stats.used + stats.mce_used),
+                    fenced: page.size(stats.fenced),
+                    dirty: page.size(stats.dirty + stats.zeroing),
+                    lent: page.size(stats.lent),
+                    failed: page.size(stats.mce + stats.mce_used),
                     map: bricks.map(|start| self.letter(Extent { start: SliceIdx(start), slices: brick })).collect(),
                 })
             })

@@ -12,13 +12,12 @@
 //! reserves other pages (`replenish`), which it owes as well.
 //!
 //! Before: `reserve` grows. After: the kernel's number is the sum of what others had and what the pool has. Threads:
-//! the owner's. Units: pages of 2 MiB.
+//! the owner's. Units: huge pages.
 //! Promise: a page that the pool or its VMs still need is not given away. If the owner dies during the change, the
 //! journal has the right number, and nothing is owed any more.
 
 use std::collections::BTreeMap;
 
-use ballast_pool::SLICE_SIZE;
 use ballast_sys::memfd;
 
 use crate::balance::margin;
@@ -29,10 +28,10 @@ use crate::reserve::Reserve;
 const FILE: &str = "owed.json";
 /// Failed rounds over all waiting slices before the pool reserves other pages for them.
 const IN_VAIN: u32 = 3;
-/// At most 1/64 of the pool's pages, or `MOST` if that is more, are replaced by other pages. Otherwise a program that
-/// holds pages of the pool could take all of the host's memory.
+/// At most 1/64 of the pool's pages, or 16 MiB or one page if that is more, are replaced by other pages. Otherwise a
+/// program that holds pages of the pool could take all of the host's memory.
 const MOST_PART: u64 = 64;
-const MOST: u64 = 8;
+const MOST: u64 = 16 << 20;
 
 impl Reserve {
     /// Returns the number of owed pages, by the number of the node on the host.
@@ -80,9 +79,10 @@ impl Reserve {
             *wanted.entry(live.numa_of(dirty.extent().start)).or_default() += u64::from(dirty.extent().slices);
         }
         let memory = self.host_memory()?;
-        let mut room = memory.spare.0.saturating_sub(margin(memory.total).0) / SLICE_SIZE;
+        let mut room = memory.spare.0.saturating_sub(margin(memory.total).0) / self.host.page().bytes();
         for (numa, wanted) in wanted {
-            let most = (u64::from(self.has(numa)) / MOST_PART).max(MOST);
+            let least = (MOST / self.host.page().bytes()).max(1);
+            let most = (u64::from(self.has(numa)) / MOST_PART).max(least);
             let beyond = self.host.pages(numa).during("Asking for huge pages")?.surplus + self.owes(numa)?;
             let more = wanted.min(room).min(most.saturating_sub(beyond));
             if more > 0 {
@@ -120,6 +120,7 @@ impl Reserve {
 
     /// Returns the number of pages of a node that are in the pool's files.
     fn in_files(&mut self, numa: u32) -> Result<u64, Error> {
+        let page = self.host.page().bytes();
         let Some(live) = &mut self.live else { return Ok(0) };
         let brick = live.pool.layout().brick_slices();
         let here = live.first_slices().find(|(_, spec)| spec.numa == numa);
@@ -128,7 +129,7 @@ impl Reserve {
         for number in live.files.numbers().during("Listing the pool's files")? {
             if (first..first + spec.slices).contains(&number.saturating_mul(brick)) {
                 let file = live.files.get(number).during("Opening a file of the pool")?;
-                pages += memfd::resident(&*file).during("Looking at a file of the pool")?.bytes().0 / SLICE_SIZE;
+                pages += memfd::resident(&*file).during("Looking at a file of the pool")?.bytes().0 / page;
             }
         }
         Ok(pages)

@@ -15,9 +15,8 @@ use std::path::{Path, PathBuf};
 use ballast_base::pool::Nodes;
 use ballast_base::wire::MAX_FILES;
 use ballast_base::{Bytes, Extent as FileExtent};
-use ballast_pool::unit::slices_to_bytes;
 use ballast_pool::{
-    Class, Extent, FRAME_SLICES, Invalid, Kind, Layout, Mode, NodeSpec, Pool, Request, SLICE_SIZE, SliceState, VmId,
+    Class, Extent, FRAME_SLICES, Invalid, Kind, Layout, Mode, NodeSpec, Pool, Request, SliceState, VmId,
 };
 
 use serde::{Deserialize, Serialize};
@@ -26,9 +25,9 @@ use crate::balance::{self, NodeMemory, Want};
 use crate::error::{During, Error};
 use crate::failure::Failure;
 use crate::files::Files;
-use crate::host::Host;
+use crate::host::{Host, Page};
 use crate::journal::{self, Journal, Others};
-use crate::live::{FILES, Live};
+use crate::live::Live;
 use crate::refill::{Done, Job};
 use crate::shared::{self, Shared};
 
@@ -79,7 +78,7 @@ impl Reserve {
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS) => return Err(Error::Taken(dir.into())),
             locked => locked.map_err(io::Error::from).during("Locking the pool's directory")?,
         }
-        let live = shared::open(&dir.join("state"))?.map(|pool| Live::new(dir, pool)).transpose()?;
+        let live = shared::open(&dir.join("state"))?.map(|pool| Live::new(dir, pool, host.page())).transpose()?;
         let journal = Journal::at(dir);
         let mut reserve = Self {
             dir: dir.into(),
@@ -105,7 +104,9 @@ impl Reserve {
         let origin: Option<Origin> =
             journal::load(&self.dir.join("origin.json")).during("Reading the pool's origin")?;
         let boot = boot().during("Asking for the host's boot id")?;
-        Ok(origin.is_some_and(|origin| origin.boot == boot && self.dir.join(FILES).join(origin.mark).exists()))
+        Ok(origin.is_some_and(|origin| {
+            origin.boot == boot && self.dir.join(self.host.page().files()).join(origin.mark).exists()
+        }))
     }
 
     /// Forgets a pool whose files are gone. Its pages are free, or belong to a VM that still has them open.
@@ -160,7 +161,8 @@ impl Reserve {
             Ok(NodeMemory { numa: *numa, has: self.has(*numa), memory })
         });
         let rooms = rooms.collect::<Result<Vec<_>, Error>>()?;
-        let shares = balance::divide(want, &rooms, self.host.available().during("Asking for the host's memory")?);
+        let available = self.host.available().during("Asking for the host's memory")?;
+        let shares = balance::divide(want, &rooms, available, self.host.page());
         self.notes = shares.notes;
         self.begin()?;
         for (numa, more) in shares.more {
@@ -171,8 +173,9 @@ impl Reserve {
 
     /// Creates the pool, if there is none.
     fn make(&mut self, nodes: &[u32], brick: Option<Bytes>) -> Result<(), Error> {
+        let page = self.host.page();
         if let Some(live) = &self.live {
-            let is = slices_to_bytes(live.pool.layout().brick_slices());
+            let is = page.size(live.pool.layout().brick_slices());
             return match brick.filter(|brick| *brick != is) {
                 Some(brick) => Err(Error::Request(format!("the pool's files have {is}; they cannot become {brick}"))),
                 None => Ok(()),
@@ -180,22 +183,25 @@ impl Reserve {
         }
         let spec = |numa: &u32| {
             let memory = self.host.memory(*numa).during("Asking for a node's memory")?;
-            Ok(NodeSpec { numa: *numa, slices: (memory.total.0 / SLICE_SIZE) as u32 })
+            Ok(NodeSpec { numa: *numa, slices: (memory.total.0 / page.bytes()) as u32 })
         };
         let specs = nodes.iter().map(spec).collect::<Result<Vec<_>, Error>>()?;
-        // A VM with all of the host's memory fits into the number of files that a VM may have, up to the largest file
-        // size.
+        // A VM with all of the host's memory fits into the number of files that a VM may have, up to files of 1 GiB.
         let all: u64 = specs.iter().map(|spec| u64::from(spec.slices)).sum();
-        let default = (all / MAX_FILES as u64).next_power_of_two().clamp(32, FRAME_SLICES.into());
-        let slices = brick.map_or(default, |brick| brick.0 / SLICE_SIZE);
-        if brick.is_some_and(|brick| !brick.0.is_multiple_of(SLICE_SIZE)) {
-            return Err(Error::Request("files of the pool are of 2 MiB to 1 GiB, a power of two".into()));
+        let default = match page {
+            Page::Huge => (all / MAX_FILES as u64).next_power_of_two().clamp(32, FRAME_SLICES.into()),
+            Page::Gib => 1,
+        };
+        let slices = brick.map_or(default, |brick| brick.0 / page.bytes());
+        if brick.is_some_and(|brick| !brick.0.is_multiple_of(page.bytes())) {
+            let most = page.size(FRAME_SLICES);
+            return Err(Error::Request(format!("files of the pool are of {page} to {most}, a power of two")));
         }
         let layout = Layout::new(&specs, u32::try_from(slices).unwrap_or(u32::MAX), VMS);
         let layout = layout.map_err(|error| Error::Request(error.to_string()))?;
         const WHAT: &str = "Making the pool's file system (hugetlbfs)";
-        let files = self.dir.join(FILES);
-        Files::open(&files, slices_to_bytes(layout.brick_slices())).during(WHAT)?;
+        let files = self.dir.join(self.host.page().files());
+        Files::open(&files, page, page.size(layout.brick_slices())).during(WHAT)?;
         let mut mark = [0; 8];
         rustix::rand::getrandom(&mut mark, rustix::rand::GetRandomFlags::empty())
             .map_err(io::Error::from)
@@ -204,7 +210,7 @@ impl Reserve {
         File::create(files.join(&mark)).during(WHAT)?;
         let origin = Origin { boot: boot().during("Asking for the host's boot id")?, mark };
         journal::store(&self.dir.join("origin.json"), &origin).during(WHAT)?;
-        self.live = Some(Live::new(&self.dir, shared::create(&self.dir.join("state"), &layout)?)?);
+        self.live = Some(Live::new(&self.dir, shared::create(&self.dir.join("state"), &layout)?, page)?);
         Ok(())
     }
 
@@ -222,9 +228,10 @@ impl Reserve {
         let got = (grown - taken as i64).clamp(0, more.into()) as u32;
         let Some(live) = &mut self.live else { return Ok(()) };
         if got < more {
-            let (got, more) = (slices_to_bytes(got), slices_to_bytes(more));
+            let page = self.host.page();
+            let (got, more) = (page.size(got), page.size(more));
             let why =
-                format!("node {numa}: the kernel found {got} in one piece each of 2 MiB, and {more} were asked for");
+                format!("node {numa}: the kernel found {got} in one piece each of {page}, and {more} were asked for");
             self.notes.push(why);
         }
         let mut left = got;
@@ -268,15 +275,16 @@ impl Reserve {
         let names = self.dir.join("names.json");
         self.find_failures()?;
         let live = self.live.as_mut().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
-        let slices = u32::try_from(size.0 / SLICE_SIZE).ok().filter(|_| size.0.is_multiple_of(SLICE_SIZE));
-        let slices = slices.ok_or_else(|| Error::Request(format!("{size} is no multiple of 2 MiB")))?;
+        let page = live.page;
+        let slices = u32::try_from(size.0 / page.bytes()).ok().filter(|_| size.0.is_multiple_of(page.bytes()));
+        let slices = slices.ok_or_else(|| Error::Request(format!("{size} is no multiple of {page}")))?;
         let parts = live.parts(slices, nodes)?;
         let (id, domain) = live.new_vm().during("Asking for random numbers")?;
         // The name is stored first. A name without a VM is forgotten; a VM without a name would have no known owner.
         live.names.insert(id.get(), name.to_owned());
         journal::store(&names, &live.names).during("Writing who has what")?;
         let request = Request { vm: VmId(id), domain, kind: Kind::Hugetlb, mode, parts };
-        let given = live.pool.allocate(&request).map_err(Error::from).and_then(|grant| {
+        let given = live.pool.allocate(&request).map_err(|why| Error::Refused(why, page)).and_then(|grant| {
             let cut = live.cut(id.get(), &grant.segments);
             cut.map(|(extents, files)| Grant { vm: id.get(), extents, files }).inspect_err(|_| {
                 // No process has seen the memory.

@@ -8,10 +8,10 @@ use std::sync::Once;
 use std::sync::atomic::Ordering;
 
 use ballast_base::pool::Nodes;
-use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGE_SIZE};
+use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB, PAGE_SIZE};
 use ballast_needs::skip;
 use ballast_pool::Mode;
-use ballast_reserve::{Grant, Reserve};
+use ballast_reserve::{Grant, Page, Reserve};
 use ballast_sys::{Mapping, memfd};
 
 use common::{Place, map, settle, sum, zero_all};
@@ -78,7 +78,7 @@ fn memory_that_fails_while_nobody_has_it_is_handed_to_nobody_by_this_owner_and_t
     drop(ram);
     // Who asks for all of it finds out.
     let said = grant(&mut reserve, "all", 32).expect_err("one is missing");
-    assert!(said.contains("it wants 16 slices of 2 MiB, and 15 are ready"), "{said}");
+    assert!(said.contains("it wants 16 slices, and 15 are ready"), "{said}");
     assert_eq!((failed(&reserve), sum(&reserve, |node| node.ready)), (SLICE, 30 * MIB));
     let told = reserve.take_failures();
     assert_eq!((told.len(), told[0].slice, &told[0].owner), (1, 2, &None), "{told:?}");
@@ -159,4 +159,27 @@ fn another_page_takes_the_place_of_a_failed_one_that_left_its_file_unseen() {
     reserve.validate().expect("valid");
     let next = grant(&mut reserve, "next", 32).expect("the rest is whole");
     assert!(is_zero(&map(&next)));
+}
+
+#[test]
+fn a_page_of_a_gib_of_which_a_part_failed_is_its_vms_who_is_named_and_the_next_one_does_not_get_it() {
+    let Some(place) = Place::of(Page::Gib) else { return };
+    let Some(mut reserve) = can_fail().then(|| place.pool(2 << 10, 1 << 10)).flatten() else { return };
+    let held = grant(&mut reserve, "unlucky", 1 << 10).expect("granted");
+    let ram = map(&held);
+    ram.words(0, 1)[0].store(7, Ordering::Relaxed);
+    fail(&ram, 300 * MIB as usize + PAGE_SIZE).expect("MADV_HWPOISON");
+    assert_eq!(reserve.tend().expect("tend"), 0, "it lives");
+    let told = reserve.take_failures();
+    assert_eq!((told.len(), told[0].owner.clone()), (1, Some(("unlucky".into(), Bytes(0)))), "{told:?}");
+    assert!(told[0].to_string().contains("(1 GiB) of node 0"), "{}", told[0]);
+    assert_eq!((failed(&reserve), sum(&reserve, |node| node.used)), (GIB, GIB));
+    drop((ram, held));
+    assert_eq!(reserve.tend().expect("tend"), 1);
+    settle(&mut reserve);
+    reserve.validate().expect("valid");
+    assert_eq!((failed(&reserve), sum(&reserve, |node| node.ready)), (GIB, GIB));
+    let said = grant(&mut reserve, "next", 2 << 10).expect_err("one is missing");
+    assert!(said.contains("it wants 2 slices, and 1 are ready"), "{said}");
+    assert!(is_zero(&map(&grant(&mut reserve, "next", 1 << 10).expect("the other one is whole"))));
 }

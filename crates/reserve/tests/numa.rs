@@ -83,7 +83,7 @@ fn a_vms_pages_are_of_the_nodes_that_were_asked_for_also_after_another_vm_had_th
     let said = |result: Result<Grant, ballast_reserve::Error>| result.expect_err("refused").to_string();
     let mut ask = |mib: u64, nodes| said(reserve.grant("vm", Bytes(mib * MIB), Mode::Slices, &nodes));
     let text = ask(66, Nodes::One(other));
-    assert!(text.contains(&format!("from node {other}: it wants 33 slices of 2 MiB, and 32 are ready")), "{text}");
+    assert!(text.contains(&format!("from node {other}: it wants 33 slices, and 32 are ready")), "{text}");
     let text = ask(8, Nodes::Split(vec![(one, Bytes(2 * MIB)), (other, Bytes(4 * MIB))]));
     assert!(text.contains("the parts by nodes are 6 MiB; the VM wants 8 MiB"), "{text}");
     assert!(ask(8, Nodes::Split(vec![(one, Bytes(MIB)), (other, Bytes(7 * MIB))])).contains("no multiple"));

@@ -11,18 +11,19 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
-use ballast_base::{Bytes, HUGE_SIZE};
+use ballast_base::Bytes;
 
 use crate::memfd;
 
-/// Mount a hugetlbfs of 2 MiB pages at this directory, unless one is there. Only its owner may enter it.
+/// Mount a hugetlbfs of pages of this size at this directory, unless one is there. Only its owner may enter it.
 ///
 /// # Errors
 /// This process may not mount, or the kernel has no such file system. Caused by the setting.
-pub fn mount(dir: &Path) -> io::Result<()> {
-    if memfd::ram_page(std::fs::File::open(dir)?)? != Some(Bytes(HUGE_SIZE as u64)) {
+pub fn mount(dir: &Path, page: Bytes) -> io::Result<()> {
+    if memfd::ram_page(std::fs::File::open(dir)?)? != Some(page) {
         let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
-        mount_call(c"ballast-pool", dir, flags, Some(c"pagesize=2M,mode=0700"))?;
+        let options = CString::new(format!("pagesize={},mode=0700", page.0))?;
+        mount_call(c"ballast-pool", dir, flags, Some(&options))?;
     }
     // A door below it would otherwise appear below every other door, too.
     mount_call(c"none", dir, libc::MS_PRIVATE, None)
@@ -102,6 +103,7 @@ pub fn on_node(node: Option<u32>) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::Mapping;
+    use ballast_base::HUGE_SIZE;
     use std::os::fd::AsFd;
 
     #[test]
@@ -113,10 +115,10 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let (pool, door) = (dir.path().join("pool"), dir.path().join("pool/door"));
         std::fs::create_dir(&pool).expect("make");
-        if let Err(why) = mount(&pool) {
+        if let Err(why) = mount(&pool, Bytes(HUGE_SIZE as u64)) {
             return ballast_needs::skip("hugetlb", why);
         }
-        mount(&pool).expect("again");
+        mount(&pool, Bytes(HUGE_SIZE as u64)).expect("again");
         let size = 2 * HUGE_SIZE;
         let own = std::fs::File::create_new(pool.join("file")).expect("make");
         own.set_len(size as u64).expect("size");

@@ -7,7 +7,7 @@
 
 use std::io;
 
-use ballast_base::{HUGE_SIZE, Hva};
+use ballast_base::Hva;
 
 use crate::uffd::{FillOutcome, HUGETLB_FEATURES};
 use crate::{Mapping, Uffd};
@@ -23,43 +23,46 @@ pub enum Place {
     Failed,
 }
 
-/// Asks the kernel whether pages of 2 MiB are in a file: `UFFDIO_CONTINUE` maps an existing page and fails for a hole.
+/// Asks the kernel whether huge pages are in a file: `UFFDIO_CONTINUE` maps an existing page and fails for a hole.
 /// It is called on a mapping of our own that no thread ever touches; a mapped page is unmapped at once.
 #[derive(Debug)]
 pub struct Presence {
     uffd: Uffd,
     map: Mapping,
+    page: usize,
 }
 
 impl Presence {
-    /// Prepare to ask about this mapping of such files, whose lengths and offsets are all multiples of 2 MiB.
+    /// Prepare to ask about this mapping of files with pages of this size, of which all lengths and offsets are
+    /// multiples.
     ///
     /// # Errors
     /// This process may not use userfaultfd, or the kernel has none for huge pages (before Linux 5.13).
-    pub fn new(map: Mapping) -> io::Result<Self> {
+    pub fn new(map: Mapping, page: usize) -> io::Result<Self> {
         let (uffd, granted) = Uffd::create(HUGETLB_FEATURES)?;
         if granted != HUGETLB_FEATURES {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel has no userfaultfd for huge pages"));
         }
         uffd.register(Hva(map.addr() as u64), map.len() as u64)?;
-        Ok(Self { uffd, map })
+        Ok(Self { uffd, map, page })
     }
 
-    /// Is the page at `offset` in the file?
+    /// Is the page that has the byte at `offset` in the file?
     pub fn is_present(&self, offset: usize) -> io::Result<bool> {
         Ok(self.place(offset)? != Place::Hole)
     }
 
-    /// What is at `offset` of the file?
+    /// What is the page that has the byte at `offset` of the mapping?
     ///
     /// # Errors
     /// If the file is too short, or the kernel refuses.
     pub fn place(&self, offset: usize) -> io::Result<Place> {
-        let addr = Hva(self.map.ptr(offset, HUGE_SIZE) as u64);
+        let offset = offset - offset % self.page;
+        let addr = Hva(self.map.ptr(offset, self.page) as u64);
         loop {
-            match self.uffd.map_existing(addr, HUGE_SIZE as u64)? {
+            match self.uffd.map_existing(addr, self.page as u64)? {
                 FillOutcome::Done | FillOutcome::AlreadyThere => {
-                    self.map.zap(offset, HUGE_SIZE)?;
+                    self.map.zap(offset, self.page)?;
                     return Ok(Place::Page);
                 }
                 FillOutcome::NotInFile => return Ok(Place::Hole),
@@ -137,7 +140,7 @@ impl Drop for PoolLoan {
 mod tests {
     use super::*;
     use crate::memfd;
-    use ballast_base::Bytes;
+    use ballast_base::{Bytes, HUGE_SIZE};
     use ballast_needs::skip;
     use std::sync::atomic::Ordering;
 
@@ -146,7 +149,7 @@ mod tests {
         const PAGES: usize = 4;
         let ready = PoolLoan::new(PAGES as u64).and_then(|loan| {
             let file = memfd::create_huge("ballast-test", Bytes((PAGES * HUGE_SIZE) as u64))?;
-            let presence = Presence::new(Mapping::shared(&file, 0, PAGES * HUGE_SIZE)?)?;
+            let presence = Presence::new(Mapping::shared(&file, 0, PAGES * HUGE_SIZE)?, HUGE_SIZE)?;
             Ok((loan, file, presence))
         });
         let Ok((_loan, file, presence)) = ready.inspect_err(|why| skip("hugetlb", why)) else { return };

@@ -4,14 +4,14 @@
 //! Threads: a mapping may be used from any thread; concurrent access is through atomics or raw copies.
 //! Promise: no Rust reference to plain memory inside a mapping is ever formed, only references to atomics. A function
 //! that gets a range outside the mapping panics and does not touch it. A mapping of 2 MiB or more begins at a multiple
-//! of 2 MiB.
+//! of 2 MiB, one of 1 GiB or more at a multiple of that, so that either can be of huge pages of its size.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU64};
 
-use ballast_base::{HUGE_SIZE, PAGE_SIZE};
+use ballast_base::{GIB, HUGE_SIZE, PAGE_SIZE};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 /// An owned `MAP_SHARED` mapping; unmapped when dropped.
@@ -203,13 +203,14 @@ impl Mapping {
     }
 }
 
-/// Reserve `len` bytes of address space from a multiple of 2 MiB on; the caller maps over them.
+/// Reserve `len` bytes of address space from a multiple of 2 MiB on, or of 1 GiB; the caller maps over them.
 fn reserve_aligned(len: usize) -> io::Result<*mut libc::c_void> {
-    let reserved = len.next_multiple_of(PAGE_SIZE).checked_add(HUGE_SIZE).ok_or(io::ErrorKind::OutOfMemory)?;
+    let align = if len < GIB as usize { HUGE_SIZE } else { GIB as usize };
+    let reserved = len.next_multiple_of(PAGE_SIZE).checked_add(align).ok_or(io::ErrorKind::OutOfMemory)?;
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range: no existing mapping is replaced.
     let start = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), reserved, ProtFlags::empty(), flags)? };
-    let skipped = (start as usize).next_multiple_of(HUGE_SIZE) - start as usize;
+    let skipped = (start as usize).next_multiple_of(align) - start as usize;
     let place = start.wrapping_byte_add(skipped);
     let tail = place.wrapping_byte_add(len.next_multiple_of(PAGE_SIZE));
     // SAFETY: both ranges are parts of the reservation above, outside the `len` bytes that are kept, and hold nothing.
@@ -217,7 +218,7 @@ fn reserve_aligned(len: usize) -> io::Result<*mut libc::c_void> {
         if skipped > 0 {
             rustix::mm::munmap(start, skipped)?;
         }
-        rustix::mm::munmap(tail, HUGE_SIZE - skipped)?;
+        rustix::mm::munmap(tail, align - skipped)?;
     }
     Ok(place)
 }

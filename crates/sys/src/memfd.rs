@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
-use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PageCount};
+use ballast_base::{Bytes, GIB, HUGE_SIZE, PAGE_SIZE, PageCount};
 use rustix::fs::{FallocateFlags, FileType, MemfdFlags, SeekFrom};
 
 /// Create an empty shared memory file of `size` bytes. It is sparse: memory is used as pages are touched.
@@ -202,23 +202,10 @@ pub fn ram_page(fd: impl AsFd) -> io::Result<Option<Bytes>> {
 pub fn check_ram_file(fd: impl AsFd) -> Result<Bytes, String> {
     let page = ram_page(fd).map_err(|error| format!("looking at its file: {error}"))?;
     let page = page.ok_or("its file is not shared memory (a memfd, or a file in a tmpfs or a hugetlbfs)")?;
-    if page.0 > HUGE_SIZE as u64 {
-        return Err(format!("its pages of {page} are too large; pages of 4 KiB and 2 MiB are managed"));
+    match [PAGE_SIZE as u64, HUGE_SIZE as u64, GIB].contains(&page.0) {
+        true => Ok(page),
+        false => Err(format!("its pages are of {page}; pages of 4 KiB, 2 MiB and 1 GiB are managed")),
     }
-    Ok(page)
-}
-
-/// Check that guest RAM can be a mapping of this file from `offset`, `len` bytes long, at `addr`. Returns the size of
-/// its pages.
-///
-/// # Errors
-/// The reason, as the end of a sentence that begins with the RAM.
-pub fn check_ram_pages(fd: impl AsFd, addr: u64, offset: u64, len: u64) -> Result<Bytes, String> {
-    let page = check_ram_file(fd)?;
-    if [addr, offset, len].iter().any(|value| !value.is_multiple_of(page.0)) {
-        return Err(format!("its address, offset or length is not a multiple of its pages of {page}"));
-    }
-    Ok(page)
 }
 
 /// A second, independent open of the same file, read-only or read-write. The kernel checks permissions again, so a

@@ -4,10 +4,12 @@
 //! Promise: a pure function of the words (a function argument tells which files can be RAM). It reads only the options
 //! that concern guest RAM, and leaves all others to QEMU.
 
+use ballast_base::pool::Pages;
 use ballast_base::wire::{MAX_NAME, check_name};
-use ballast_base::{Bytes, GIB, HUGE_SIZE, KIB, MIB};
+use ballast_base::{Bytes, GIB, KIB, MIB};
 
 use super::options::{Opt, options};
+use super::stand_in::{check_stand_in, huge_size, is_size};
 
 /// The memory that guest RAM is to have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,8 +18,8 @@ pub enum Backing {
     AsGiven,
     /// A memfd, which is added where none is.
     Memfd,
-    /// Memory of the pool: a memfd of huge pages stands in for it, and is added where none is.
-    Pool,
+    /// Memory of the pool: a memfd of such huge pages stands in for it, and is added where none is.
+    Pool(Pages),
 }
 
 /// A change to the words of a command line.
@@ -78,9 +80,9 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
     let devices = all("device").filter_map(|device| device.get("memdev"));
     let used: Vec<&str> = backend.into_iter().chain(nodes.clone()).chain(devices).collect();
     for object in all("object").filter(|object| object.get("id").is_some_and(|id| used.contains(&id))) {
-        check_backend(object, is_ram_file)?;
-        if backing == Backing::Pool {
-            check_stand_in(object)?;
+        match backing {
+            Backing::Pool(pages) => check_stand_in(object, pages)?,
+            _ => check_backend(object, is_ram_file)?,
         }
     }
     if backend.is_some() || nodes.count() > 0 {
@@ -139,11 +141,14 @@ fn wanted(options: &[Opt], backing: Backing) -> Result<Wanted, String> {
             megabytes(text).ok_or_else(|| format!("`-m {}`: the size {text:?} is not understood", memory.text))?
         }
     };
-    if backing == Backing::Pool && !size.0.is_multiple_of(HUGE_SIZE as u64) {
-        return Err(format!("guest RAM of {size} is no multiple of 2 MiB, of which the pool's pages are"));
-    }
+    let huge = match backing {
+        Backing::Pool(pages) if !size.0.is_multiple_of(pages.size().0) => {
+            return Err(format!("guest RAM of {size} is no multiple of {}, the pages of --pool {pages}", pages.size()));
+        }
+        Backing::Pool(pages) => format!(",hugetlb=on,hugetlbsize={}", huge_size(pages)),
+        _ => String::new(),
+    };
     let size = if size.0.is_multiple_of(MIB) { format!("{}M", size.0 / MIB) } else { size.0.to_string() };
-    let huge = if backing == Backing::Pool { ",hugetlb=on,hugetlbsize=2M" } else { "" };
     let backend = format!("memory-backend-memfd,id=ballast-ram0,size={size},share=on{huge}");
     let object = format!("-object {backend}");
     let mut edits = vec![Edit::Append("-object".into()), Edit::Append(backend)];
@@ -170,7 +175,7 @@ fn check_backend(object: &Opt, is_ram_file: &dyn Fn(&str) -> bool) -> Result<(),
         Some(_) => object.is_on("share"),
     };
     match object.head.as_str() {
-        "memory-backend-memfd" if object.get("hugetlbsize").is_some_and(|size| !is_two_mib(size)) => {
+        "memory-backend-memfd" if object.get("hugetlbsize").is_some_and(|size| !is_size(size, Pages::Slices)) => {
             wrong("only huge pages of 2 MiB are managed; write hugetlbsize=2M")
         }
         "memory-backend-memfd" | "memory-backend-shm" | "memory-backend-file" if !shared => {
@@ -186,25 +191,6 @@ fn check_backend(object: &Opt, is_ram_file: &dyn Fn(&str) -> bool) -> Result<(),
         "memory-backend-memfd" | "memory-backend-shm" => Ok(()),
         _ => wrong("it is not a shared memory file; write memory-backend-memfd,...,share=on"),
     }
-}
-
-/// Can memory of the pool be mapped in the place of this backend?
-fn check_stand_in(object: &Opt) -> Result<(), String> {
-    let is_huge = object.is_on("hugetlb") && object.get("hugetlbsize").is_none_or(is_two_mib);
-    match object.head == "memory-backend-memfd" && is_huge {
-        true => Ok(()),
-        false => Err(format!(
-            "RAM backend {} ({}): memory of the pool takes the place of huge pages; write \
-             memory-backend-memfd,...,share=on,hugetlb=on,hugetlbsize=2M, or leave the backend out, and it is added",
-            object.get("id").unwrap_or_default(),
-            object.head
-        )),
-    }
-}
-
-/// Is this 2 MiB, in one of QEMU's spellings?
-fn is_two_mib(size: &str) -> bool {
-    matches!(size.to_ascii_lowercase().as_str(), "2m" | "2048k" | "2097152")
 }
 
 /// The reason if this option makes a VM impossible to manage.
@@ -349,21 +335,27 @@ mod tests {
 
     #[test]
     fn ram_of_the_pool_needs_a_backend_of_huge_pages_which_is_added_and_whole_ones() {
-        let plan = planned_for("-m 1G d.img", Backing::Pool).expect("added");
-        let backend = "memory-backend-memfd,id=ballast-ram0,size=1024M,share=on,hugetlb=on,hugetlbsize=2M";
-        assert_eq!(plan.edits[1], Edit::Append(backend.into()));
+        let (huge, gib) = (Backing::Pool(Pages::Mix), Backing::Pool(Pages::Gib));
+        for (backing, size) in [(huge, "2M"), (gib, "1G")] {
+            let plan = planned_for("-m 1G d.img", backing).expect("added");
+            let backend = "memory-backend-memfd,id=ballast-ram0,size=1024M,share=on,hugetlb=on,hugetlbsize=";
+            assert_eq!(plan.edits[1], Edit::Append(format!("{backend}{size}")));
+        }
         let machine = "-machine q35,memory-backend=r -object memory-backend-";
         for given in ["memfd,id=r,size=1G,share=on,hugetlb=on,hugetlbsize=2M", "memfd,id=r,size=1G,hugetlb=on"] {
-            assert_eq!(planned_for(&format!("{machine}{given}"), Backing::Pool).expect(given), Plan::default());
+            assert_eq!(planned_for(&format!("{machine}{given}"), huge).expect(given), Plan::default());
+            assert!(planned_for(&format!("{machine}{given}"), gib).expect_err(given).contains("hugetlbsize=1G"));
         }
         for (line, why) in [
             (format!("{machine}memfd,id=r,size=1G,share=on"), "hugetlb=on,hugetlbsize=2M"),
             (format!("{machine}file,id=r,size=1G,share=on,mem-path=/dev/shm/a"), "takes the place of huge pages"),
             ("-m 1025".into(), "no multiple of 2 MiB"),
         ] {
-            let said = planned_for(&line, Backing::Pool).expect_err(&line);
+            let said = planned_for(&line, huge).expect_err(&line);
             assert!(said.contains(why), "{line}: {said}");
         }
+        let said = planned_for("-m 1536", gib).expect_err("half a page");
+        assert!(said.contains("1.5 GiB is no multiple of 1 GiB"), "{said}");
     }
 
     #[test]

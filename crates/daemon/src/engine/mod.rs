@@ -51,6 +51,7 @@ mod order_files;
 mod orphan;
 mod pin_check;
 pub mod pool;
+mod pool_parts;
 pub mod remote;
 pub mod served;
 mod shared;

@@ -1,7 +1,7 @@
 //! The engine's part of the pool: one engine has it at a time, zeroes what VMs leave, and gives VMs memory.
 //!
 //! Before: the keeper said where it is. After: the API shows and changes it, and VMMs that connect to its socket get
-//! files (`ballast-reserve` says how).
+//! files (`ballast-reserve` says how). Its pages of 2 MiB and those of 1 GiB are two reserves, each with a directory.
 //! Threads: one that takes the pool, looks for VMs that are gone, and zeroes; one that listens, and one for each VMM
 //! that asks, which may wait until enough is zeroed.
 //! Promise: an engine that died left a pool that this one finds as it was. Nothing here touches guest memory, and no
@@ -16,15 +16,16 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use ballast_api::{LendRequest, PoolNode, PoolRequest, PoolStat, PoolVm};
+use ballast_api::{LendRequest, PoolPages, PoolRequest, PoolStat};
 use ballast_base::pool::{Given, Pages, Take};
 use ballast_base::{Bytes, wire};
 use ballast_pool::{Mode, Refused};
-use ballast_reserve::{Error, Grant, Host, Reserve, Want};
+use ballast_reserve::{Error, Grant, Page, Reserve, Want};
 use ballast_sys::memfd::FileId;
 use ballast_sys::{clock, scm};
 
 use crate::engine::lending::Lender;
+use crate::engine::pool_parts::Parts;
 use crate::events::Events;
 use crate::settings::Pooling;
 
@@ -59,7 +60,7 @@ enum State {
     Coming(String),
     /// Why this engine has not got it.
     Without(String),
-    Ours(Box<Reserve>),
+    Ours(Box<Parts>),
 }
 
 impl PoolService {
@@ -88,9 +89,9 @@ impl PoolService {
     fn work(self: &Arc<Self>, events: &Events) {
         let Some(place) = &self.place else { return };
         let mut said = String::new();
-        let reserve = loop {
-            match Reserve::open(&place.dir, Host::default()) {
-                Ok(reserve) => break reserve,
+        let parts = loop {
+            match Parts::open(&place.dir) {
+                Ok(parts) => break parts,
                 Err(error) => {
                     let (why, is_taken) = (error.to_string(), matches!(error, Error::Taken(_)));
                     if why != said && !is_taken {
@@ -103,14 +104,15 @@ impl PoolService {
                 }
             }
         };
-        *self.lock() = State::Ours(Box::new(reserve));
+        *self.lock() = State::Ours(Box::new(parts));
         self.changed.notify_all();
         if let Err(error) = self.listen(place) {
             events.add(None, "pool-unavailable", format!("VMs get no memory of the pool: {error:#}"));
         }
-        let (mut looked, mut again, mut lender) = (None::<Instant>, Instant::now(), Lender::default());
+        let (mut looked, mut again, mut lenders) =
+            (None::<Instant>, Instant::now(), [(); 2].map(|()| Lender::default()));
         loop {
-            if let Err(error) = self.round(&mut looked, &mut again, &mut lender, events)
+            if let Err(error) = self.round(&mut looked, &mut again, &mut lenders, events)
                 && said != error.to_string()
             {
                 said = error.to_string();
@@ -124,53 +126,43 @@ impl PoolService {
         &self,
         looked: &mut Option<Instant>,
         again: &mut Instant,
-        lender: &mut Lender,
+        lenders: &mut [Lender; 2],
         events: &Events,
     ) -> Result<(), Error> {
         let mut state = self.lock();
-        let State::Ours(reserve) = &mut *state else { return Ok(()) };
+        let State::Ours(parts) = &mut *state else { return Ok(()) };
         if looked.is_none_or(|at| at.elapsed() >= POLL_EVERY) {
             *looked = Some(Instant::now());
-            reserve.tend()?;
-            if let Some(lent) = lender.adjust(reserve, clock::monotonic_ns() / 1_000_000)? {
-                events.add(None, "pool-lent", lent);
+            for (reserve, lender) in parts.each().into_iter().zip(lenders) {
+                reserve.tend()?;
+                if let Some(lent) = lender.adjust(reserve, clock::monotonic_ns() / 1_000_000)? {
+                    events.add(None, "pool-lent", lent);
+                }
             }
         }
-        for failure in reserve.take_failures() {
+        for failure in parts.each().into_iter().flat_map(Reserve::take_failures) {
             events.add(failure.owner.clone().map(|(name, _)| name), "pool-memory-failed", failure.to_string());
         }
-        let mut jobs = Vec::new();
-        if again.elapsed() >= AGAIN_EVERY {
+        let is_due = again.elapsed() >= AGAIN_EVERY;
+        if is_due {
             *again = Instant::now();
-            jobs = reserve.jobs_again();
         }
-        let mut left = jobs.len();
-        match reserve.next_job() {
-            Ok(job) => jobs.extend(job),
-            // Work that is due is done in any case, because a job that is dropped is never done.
-            Err(error) if jobs.is_empty() => return Err(error),
-            Err(_) => {}
-        }
+        let mut jobs = parts.jobs(is_due)?;
         if jobs.is_empty() {
-            match reserve.is_at_rest() {
+            match parts.is_at_rest()? {
                 // No VM has memory of it, and there is nothing to do: a thread that changes that notifies.
-                true if reserve.lending()?.is_none() => drop(self.changed.wait(state)),
-                _ => drop(self.changed.wait_timeout(state, POLL_EVERY)),
+                true => drop(self.changed.wait(state)),
+                false => drop(self.changed.wait_timeout(state, POLL_EVERY)),
             }
             return Ok(());
         }
         drop(state);
-        let mut found_a_page = false;
-        for job in jobs {
+        while let Some((page, job)) = jobs.next() {
             let done = job.run();
-            let State::Ours(reserve) = &mut *self.lock() else { return Ok(()) };
-            let is_ready = reserve.finish(done);
-            if left > 0 {
-                found_a_page |= is_ready;
-                left -= 1;
-                if left == 0 {
-                    reserve.replenish(found_a_page)?;
-                }
+            let State::Ours(parts) = &mut *self.lock() else { return Ok(()) };
+            let is_ready = parts.of(page).finish(done);
+            if let Some(found_a_page) = jobs.done(page, is_ready) {
+                parts.of(page).replenish(found_a_page)?;
             }
         }
         self.changed.notify_all();
@@ -233,15 +225,17 @@ impl PoolService {
 
     /// Take memory for a VM; if it is there but dirty, wait until it is zeroed.
     fn take(&self, take: &Take) -> anyhow::Result<Grant> {
-        let mode = match take.pages {
-            Pages::Slices => Mode::Slices,
-            Pages::Mix => Mode::Mix,
-            Pages::Gib => Mode::Gib,
+        // A slice of the reserve of pages of 1 GiB is such a page.
+        let (page, mode) = match take.pages {
+            Pages::Slices => (Page::Huge, Mode::Slices),
+            Pages::Mix => (Page::Huge, Mode::Mix),
+            Pages::Gib => (Page::Gib, Mode::Slices),
         };
         let begun = Instant::now();
         let mut state = self.lock();
         loop {
-            let State::Ours(reserve) = &mut *state else { bail!("this engine has not got the pool yet") };
+            let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
+            let reserve = parts.of(page);
             // A VM may have ended since the last check.
             let error = match reserve.grant(&take.name, take.size, mode, &take.nodes) {
                 Ok(grant) => {
@@ -251,7 +245,7 @@ impl PoolService {
                 }
                 Err(error) => error,
             };
-            let is_short = matches!(error, Error::Refused(Refused::NoRoom { .. }));
+            let is_short = matches!(error, Error::Refused(Refused::NoRoom { .. }, _));
             let is_coming = is_short && (reserve.tend()? > 0 || reserve.is_zeroing());
             self.changed.notify_all();
             if !is_coming || begun.elapsed() > ZEROED_WITHIN {
@@ -276,13 +270,15 @@ impl PoolService {
     /// The pool as it is.
     pub fn stat(&self) -> PoolStat {
         match &mut *self.lock_when_left() {
-            State::Ours(reserve) => {
+            State::Ours(parts) => {
                 // While no VM has memory of it, no other thread checks.
-                if let Err(error) = reserve.find_failures() {
-                    tracing::warn!("Looking for failed memory of the pool: {error}");
+                for reserve in parts.each() {
+                    if let Err(error) = reserve.find_failures() {
+                        tracing::warn!("Looking for failed memory of the pool: {error}");
+                    }
                 }
                 self.changed.notify_all();
-                stat(reserve)
+                parts.stat()
             }
             State::Coming(why) | State::Without(why) => PoolStat { notes: vec![why.clone()], ..PoolStat::default() },
         }
@@ -296,13 +292,13 @@ impl PoolService {
             (None, Some(percent)) => return Err(format!("{percent} percent; 1 to 100 can be")),
             _ => return Err("either bytes or percent must be there".into()),
         };
-        self.change(|reserve| reserve.grow(want, request.node, request.file_bytes.map(Bytes)))
+        self.change(request.pages, |reserve| reserve.grow(want, request.node, request.file_bytes.map(Bytes)))
     }
 
     /// Lend, or take back.
     pub fn lend(&self, request: &LendRequest) -> Result<PoolStat, String> {
         let most = Bytes(request.bytes);
-        self.change(|reserve| {
+        self.change(request.pages, |reserve| {
             if request.when_short {
                 if request.node.is_some() {
                     return Err(Error::Request("what is lent when the host is short is of all nodes".into()));
@@ -314,13 +310,21 @@ impl PoolService {
         })
     }
 
-    fn change(&self, what: impl FnOnce(&mut Reserve) -> Result<(), Error>) -> Result<PoolStat, String> {
+    fn change(
+        &self,
+        pages: PoolPages,
+        what: impl FnOnce(&mut Reserve) -> Result<(), Error>,
+    ) -> Result<PoolStat, String> {
+        let page = match pages {
+            PoolPages::Huge => Page::Huge,
+            PoolPages::Gib => Page::Gib,
+        };
         let mut state = self.lock_when_left();
         match &mut *state {
-            State::Ours(reserve) => {
-                what(reserve).map_err(|error| error.to_string())?;
+            State::Ours(parts) => {
+                what(parts.of(page)).map_err(|error| error.to_string())?;
                 self.changed.notify_all();
-                Ok(stat(reserve))
+                Ok(parts.stat())
             }
             State::Coming(why) | State::Without(why) => Err(format!("This engine has not got the pool: {why}")),
         }
@@ -330,35 +334,11 @@ impl PoolService {
     pub fn has(&self, file: FileId) -> bool {
         let Some(place) = &self.place else { return false };
         let device = |path: &Path| std::fs::metadata(path).map(|entry| entry.dev()).ok();
-        let files = device(&place.dir.join(ballast_reserve::FILES));
-        // A folder that nothing is mounted on is of the same device as its parent.
-        files == Some(file.dev) && files != device(&place.dir)
-    }
-}
-
-fn stat(reserve: &Reserve) -> PoolStat {
-    let overview = reserve.overview();
-    let node = |node: ballast_reserve::Node| PoolNode {
-        numa: node.numa,
-        reserved_bytes: node.reserved.0,
-        ready_bytes: node.ready.0,
-        ready_gib_bytes: node.ready_aligned.0,
-        used_bytes: node.used.0,
-        fenced_bytes: node.fenced.0,
-        dirty_bytes: node.dirty.0,
-        lent_bytes: node.lent.0,
-        failed_bytes: node.failed.0,
-        map: node.map,
-    };
-    let vm = |vm: ballast_reserve::Tenant| PoolVm { name: vm.name, bytes: vm.size.0, extents: vm.extents };
-    PoolStat {
-        file_bytes: overview.brick.0,
-        nodes: overview.nodes.into_iter().map(node).collect(),
-        vms: overview.tenants.into_iter().map(vm).collect(),
-        notes: overview.notes,
-        waiting_bytes: overview.waiting.0,
-        metadata_bytes: overview.metadata.0,
-        vmemmap_freed_bytes: overview.vmemmap_freed.0,
-        lent_when_short_bytes: overview.lent_when_short.0,
+        [Page::Huge, Page::Gib].into_iter().any(|page| {
+            let dir = Parts::dir(&place.dir, page);
+            let files = device(&dir.join(page.files()));
+            // A folder that nothing is mounted on is of the same device as its parent.
+            files == Some(file.dev) && files != device(&dir)
+        })
     }
 }

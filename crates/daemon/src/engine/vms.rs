@@ -272,7 +272,7 @@ impl Engine {
             if may_pin {
                 vm.set_may_pin();
             }
-            vm.hold(Hold::Pinned, pinned);
+            pinned.into_iter().for_each(|why| vm.hold(Hold::Pinned, Some(why)));
             vm.hold(Hold::Kept, vm.state.kept().then(|| KEPT.into()));
             if beside { vm.start_beside() } else { vm.start() }.context("Starting its workers")
         };

@@ -30,11 +30,14 @@ pub(super) fn page(backend: &dyn Backend) -> String {
         }
     }
     let pool = backend.pool();
+    let huge = pool.nodes.iter().map(|node| ("2M", node));
+    let gib = pool.gib.iter().flat_map(|gib| &gib.nodes).map(|node| ("1G", node));
+    let nodes: Vec<_> = huge.chain(gib).collect();
     for metric in POOL {
         page.head(metric);
-        for node in &pool.nodes {
+        for (pages, node) in &nodes {
             for (mut labels, value) in (metric.samples)(node) {
-                labels.insert(0, ("node", node.numa.to_string()));
+                labels.splice(0..0, [("node", node.numa.to_string()), ("pages", (*pages).to_owned())]);
                 page.sample(metric.name, &labels, value);
             }
         }

@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ballast_api::{PoolRequest, PoolStat};
+use ballast_api::{PoolPages, PoolRequest, PoolStat};
 use ballast_base::MIB;
 use ballast_needs::skip;
-use ballast_reserve::Host;
+use ballast_reserve::{Host, Page};
 
 use super::{Daemon, until};
 
@@ -17,6 +17,7 @@ use super::{Daemon, until};
 pub struct Pooled {
     pub daemon: Option<Daemon>,
     pub dir: PathBuf,
+    pub host: Host,
     before: u64,
     _one: MutexGuard<'static, ()>,
 }
@@ -27,12 +28,22 @@ static ONE: Mutex<()> = Mutex::new(());
 impl Pooled {
     /// A pool of this size in files of 16 MiB, zeroed; `None`, and said why, where there can be none.
     pub fn start(config: &str, mib: u64) -> Option<Self> {
+        Self::of(config, mib, PoolPages::Huge)
+    }
+
+    /// The same of these pages; files of pages of 1 GiB have one.
+    pub fn of(config: &str, mib: u64, pages: PoolPages) -> Option<Self> {
+        let (page, file_bytes) = match pages {
+            PoolPages::Huge => (Page::Huge, Some(16 * MIB)),
+            PoolPages::Gib => (Page::Gib, None),
+        };
+        let host = Host::default().with(page);
         if !rustix::process::geteuid().is_root() {
             skip("root", "only root mounts file systems and reserves huge pages");
             return None;
         }
         let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = match Host::default().pages(0) {
+        let before = match host.pages(0) {
             Ok(pages) => pages.total,
             Err(error) => {
                 skip("hugetlb", error);
@@ -41,11 +52,14 @@ impl Pooled {
         };
         let daemon = Daemon::start(config);
         let dir = daemon.dir().to_owned();
-        let pooled = Self { daemon: Some(daemon), dir, before, _one: one };
+        let pooled = Self { daemon: Some(daemon), dir, host, before, _one: one };
         let daemon = pooled.daemon();
         until("the engine has the pool", || daemon.dir().join("pool.sock").exists());
-        let request = PoolRequest { bytes: Some(mib * MIB), file_bytes: Some(16 * MIB), ..PoolRequest::default() };
-        let pool = daemon.api.reserve_pool(&request).expect("reserve");
+        let request = PoolRequest { bytes: Some(mib * MIB), file_bytes, pages, ..PoolRequest::default() };
+        // An emulated machine may take minutes to find pages of 1 GiB. The request may be sent again.
+        let asked = (0..5).map(|_| daemon.api.reserve_pool(&request)).find(|asked| asked.is_ok());
+        asked.expect("answered").expect("reserve");
+        let pool = pooled.stat();
         if pool.nodes[0].reserved_bytes < mib * MIB {
             skip("memory", format!("{:?}", pool.notes));
             return None;
@@ -58,7 +72,11 @@ impl Pooled {
     }
 
     pub fn stat(&self) -> PoolStat {
-        self.daemon().api.pool().expect("the pool")
+        let pool = self.daemon().api.pool().expect("the pool");
+        match self.host.page() {
+            Page::Huge => pool,
+            Page::Gib => pool.gib.map_or_else(PoolStat::default, |gib| *gib),
+        }
     }
 
     /// Wait until all of it is zeroed and nobody's.
@@ -70,18 +88,22 @@ impl Pooled {
 
     /// Huge pages of the host beyond what it had.
     pub fn pages(&self) -> u64 {
-        Host::default().pages(0).expect("pages").total - self.before
+        self.host.pages(0).expect("pages").total - self.before
     }
 }
 
 impl Drop for Pooled {
     fn drop(&mut self) {
-        let mount = self.dir.join("pool").join(ballast_reserve::FILES);
+        let pool = self.dir.join("pool");
+        let mount = match self.host.page() {
+            Page::Huge => pool.join("2M"),
+            Page::Gib => pool.join("gib/1G"),
+        };
         if mount.exists() {
-            let _ = Command::new("umount").arg("--lazy").arg(mount).status();
+            let _ = Command::new("umount").arg("-l").arg(mount).status();
         }
         drop(self.daemon.take());
-        if let Err(error) = Host::default().set_pages(0, self.before) {
+        if let Err(error) = self.host.set_pages(0, self.before) {
             eprintln!("Putting back the number of huge pages: {error}");
         }
     }

@@ -108,6 +108,9 @@ impl Hold {
     const COUNT: usize = 8;
 }
 
+/// Why a VM with pages of 1 GiB is pinned.
+const FIXED: &str = "it has memory in pages of 1 GiB, of which the kernel can neither map nor fill a part";
+
 /// Something an operator should know.
 pub type Reporter = Arc<dyn Fn(&str, String) + Send + Sync>;
 
@@ -233,7 +236,8 @@ impl Vm {
         self.memory.views()
     }
 
-    /// Opens the next region of the state file; they must come in order, each with its files among these.
+    /// Opens the next region of the state file; they must come in order, each with its files among these. One with
+    /// pages of 1 GiB pins the VM.
     pub fn open_region(&self, files: &[RamFile]) -> Result<u32, StateError> {
         self.memory.add_region(|number| {
             let records = self.state.regions();
@@ -242,7 +246,11 @@ impl Vm {
             let Some(record) = records.get(number as usize) else {
                 return Err(StateError::Invalid(format!("it has no region {number}")));
             };
-            self.open_record(number, record, files)
+            let region = self.open_record(number, record, files)?;
+            if region.is_fixed() {
+                self.hold(Hold::Pinned, Some(FIXED.into()));
+            }
+            Ok(region)
         })
     }
 

@@ -14,15 +14,13 @@ use std::sync::Arc;
 
 use ballast_base::extents::Piece;
 use ballast_base::store::PageBytes;
-use ballast_base::{Bytes, Extents, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
+use ballast_base::{Bytes, Extents, GIB, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_page::memory::{Punched, ReadOutcome, punch_until_gone};
 use ballast_sys::Mapping;
 use ballast_sys::hugetlb::Presence;
 use ballast_sys::memfd::{self, FileId};
 
 use ballast_handover::state_file::RegionRecord;
-
-const HUGE: u64 = HUGE_SIZE as u64;
 
 /// A file of guest RAM.
 #[derive(Clone, Debug)]
@@ -73,6 +71,8 @@ pub(crate) struct Ram {
     extents: Extents,
     are_units: bool,
     granule: u64,
+    /// Its pages are larger than a granule.
+    is_fixed: bool,
     /// Which huge pages are in the files, where they are of hugetlbfs.
     huge: Option<Presence>,
 }
@@ -86,7 +86,7 @@ impl Ram {
         let extents = record.extents.clone();
         let are_units = extents.are_units();
         if record.removed {
-            return Ok(Self { files: Vec::new(), extents, are_units, granule: 1, huge: None });
+            return Ok(Self { files: Vec::new(), extents, are_units, granule: 1, is_fixed: false, huge: None });
         }
         let find = |id: &FileId| files.iter().find(|file| file.id == *id).cloned();
         let Some(files) = record.files.iter().map(find).collect::<Option<Vec<_>>>() else {
@@ -99,16 +99,17 @@ impl Ram {
         if pages.iter().any(|other| *other != page) {
             return Err(invalid(format!("RAM files of region {number} have pages of different sizes")));
         }
-        if let Some(Bytes(page)) = page.filter(|page| page.0 > HUGE) {
-            return Err(invalid(format!("RAM file of region {number} has pages of {page} bytes")));
+        if let Some(page) = page.filter(|page| page.0 > GIB) {
+            return Err(invalid(format!("RAM file of region {number} has pages of {page}")));
         }
         extents
             .check(&sizes, page.map_or(PAGE_SIZE as u64, |page| page.0))
             .map_err(|error| invalid(format!("region {number}: {error}")))?;
-        let mut ram = Self { files, extents, are_units, granule: 1, huge: None };
-        if page.is_some() {
+        let mut ram = Self { files, extents, are_units, granule: 1, is_fixed: false, huge: None };
+        if let Some(Bytes(page)) = page {
             ram.granule = PAGES_PER_UNIT;
-            ram.huge = Some(Presence::new(ram.map()?)?);
+            ram.is_fixed = page > HUGE_SIZE as u64;
+            ram.huge = Some(Presence::new(ram.map()?, page as usize)?);
         }
         Ok(ram)
     }
@@ -126,6 +127,11 @@ impl Ram {
     /// Pages that are paged as one.
     pub fn granule(&self) -> u64 {
         self.granule
+    }
+
+    /// Returns whether its pages are larger than what the kernel can map or fill as one, so that none of it can be far.
+    pub fn is_fixed(&self) -> bool {
+        self.is_fixed
     }
 
     /// Returns whether every 2 MiB of it, from its start on, is 2 MiB of base pages of one file that begin at a

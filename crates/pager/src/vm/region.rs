@@ -165,6 +165,11 @@ impl Region {
         self.ram.granule()
     }
 
+    /// Returns whether it has pages of 1 GiB: the kernel can neither map nor fill a part of one, so the VM is pinned.
+    pub fn is_fixed(&self) -> bool {
+        self.ram.is_fixed()
+    }
+
     /// The first page of the granule of a page.
     pub fn first_of(&self, page: PageIdx) -> PageIdx {
         PageIdx(page.0 - page.0 % self.ram.granule())

@@ -11,7 +11,7 @@ use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, Extent, MIB};
 use ballast_needs::skip;
 use ballast_pool::Mode;
-use ballast_reserve::{Grant, Host, Reserve, Want};
+use ballast_reserve::{Grant, Host, Page, Reserve, Want};
 use ballast_sys::Mapping;
 
 /// What one VM writes and no other may find.
@@ -35,6 +35,7 @@ static ONE: Mutex<()> = Mutex::new(());
 /// Where a pool is.
 pub struct Place {
     dir: tempfile::TempDir,
+    host: Host,
     /// Huge pages that each node had.
     pages: Vec<(u32, u64)>,
     _one: MutexGuard<'static, ()>,
@@ -43,12 +44,18 @@ pub struct Place {
 impl Place {
     /// `None`, and said why, where there can be no pool.
     pub fn new() -> Option<Self> {
+        Self::of(Page::Huge)
+    }
+
+    /// The same for pages of this size.
+    pub fn of(page: Page) -> Option<Self> {
+        let host = Host::default().with(page);
         let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         if !rustix::process::geteuid().is_root() {
             skip("root", "only root mounts file systems and reserves huge pages");
             return None;
         }
-        let pages = match all_pages() {
+        let pages = match all_pages(&host) {
             Ok(pages) => pages,
             Err(error) => {
                 skip("hugetlb", error);
@@ -56,7 +63,7 @@ impl Place {
             }
         };
         let dir = tempfile::Builder::new().prefix("ballast-pool-").tempdir_in("/dev/shm").expect("a directory");
-        Some(Self { dir, pages, _one: one })
+        Some(Self { dir, host, pages, _one: one })
     }
 
     /// The directory.
@@ -66,7 +73,7 @@ impl Place {
 
     /// Open what is there.
     pub fn open(&self) -> Reserve {
-        Reserve::open(&self.dir(), Host::default()).expect("open")
+        Reserve::open(&self.dir(), self.host.clone()).expect("open")
     }
 
     /// The first node of this host.
@@ -99,23 +106,22 @@ impl Place {
     /// Huge pages of the host now, beyond what it had.
     pub fn pages(&self) -> u64 {
         let sum = |pages: &[(u32, u64)]| pages.iter().map(|(_, pages)| pages).sum::<u64>();
-        sum(&all_pages().expect("pages")) - sum(&self.pages)
+        sum(&all_pages(&self.host).expect("pages")) - sum(&self.pages)
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        unmount(&self.dir().join("2M"));
+        unmount(&self.dir().join(self.host.page().files()));
         for (node, pages) in &self.pages {
-            if let Err(error) = Host::default().set_pages(*node, *pages) {
+            if let Err(error) = self.host.set_pages(*node, *pages) {
                 eprintln!("Putting back the number of huge pages: {error}");
             }
         }
     }
 }
 
-fn all_pages() -> std::io::Result<Vec<(u32, u64)>> {
-    let host = Host::default();
+fn all_pages(host: &Host) -> std::io::Result<Vec<(u32, u64)>> {
     host.nodes()?.into_iter().map(|node| Ok((node, host.pages(node)?.total))).collect()
 }
 

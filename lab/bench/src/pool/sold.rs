@@ -91,7 +91,7 @@ impl Vms {
         let size = Bytes(u64::from(slices.max(1)) * SLICE_SIZE);
         let grant = match self.reserve.grant("vm", size, Mode::Mix, &Nodes::Any) {
             Ok(grant) => grant,
-            Err(ballast_reserve::Error::Refused(_) | ballast_reserve::Error::Request(_)) => return Ok(false),
+            Err(ballast_reserve::Error::Refused(..) | ballast_reserve::Error::Request(_)) => return Ok(false),
             Err(error) => return Err(error.into()),
         };
         let piece = |extent: &ballast_base::Extent| {

@@ -33,7 +33,7 @@ pub(super) type HostSamples = fn(&HostStat) -> Vec<Sample>;
 /// A metric of a VM; every sample also gets the label `domain`.
 pub(super) type VmSamples = fn(&VmStat) -> Vec<Sample>;
 
-/// A metric of a node of the pool; every sample also gets the label `node`.
+/// A metric of a node of the pool; every sample also gets the labels `node` and `pages`.
 pub(super) type PoolSamples = fn(&PoolNode) -> Vec<Sample>;
 /// A metric of a VM's heat, while somebody tracks it; every sample also gets the label `domain`.
 pub(super) type HeatSamples = fn(&VmHeat) -> Vec<Sample>;

@@ -1,0 +1,39 @@
+//! The backend that stands in for memory of the pool: a memfd with huge pages of the same size.
+//!
+//! Before: `command_line` has found a backend of guest RAM. After: the preload library maps the pool's memory in its
+//! place. Promise: pure.
+
+use ballast_base::pool::Pages;
+
+use super::options::Opt;
+
+/// Can memory of the pool in these pages be mapped in the place of this backend?
+pub(super) fn check_stand_in(object: &Opt, pages: Pages) -> Result<(), String> {
+    let is_of = |size| is_size(size, pages);
+    let is_huge = object.is_on("hugetlb") && object.get("hugetlbsize").map_or(pages != Pages::Gib, is_of);
+    let is_shared = object.get("share").is_none() || object.is_on("share");
+    match object.head == "memory-backend-memfd" && is_huge && is_shared {
+        true => Ok(()),
+        false => Err(format!(
+            "RAM backend {} ({}): memory of the pool takes the place of huge pages; write \
+             memory-backend-memfd,...,share=on,hugetlb=on,hugetlbsize={}, or leave the backend out, and it is added",
+            object.get("id").unwrap_or_default(),
+            object.head,
+            huge_size(pages)
+        )),
+    }
+}
+
+/// The size of these pages as QEMU's options have it.
+pub(super) fn huge_size(pages: Pages) -> &'static str {
+    if pages == Pages::Gib { "1G" } else { "2M" }
+}
+
+/// Is this the size of these pages, in one of QEMU's spellings?
+pub(super) fn is_size(size: &str, pages: Pages) -> bool {
+    let size = size.to_ascii_lowercase();
+    match pages {
+        Pages::Slices | Pages::Mix => matches!(size.as_str(), "2m" | "2048k" | "2097152"),
+        Pages::Gib => matches!(size.as_str(), "1g" | "1024m" | "1048576k" | "1073741824"),
+    }
+}

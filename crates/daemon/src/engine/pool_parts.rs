@@ -1,0 +1,153 @@
+//! The two parts of the pool, one for each size of huge pages: their directories, their work, and what the API shows.
+//!
+//! Before: `pool` opens the pool. After: it asks the part whose pages a request is about.
+//! Threads: the lock of `pool` is held, but for jobs, which run without it. Promise: pages of 2 MiB are zeroed first:
+//! to zero one of 1 GiB takes 100 ms or more, for which no VM on pages of 2 MiB waits twice.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+
+use ballast_api::{PoolNode, PoolStat, PoolVm};
+use ballast_reserve::{Error, Host, Job, Page, Reserve};
+
+/// The parts.
+#[derive(Debug)]
+pub(super) struct Parts {
+    huge: Reserve,
+    gib: Reserve,
+}
+
+/// Slices to fill with zeros, those that found no page before first.
+#[derive(Debug, Default)]
+pub(super) struct Jobs {
+    jobs: VecDeque<(Page, Job)>,
+    /// Jobs of each part that are left of those that found no page before, and whether one of them found one.
+    again: [(usize, bool); 2],
+}
+
+impl Parts {
+    /// The directory of the part with these pages.
+    pub fn dir(pool: &Path, page: Page) -> PathBuf {
+        match page {
+            Page::Huge => pool.into(),
+            Page::Gib => pool.join("gib"),
+        }
+    }
+
+    /// Opens both.
+    ///
+    /// # Errors
+    /// Those of [`Reserve::open`].
+    pub fn open(pool: &Path) -> Result<Self, Error> {
+        let open = |page| Reserve::open(&Self::dir(pool, page), Host::default().with(page));
+        Ok(Self { huge: open(Page::Huge)?, gib: open(Page::Gib)? })
+    }
+
+    /// The part with these pages.
+    pub fn of(&mut self, page: Page) -> &mut Reserve {
+        match page {
+            Page::Huge => &mut self.huge,
+            Page::Gib => &mut self.gib,
+        }
+    }
+
+    /// Both.
+    pub fn each(&mut self) -> [&mut Reserve; 2] {
+        [&mut self.huge, &mut self.gib]
+    }
+
+    /// Returns whether nothing must be checked, zeroed or lent until the next request.
+    ///
+    /// # Errors
+    /// What may be lent cannot be read.
+    pub fn is_at_rest(&self) -> Result<bool, Error> {
+        [&self.huge, &self.gib]
+            .iter()
+            .try_fold(true, |rest, part| Ok(rest && part.is_at_rest() && part.lending()?.is_none()))
+    }
+
+    /// What there is to zero: one slice, and if `again`, all that found no page before.
+    ///
+    /// # Errors
+    /// The file of the only slice cannot be opened.
+    pub fn jobs(&mut self, again: bool) -> Result<Jobs, Error> {
+        let mut all = Jobs::default();
+        for (page, again_of) in [Page::Huge, Page::Gib].into_iter().zip(&mut all.again).filter(|_| again) {
+            let jobs = self.of(page).jobs_again();
+            again_of.0 = jobs.len();
+            all.jobs.extend(jobs.into_iter().map(|job| (page, job)));
+        }
+        for page in [Page::Huge, Page::Gib] {
+            match self.of(page).next_job() {
+                Ok(None) => {}
+                Ok(Some(job)) => {
+                    all.jobs.push_back((page, job));
+                    break;
+                }
+                // Work that is due is done in any case, because a job that is dropped is never done.
+                Err(error) if all.jobs.is_empty() => return Err(error),
+                Err(_) => {}
+            }
+        }
+        Ok(all)
+    }
+
+    /// What the API shows of both.
+    pub fn stat(&self) -> PoolStat {
+        let gib = stat(&self.gib);
+        let is_there = !gib.nodes.is_empty() || !gib.notes.is_empty();
+        PoolStat { gib: is_there.then(|| Box::new(gib)), ..stat(&self.huge) }
+    }
+}
+
+impl Jobs {
+    /// Is there nothing to do?
+    pub fn is_empty(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    /// The next one, and its pages.
+    pub fn next(&mut self) -> Option<(Page, Job)> {
+        self.jobs.pop_front()
+    }
+
+    /// One with these pages was done. If it was the last of its part that had found no page before, returns whether
+    /// one of those found one now.
+    pub fn done(&mut self, page: Page, is_ready: bool) -> Option<bool> {
+        let (left, found) = &mut self.again[page as usize];
+        if *left == 0 {
+            return None;
+        }
+        *left -= 1;
+        *found |= is_ready;
+        (*left == 0).then_some(*found)
+    }
+}
+
+fn stat(reserve: &Reserve) -> PoolStat {
+    let overview = reserve.overview();
+    let node = |node: ballast_reserve::Node| PoolNode {
+        numa: node.numa,
+        reserved_bytes: node.reserved.0,
+        ready_bytes: node.ready.0,
+        ready_gib_bytes: node.ready_aligned.0,
+        used_bytes: node.used.0,
+        fenced_bytes: node.fenced.0,
+        dirty_bytes: node.dirty.0,
+        lent_bytes: node.lent.0,
+        failed_bytes: node.failed.0,
+        map: node.map,
+    };
+    let vm = |vm: ballast_reserve::Tenant| PoolVm { name: vm.name, bytes: vm.size.0, extents: vm.extents };
+    PoolStat {
+        file_bytes: overview.brick.0,
+        nodes: overview.nodes.into_iter().map(node).collect(),
+        vms: overview.tenants.into_iter().map(vm).collect(),
+        notes: overview.notes,
+        waiting_bytes: overview.waiting.0,
+        metadata_bytes: overview.metadata.0,
+        vmemmap_freed_bytes: overview.vmemmap_freed.0,
+        lent_when_short_bytes: overview.lent_when_short.0,
+        gib: None,
+    }
+}
