@@ -69,6 +69,12 @@ impl Balloon {
         self.held.iter().map(|(node, chunks)| (*node, of(chunks))).collect()
     }
 
+    /// Returns the memory that it lacks of each node, with what the node keeps free beside it.
+    pub fn lacks(&self) -> BTreeMap<u32, u64> {
+        let lacks = self.wanted.iter().map(|(node, wanted)| (*node, wanted.saturating_sub(self.held(*node))));
+        lacks.filter(|(_, pages)| *pages > 0).map(|(node, pages)| (node, pages + least(node))).collect()
+    }
+
     /// Returns whether it differs from the number that the host wants, so that [`step`](Self::step) has work.
     pub fn is_busy(&self, now: Instant) -> bool {
         let rests = self.rest_until.is_some_and(|until| now < until);
@@ -104,9 +110,7 @@ impl Balloon {
             if held == wanted || rests {
                 continue;
             }
-            let least = vital::nodes().iter().find(|other| other.node == node).map_or(0, |node| node.pages);
-            let least = (least / SPARE_PART).max(SPARE_LEAST);
-            let pages = (wanted - held).min(CHUNK).min(vital::spare(node).saturating_sub(least));
+            let pages = (wanted - held).min(CHUNK).min(vital::spare(node).saturating_sub(least(node)));
             if pages == 0 {
                 self.rest(now, format!("node {node} has no more to spare"));
                 continue;
@@ -188,6 +192,12 @@ impl Balloon {
     }
 }
 
+/// Pages that this node keeps free.
+fn least(node: u32) -> u64 {
+    let pages = vital::nodes().iter().find(|other| other.node == node).map_or(0, |node| node.pages);
+    (pages / SPARE_PART).max(SPARE_LEAST)
+}
+
 /// Did tasks of the guest wait too long for memory in this time? While the balloon fills, the kernel finds memory for
 /// it and counts this program among the waiting tasks; that is no reason to return memory.
 fn is_stalled(passed: Duration, stall_us: u64, own: Duration) -> bool {
@@ -198,6 +208,17 @@ fn is_stalled(passed: Duration, stall_us: u64, own: Duration) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_it_lacks_of_a_node_is_more_than_what_is_wanted_and_nothing_once_it_has_that() {
+        let mut balloon = Balloon::default();
+        balloon.want(0, 100);
+        balloon.want(1, 0);
+        let lacks = balloon.lacks();
+        assert!(lacks.len() == 1 && lacks[&0] >= 100 + SPARE_LEAST, "{lacks:?}");
+        balloon.want(0, 0);
+        assert_eq!(balloon.lacks(), BTreeMap::new());
+    }
 
     #[test]
     fn what_the_balloon_waits_for_itself_is_no_pressure_of_the_guests() {

@@ -162,9 +162,17 @@ impl<'a> Guest<'a> {
     /// Stops all work, because no host wants any.
     fn rest(&mut self) {
         self.balloon.empty();
+        self.make_room();
         self.services.tune(false);
         self.source = Source::None;
         self.small_blocks = None;
+    }
+
+    /// Has tiering move memory away that the balloon may not take.
+    fn make_room(&self) {
+        if let Some(tiering) = self.tiering {
+            tiering.make_room(self.balloon.lacks());
+        }
     }
 
     fn say(&self, port: &mut Port, message: &ToHost) {
@@ -275,6 +283,7 @@ impl<'a> Guest<'a> {
     fn tick(&mut self, now: Instant, port: &mut Port) {
         self.next_tick = now + Duration::from_millis(self.wanted.tick_ms.clamp(100, 60_000).into());
         self.balloon.check_stall(now);
+        self.make_room();
         if port.is_behind() {
             return;
         }

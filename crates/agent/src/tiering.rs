@@ -5,6 +5,7 @@
 //! Threads: one, named `tiering`; nothing of the rest of the agent waits for it, and it needs nothing of the host.
 //! Promise: without `--tiering` nothing of it runs. Where there is nothing to tier, it says why and looks again later.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,6 +26,8 @@ const PAGE: u64 = 4096;
 pub struct Tiering {
     stop: Arc<AtomicBool>,
     told: Arc<Mutex<message::Tiering>>,
+    /// Pages of each node that the balloon lacks.
+    lacks: Arc<Mutex<BTreeMap<u32, u64>>>,
     thread: JoinHandle<()>,
 }
 
@@ -40,9 +43,11 @@ pub fn start(mut settings: Settings) -> io::Result<Tiering> {
     }
     let stop = Arc::new(AtomicBool::new(false));
     let told = Arc::new(Mutex::new(message::Tiering { state: TieringState::Unable, ..Default::default() }));
-    let (stops, tells) = (stop.clone(), told.clone());
-    let thread = std::thread::Builder::new().name("tiering".into()).spawn(move || work(&settings, &stops, &tells))?;
-    Ok(Tiering { stop, told, thread })
+    let lacks = Arc::new(Mutex::default());
+    let (stops, tells, lacking) = (stop.clone(), told.clone(), Arc::clone(&lacks));
+    let thread = std::thread::Builder::new();
+    let thread = thread.name("tiering".into()).spawn(move || work(&settings, &stops, &tells, &lacking))?;
+    Ok(Tiering { stop, told, lacks, thread })
 }
 
 fn tell(told: &Mutex<message::Tiering>, now: message::Tiering) {
@@ -50,7 +55,7 @@ fn tell(told: &Mutex<message::Tiering>, now: message::Tiering) {
 }
 
 /// Moves memory until told to stop.
-fn work(settings: &Settings, stop: &AtomicBool, told: &Mutex<message::Tiering>) {
+fn work(settings: &Settings, stop: &AtomicBool, told: &Mutex<message::Tiering>, lacks: &Mutex<BTreeMap<u32, u64>>) {
     let mut said = String::new();
     let mut unable = |why: String| {
         if said != why {
@@ -70,6 +75,7 @@ fn work(settings: &Settings, stop: &AtomicBool, told: &Mutex<message::Tiering>) 
         };
         while !stop.load(Ordering::Acquire) {
             let began = Instant::now();
+            tierer.make_room(&lacks.lock().unwrap_or_else(PoisonError::into_inner));
             match tierer.step() {
                 Ok(()) => tell(told, shown(tierer.status())),
                 // A program that ended, say; the next step may succeed.
@@ -117,6 +123,11 @@ impl Tiering {
     /// Returns what it does now.
     pub fn told(&self) -> message::Tiering {
         self.told.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sets how many pages of each node are to be free for the balloon, which takes no memory of programs.
+    pub fn make_room(&self, pages: BTreeMap<u32, u64>) {
+        *self.lacks.lock().unwrap_or_else(PoisonError::into_inner) = pages;
     }
 
     /// Ends it, and waits until it has restored the settings that it changed.

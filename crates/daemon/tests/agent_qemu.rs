@@ -89,8 +89,8 @@ fn what_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
     assert_eq!(guest.wait_run(TIMEOUT).expect("it ends"), 0, "{}", guest.serial_log());
 }
 
-fn balloon(bytes: u64) -> VmPatch {
-    VmPatch { balloon: Some(NodeBalloon { node: 1, bytes }), ..VmPatch::default() }
+fn balloon(node: u32, bytes: u64) -> VmPatch {
+    VmPatch { balloon: Some(NodeBalloon { node, bytes }), ..VmPatch::default() }
 }
 
 #[test]
@@ -120,11 +120,15 @@ fn a_guest_with_tiers_moves_what_is_hot_to_the_fast_one_and_the_host_is_told() {
     assert!(tiering.managed_bytes >= 256 * MIB && tiering.demoted_bytes > 0, "{tiering:?}");
 
     // The composition changes while the guest runs: a part of the slow node is the host's.
-    let held = || daemon.vm("guest").agent.map_or(0, |agent| agent.nodes[1].balloon_bytes);
-    daemon.api.patch_vm("guest", &balloon(96 * MIB)).expect("it has an agent");
-    until("the agent holds it, to the page", || held() == 96 * MIB);
-    let on_fast = daemon.vm("guest").agent.map_or(1, |agent| agent.nodes[0].balloon_bytes);
-    assert_eq!(on_fast, 0, "the other node keeps all");
+    let held = |node: usize| daemon.vm("guest").agent.map_or(1, |agent| agent.nodes[node].balloon_bytes);
+    daemon.api.patch_vm("guest", &balloon(1, 96 * MIB)).expect("it has an agent");
+    until("the agent holds it, to the page", || held(1) == 96 * MIB);
+    assert_eq!(held(0), 0, "the other node keeps all");
+
+    // The program fills the fast node: tiering moves the coldest of its memory away first.
+    daemon.api.patch_vm("guest", &balloon(0, 48 * MIB)).expect("it has an agent");
+    until("the agent holds a part of the fast node, too", || held(0) == 48 * MIB);
+    daemon.api.patch_vm("guest", &balloon(0, 0)).expect("it has an agent");
 
     // What it holds is zeros, and goes first.
     let limit = daemon.vm("guest").resident_bytes - 64 * MIB;
@@ -133,8 +137,8 @@ fn a_guest_with_tiers_moves_what_is_hot_to_the_fast_one_and_the_host_is_told() {
     let after = daemon.vm("guest");
     assert!(after.zero_bytes > 48 * MIB && after.poisoned_bytes == 0, "{after:?}");
     daemon.api.set_limit("guest", None).expect("limit");
-    daemon.api.patch_vm("guest", &balloon(0)).expect("it has an agent");
-    until("the guest has it back", || held() == 0);
+    daemon.api.patch_vm("guest", &balloon(1, 0)).expect("it has an agent");
+    until("the guest has it back", || held(0) + held(1) == 0);
     guest.tell("end").expect("its console");
     assert_eq!(guest.wait_run(TIMEOUT).expect("it ends"), 0, "{}", guest.serial_log());
 }

@@ -14,6 +14,7 @@
 //!
 //! Programs share one order of heat: their addresses are told apart by their index in the bits that no address has.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
@@ -116,6 +117,8 @@ pub struct Tierer {
     tiers: Tiers,
     watched: Vec<Watched>,
     plan_again: Instant,
+    /// Pages that others want of the fast nodes, beside what is kept free anyway.
+    asked: u64,
     status: Status,
     _balancing: Option<Balancing>,
 }
@@ -210,6 +213,7 @@ impl Tierer {
             tiers,
             watched: Vec::new(),
             plan_again: Instant::now(),
+            asked: 0,
             status,
             _balancing: balancing,
         })
@@ -218,6 +222,12 @@ impl Tierer {
     /// Classifies and plans by other rules, such as the published ones, to compare them.
     pub fn by_rule(&mut self, make: MakeClassifier, rule: Rule) {
         (self.make, self.rule) = (make, rule);
+    }
+
+    /// Sets how many pages of each node are to be free, for one who is about to take them. Of nodes of the fast tier,
+    /// the coldest memory is moved away for it.
+    pub fn make_room(&mut self, pages: &BTreeMap<u32, u64>) {
+        self.asked = self.tiers.list[0].nodes.iter().filter_map(|node| pages.get(node)).sum();
     }
 
     /// Returns the statistics.
@@ -337,11 +347,13 @@ impl Tierer {
         }
         let (size, free, high) = now;
         let fast: u64 = self.watched.iter().map(|watched| watched.pages.count().1).sum();
+        // What the kernel keeps for itself is no room, and where it is short of that, nothing can be promoted.
+        let short = high.saturating_sub(free) / PAGE;
         let free = free.saturating_sub(high) / PAGE;
         let reserve = ((size / RESERVE_PART).min(MOST_RESERVE) / PAGE).max(1);
         let seconds = EPOCH.as_secs_f64();
         let most = (self.settings.most_bytes_per_s as f64 * seconds) as u64 / PAGE;
-        let limits = Limits { fast: fast + free, free, reserve, most: most.max(1) };
+        let limits = Limits { fast: fast + free, free, reserve: reserve + short + self.asked, most: most.max(1) };
         let before = clock::cpu_time();
         let ranges = self.watched.iter().enumerate().flat_map(|(at, watched)| {
             watched.classifier.ranges().iter().map(move |range| Range {
@@ -364,8 +376,15 @@ impl Tierer {
             |address: &u64| Order { process: (address >> INDEX) as usize, address: address & ((1 << INDEX) - 1) };
         // Half of the reserve, because other programs may take memory of it meanwhile.
         let turn = usize::try_from(reserve / 2).unwrap_or(usize::MAX).max(1);
-        for (demote, promote) in plan.turns(turn) {
+        // What must be free before anything is promoted.
+        let (ahead, demote) = plan.demote.split_at(plan.demote.len().saturating_sub(plan.promote.len()));
+        let pairs = relocate::Plan { demote: demote.to_vec(), promote: plan.promote.clone() };
+        let first: [(&[u64], &[u64]); 1] = [(ahead, &[])];
+        for (demote, promote) in first.into_iter().chain(pairs.turns(turn)) {
             for (tier, list) in [(Tier::Slow, demote), (Tier::Fast, promote)] {
+                if list.is_empty() {
+                    continue;
+                }
                 let orders: Vec<Order> = list.iter().map(order).collect();
                 let watched = &mut self.watched;
                 let has_room = mover.carry(tier, &orders, &mut self.status.moves, &mut |order, became| {
