@@ -12,20 +12,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use ballast_api::{NodeBalloon, VmPatch, VmStat};
 use ballast_base::{Bytes, KIB, MIB, PAGE_SIZE};
-use ballast_sys::program;
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
-use ballast_testvm::qemu::{Accel, Image, QemuGuest, qemu_missing};
+use ballast_testvm::qemu::{Accel, Image, qemu_missing};
 
+use crate::booted::Booted;
 use crate::options::Part;
-use crate::order::{GuestKind, Role};
+use crate::order::GuestKind;
 use crate::report::Row;
 use crate::rig::Bench;
-use crate::worker::ROLE_COMMAND;
+use crate::tier_shares;
 
 /// The host tracks a VM that no agent reports on.
 pub(crate) const SETTINGS: &str = "[heat]\ntrack = \"auto\"\n";
-/// Longest time of a step of an emulated guest on a busy machine.
-const TIMEOUT: Duration = Duration::from_secs(240);
 const MEMORY: Bytes = Bytes(320 * MIB);
 /// Time in which agent and host learn what is hot, and time under the limit in which restores are counted.
 const SETTLES: Duration = Duration::from_secs(60);
@@ -44,62 +42,6 @@ enum Load {
     Files,
     /// Redis, a tenth of whose keys has nine tenths of the accesses (`redis-load`).
     Redis,
-}
-
-/// A guest, and the name of its VM.
-struct Booted {
-    guest: QemuGuest,
-    name: String,
-}
-
-impl Booted {
-    /// Boots a guest that runs a command and ends with this process.
-    fn new(bench: &mut Bench, options: &[&str], command: &str) -> Result<Self> {
-        let name = bench.vm_name();
-        let own = std::env::current_exe().context("Finding this program's own file")?.to_string_lossy().into_owned();
-        let socket = bench.daemon.attach_socket().to_string_lossy().into_owned();
-        let role = serde_json::to_string(&Role::Become { procs: None })?;
-        let ballast = program::find("ballast").context("Finding what starts QEMU")?.to_string_lossy().into_owned();
-        let first = [&own, ROLE_COMMAND, &role, "--", &ballast, "run", "--agent"];
-        let last = ["--name", &name, "--attach-socket", &socket, "--"];
-        let prefix = [&first[..], options, &last].concat().into_iter().map(str::to_owned);
-        let builder = QemuGuest::builder().name("bench").memory(MEMORY).image(Image::find_with_agent()?);
-        let mut guest = builder.prefix(prefix).run(command).spawn()?;
-        guest.wait_ready(TIMEOUT)?;
-        bench.daemon.wait_for_vm(&name)?;
-        Ok(Self { guest, name })
-    }
-
-    fn expect(&mut self, what: &str) -> Result<()> {
-        let said = self.guest.answer(TIMEOUT)?;
-        ensure!(said == what, "the guest says {said:?} and not {what:?}: {}", self.guest.serial_log());
-        Ok(())
-    }
-
-    fn stat(&self, bench: &Bench) -> Result<VmStat> {
-        Ok(bench.daemon.api().vm(&self.name)?)
-    }
-
-    /// Takes this much of what is resident, and waits until it has gone.
-    fn squeeze(&self, bench: &Bench, taken: u64) -> Result<()> {
-        let limit = self.stat(bench)?.resident_bytes.saturating_sub(taken);
-        bench.daemon.api().set_limit(&self.name, Some(limit))?;
-        let began = Instant::now();
-        while self.stat(bench)?.resident_bytes > limit {
-            ensure!(began.elapsed() < TIMEOUT, "the guest is never within {}", Bytes(limit));
-            std::thread::sleep(Duration::from_millis(100));
-        }
-        Ok(())
-    }
-
-    /// Lets the guest compare its bytes and end.
-    fn end(mut self, bench: &Bench) -> Result<()> {
-        bench.daemon.api().set_limit(&self.name, None)?;
-        self.guest.tell("compare")?;
-        let status = self.guest.wait_run(TIMEOUT)?;
-        ensure!(status == 0, "WRONG DATA, status {status}: {}", self.guest.serial_log());
-        bench.daemon.wait_until_gone(&self.name)
-    }
 }
 
 fn mib(bytes: u64) -> f64 {
@@ -154,6 +96,11 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             by_turns(bench, each, name, ["agent", "host"], |bench, side| choose(bench, load, side))?;
         }
     }
+    if is_wanted(Part::Shares) {
+        let mut row = bench.row("shares of fast memory");
+        tier_shares::measure(bench, &mut row)?;
+        each(row)?;
+    }
     Ok(())
 }
 
@@ -186,7 +133,7 @@ fn by_turns(
 fn choose(bench: &mut Bench, load: Load, side: &str) -> Result<Figures> {
     let by_agent = side == "agent";
     let program = if load == Load::Files { "agent-load" } else { "redis-load" };
-    let mut vm = Booted::new(bench, &[], &format!("{program}{}", if by_agent { "" } else { " alone" }))?;
+    let mut vm = Booted::new(bench, MEMORY, &[], &format!("{program}{}", if by_agent { "" } else { " alone" }))?;
     vm.expect("filled")?;
     let address = vm.guest.redis_addr();
     let mut data = Dataset::new((DATA / VALUE) as usize, VALUE as usize, 1);
@@ -266,7 +213,7 @@ fn balloon(bench: &Bench, vm: &Booted) -> Result<f64> {
 /// A program of the guest fills memory and ends; then the limit takes as much as it had.
 fn freed(bench: &mut Bench, side: &str) -> Result<Figures> {
     let options: &[&str] = if side == "reported" { &[] } else { &["--no-balloon"] };
-    let mut vm = Booted::new(bench, options, "free-test")?;
+    let mut vm = Booted::new(bench, MEMORY, options, "free-test")?;
     vm.expect("kept")?;
     vm.guest.tell("start the program")?;
     vm.expect("filled")?;
@@ -290,7 +237,7 @@ fn freed(bench: &mut Bench, side: &str) -> Result<Figures> {
 
 /// A guest deletes every other of many small files: free memory in blocks of some pages.
 fn scattered(bench: &mut Bench, side: &str) -> Result<Figures> {
-    let mut vm = Booted::new(bench, &[], if side == "agent" { "scatter-load" } else { "scatter-load alone" })?;
+    let mut vm = Booted::new(bench, MEMORY, &[], if side == "agent" { "scatter-load" } else { "scatter-load alone" })?;
     vm.expect("filled")?;
     let filled = vm.stat(bench)?;
     vm.guest.tell("delete")?;
@@ -310,7 +257,7 @@ fn scattered(bench: &mut Bench, side: &str) -> Result<Figures> {
 /// khugepaged makes huge pages of memory that is far but for one page in each.
 fn serviced(bench: &mut Bench, side: &str) -> Result<Figures> {
     let is_tuned = side == "tuned";
-    let mut vm = Booted::new(bench, &[], if is_tuned { "services-load" } else { "services-load untuned" })?;
+    let mut vm = Booted::new(bench, MEMORY, &[], if is_tuned { "services-load" } else { "services-load untuned" })?;
     vm.expect("filled")?;
     std::thread::sleep(SETTLES);
     vm.squeeze(bench, TAKEN)?;

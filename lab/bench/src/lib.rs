@@ -16,6 +16,7 @@
 mod agent;
 mod attach;
 mod balance;
+mod booted;
 mod cgroup;
 mod cpu;
 mod density;
@@ -61,6 +62,7 @@ mod subject;
 mod swap;
 mod swaps;
 mod sweep;
+mod tier_shares;
 mod tiers;
 mod track;
 mod upgrade;

@@ -106,6 +106,8 @@ pub enum Part {
     Files,
     /// A guest runs Redis.
     Redis,
+    /// Two guests with tiers, whose shares of fast memory change.
+    Shares,
 }
 
 impl Part {
@@ -115,7 +117,7 @@ impl Part {
             Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
             Self::Busy | Self::Recovery | Self::Idle => Which::Density,
             Self::Start | Self::Guest | Self::Cost => Which::Pool,
-            Self::Free | Self::Scattered | Self::Services | Self::Files | Self::Redis => Which::Guest,
+            Self::Free | Self::Scattered | Self::Services | Self::Files | Self::Redis | Self::Shares => Which::Guest,
         }
     }
 }

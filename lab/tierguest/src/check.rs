@@ -57,6 +57,24 @@ pub fn settle(kind: Kind, mib: usize) -> Result<()> {
     }
 }
 
+/// A program runs, and says for each line `hit` which share of its accesses the fast tier serves, and which an oracle's
+/// would, in percent. Another line ends it.
+pub fn told(kind: Kind, mib: usize) -> Result<()> {
+    let files = Files::default();
+    let tiers = Tiers::detect(&files)?;
+    ensure!(tiers.list.len() == 2, "{tiers:?}");
+    let program = Program::start(kind, mib, &[])?;
+    println!("BALLAST-SAYS filled");
+    for line in std::io::stdin().lines() {
+        if line?.trim() != "hit" {
+            break;
+        }
+        let (hit, oracle) = (program.hit(&tiers)?, program.oracle(&files, &tiers)?);
+        println!("BALLAST-SAYS {:.1} {:.1}", hit * 100.0, oracle * 100.0);
+    }
+    Ok(())
+}
+
 fn step(name: &str) {
     println!("tier-guest: {name}");
 }

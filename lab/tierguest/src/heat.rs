@@ -1,12 +1,15 @@
 //! The hot part of the program's memory. Both the program that makes the accesses and the judge use this.
 //!
 //! Before: a kind, a size and a phase. After: [`crate::gups`] accesses memory by it, and [`crate::judge`] computes
-//! shares from it. Units: 2 MiB. Promise: the same arguments give the same heat in both processes.
+//! shares from it. Units: blocks of 64 pages, eight in a unit of 2 MiB. Promise: the same arguments give the same heat
+//! in both processes.
 
 /// Share of the accesses that goes to the hot part: ten times as many as to the rest (Demeter §5.2).
 pub const HOT_SHARE: f64 = 10.0 / 11.0;
 /// 1/N of memory is hot.
 const HOT_PART: usize = 8;
+/// Blocks in a unit.
+pub const BLOCKS: usize = 8;
 
 /// The placement of the program's heat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +20,8 @@ pub enum Kind {
     Scattered,
     /// A hot eighth that moves in each phase.
     Moving,
+    /// One block of each unit is hot: hot bloat, if units are huge pages.
+    Bloated,
 }
 
 impl Kind {
@@ -26,6 +31,7 @@ impl Kind {
             "contiguous" => Some(Self::Contiguous),
             "scattered" => Some(Self::Scattered),
             "moving" => Some(Self::Moving),
+            "bloated" => Some(Self::Bloated),
             _ => None,
         }
     }
@@ -36,14 +42,23 @@ impl Kind {
             Self::Contiguous => "contiguous",
             Self::Scattered => "scattered",
             Self::Moving => "moving",
+            Self::Bloated => "bloated",
         }
     }
 
-    /// Returns the hot ones of `units` units in a phase.
+    /// Returns the hot blocks of `units` units in a phase.
     pub fn hot(self, units: usize, phase: u64) -> Vec<usize> {
+        if self == Self::Bloated {
+            let mut state = 7;
+            return (0..units).map(|unit| unit * BLOCKS + random(&mut state) as usize % BLOCKS).collect();
+        }
+        self.hot_units(units, phase).into_iter().flat_map(|unit| unit * BLOCKS..(unit + 1) * BLOCKS).collect()
+    }
+
+    fn hot_units(self, units: usize, phase: u64) -> Vec<usize> {
         let count = (units / HOT_PART).max(1);
         match self {
-            Self::Contiguous => (units - count..units).collect(),
+            Self::Contiguous | Self::Bloated => (units - count..units).collect(),
             Self::Moving => {
                 let at = (HOT_PART as u64 - 1 - phase % HOT_PART as u64) as usize * count;
                 (at..(at + count).min(units)).collect()
@@ -62,12 +77,12 @@ impl Kind {
         }
     }
 
-    /// Returns the share of all accesses of each unit.
+    /// Returns the share of all accesses of each block.
     pub fn shares(self, units: usize, phase: u64) -> Vec<f64> {
-        let hot = self.hot(units, phase);
-        let cold = (1.0 - HOT_SHARE) / (units - hot.len()).max(1) as f64;
-        let mut shares = vec![cold; units];
-        hot.iter().for_each(|unit| shares[*unit] = HOT_SHARE / hot.len() as f64);
+        let (hot, blocks) = (self.hot(units, phase), units * BLOCKS);
+        let cold = (1.0 - HOT_SHARE) / (blocks - hot.len()).max(1) as f64;
+        let mut shares = vec![cold; blocks];
+        hot.iter().for_each(|block| shares[*block] = HOT_SHARE / hot.len() as f64);
         shares
     }
 }
@@ -86,10 +101,10 @@ mod tests {
 
     #[test]
     fn an_eighth_is_hot_and_all_shares_are_one() {
-        for kind in [Kind::Contiguous, Kind::Scattered, Kind::Moving] {
+        for kind in [Kind::Contiguous, Kind::Scattered, Kind::Moving, Kind::Bloated] {
             for phase in 0..9 {
                 let hot = kind.hot(128, phase);
-                assert!(hot.len() == 16 && hot.is_sorted() && hot[15] < 128, "{kind:?}");
+                assert!(hot.len() == 128 && hot.is_sorted() && hot[127] < 1024, "{kind:?}");
                 assert!((kind.shares(128, phase).iter().sum::<f64>() - 1.0).abs() < 1e-9);
             }
             assert_eq!(Kind::parse(kind.name()), Some(kind));

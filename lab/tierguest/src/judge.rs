@@ -17,7 +17,8 @@ use ballast_tier::kernel_files::Files;
 use ballast_tier::nodes::usage;
 use ballast_tier::pages::Pages;
 
-use crate::heat::Kind;
+use crate::gups::Backing;
+use crate::heat::{BLOCKS, Kind};
 
 /// How often the page table is read while pages of the program are on their way, and the time between two.
 const MOST_LOOKS: u32 = 100;
@@ -37,8 +38,13 @@ pub struct Program {
 impl Program {
     /// Start it with additional environment variables. Returns when all its memory is present.
     pub fn start(kind: Kind, mib: usize, environment: &[(&str, &str)]) -> Result<Self> {
+        Self::with(kind, mib, Backing::Anon, environment)
+    }
+
+    /// The same with memory of this kind.
+    pub fn with(kind: Kind, mib: usize, backing: Backing, environment: &[(&str, &str)]) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["gups", kind.name(), &mib.to_string()]).envs(environment.iter().copied());
+        command.args(["gups", kind.name(), &mib.to_string(), backing.name()]).envs(environment.iter().copied());
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("Starting the program")?;
         let input = child.stdin.take().context("its input")?;
         let output = BufReader::new(child.stdout.take().context("its output")?);
@@ -72,59 +78,69 @@ impl Program {
         self.answer("count")
     }
 
-    /// Returns the share of its accesses that the fast tier serves. Fails if a page is not present.
-    pub fn hit(&self, tiers: &Tiers) -> Result<f64> {
+    /// Make its memory that of a VM of the daemon with this socket.
+    pub fn attach(&mut self, socket: &str) -> Result<()> {
+        writeln!(self.input, "attach {socket}")?;
+        self.answer("attached").map(drop)
+    }
+
+    /// Returns, for each of its pages, the part of it that the fast tier has. Fails if a page is never present.
+    fn places(&self, tiers: &Tiers) -> Result<Vec<f64>> {
         let process = Remote::open(self.pid())?;
-        let whole = self.units as u64 * PAGES_PER_UNIT;
-        let mut looks = 0;
-        let pages = loop {
+        let whole = self.units * PAGES_PER_UNIT as usize;
+        let mut found: Vec<Option<f64>> = vec![None; whole];
+        for _ in 0..MOST_LOOKS {
             let mut pages = Pages::default();
             pages.set_areas(vec![(self.address, self.address + (self.units * HUGE_SIZE) as u64)]);
             while pages.rounds() == 0 {
                 pages.look(&process, tiers, 1 << 16)?;
             }
-            if pages.count().0 == whole {
-                break pages;
+            for (page, found) in found.iter_mut().enumerate().filter(|(_, found)| found.is_none()) {
+                *found = pages.fast_share(self.address + (page * PAGE_SIZE) as u64);
             }
-            // A page that is being moved is in no table.
-            looks += 1;
-            if looks == MOST_LOOKS {
-                bail!("{} of the program's {whole} pages are present", pages.count().0);
+            if found.iter().all(Option::is_some) {
+                return Ok(found.into_iter().flatten().collect());
             }
+            // A page that is being moved, or watched by a scan, is in no table.
             std::thread::sleep(LOOK_AGAIN);
-        };
-        let fast = |unit: usize| {
-            let first = self.address + (unit * HUGE_SIZE) as u64;
-            let each = (0..PAGES_PER_UNIT).filter_map(|page| pages.fast_share(first + page * PAGE_SIZE as u64));
-            each.sum::<f64>() / PAGES_PER_UNIT as f64
-        };
-        let shares = self.kind.shares(self.units, self.phase);
-        Ok(shares.iter().enumerate().map(|(unit, share)| share * fast(unit)).sum())
+        }
+        bail!("{} of the program's {whole} pages are present", found.iter().flatten().count());
     }
 
-    /// Returns the best possible share with the fast memory that this program has or could take.
-    pub fn oracle(&self, files: &Files, tiers: &Tiers) -> Result<f64> {
-        let process = Remote::open(self.pid())?;
-        let mut pages = Pages::default();
-        pages.set_areas(vec![(self.address, self.address + (self.units * HUGE_SIZE) as u64)]);
-        while pages.rounds() == 0 {
-            pages.look(&process, tiers, 1 << 16)?;
-        }
+    /// Returns the share of its accesses that the fast tier serves.
+    pub fn hit(&self, tiers: &Tiers) -> Result<f64> {
+        let block = PAGES_PER_UNIT as usize / BLOCKS;
+        let places = self.places(tiers)?;
+        let fast = places.chunks(block).map(|pages| pages.iter().sum::<f64>() / block as f64);
+        Ok(self.kind.shares(self.units, self.phase).iter().zip(fast).map(|(share, fast)| share * fast).sum())
+    }
+
+    /// Returns how many pages of fast memory this program has or could take.
+    pub fn room(&self, files: &Files, tiers: &Tiers) -> Result<f64> {
         let mut free = 0;
         for node in &tiers.list[0].nodes {
             let now = usage(files, *node)?;
             free += now.free.saturating_sub(now.high) / PAGE_SIZE as u64;
         }
-        let mut left = (pages.count().1 + free) as f64;
-        let mut shares = self.kind.shares(self.units, self.phase);
-        shares.sort_by(|a, b| b.total_cmp(a));
-        let mut hit = 0.0;
-        for share in shares {
-            let part = (left / PAGES_PER_UNIT as f64).min(1.0);
-            hit += share * part;
-            left -= part * PAGES_PER_UNIT as f64;
-        }
-        Ok(hit)
+        Ok(self.places(tiers)?.iter().sum::<f64>() + free as f64)
+    }
+
+    /// Returns the best possible share with that, placed in base pages, and in units of 2 MiB.
+    pub fn oracles(&self, files: &Files, tiers: &Tiers) -> Result<(f64, f64)> {
+        let room = self.room(files, tiers)?;
+        let best = |mut shares: Vec<f64>, pages: f64| {
+            shares.sort_by(|a, b| b.total_cmp(a));
+            let part = |at: usize| (room / pages - at as f64).clamp(0.0, 1.0);
+            shares.iter().enumerate().map(|(at, share)| share * part(at)).sum::<f64>()
+        };
+        let blocks = self.kind.shares(self.units, self.phase);
+        let units = blocks.chunks(BLOCKS).map(|unit| unit.iter().sum()).collect();
+        Ok((best(blocks, PAGES_PER_UNIT as f64 / BLOCKS as f64), best(units, PAGES_PER_UNIT as f64)))
+    }
+
+    /// Returns the best possible share with the fast memory that this program has or could take.
+    pub fn oracle(&self, files: &Files, tiers: &Tiers) -> Result<f64> {
+        Ok(self.oracles(files, tiers)?.0)
     }
 }
 

@@ -3,7 +3,10 @@
 //! ```text
 //! tier-guest gups KIND MIB                     the program with known heat
 //! tier-guest compare KIND MIB SECONDS WAY...   each way on a fresh program; a line of JSON for each
+//! tier-guest host KIND BACKING MIB SECONDS DAEMON WAY...
+//!                                              the same, of memory as that of a VMM; way `host` starts the daemon
 //! tier-guest settle KIND MIB                   waits until the agent has moved what is hot to the fast tier
+//! tier-guest told KIND MIB                     the same program; for each line `hit` it says the share
 //! tier-guest sparse MIB                        a program that khugepaged makes huge pages of, one page in each hot
 //! tier-guest check MIB                         the promises of `ballast-tier`; exit code 1 if one fails
 //! ```
@@ -12,6 +15,7 @@
 //! `tier-guest: `. Threads: one; the measured program is a process. Units: in each key.
 
 mod check;
+mod daemon;
 mod gups;
 mod heat;
 mod judge;
@@ -26,6 +30,8 @@ use ballast_tier::Tiers;
 use ballast_tier::kernel_files::Files;
 use serde_json::json;
 
+use daemon::Daemon;
+use gups::Backing;
 use heat::Kind;
 use judge::Program;
 use ways::{Running, Way};
@@ -37,16 +43,19 @@ fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let result = match words.as_slice() {
-        ["gups", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| gups::run(kind, mib)),
-        ["compare", kind, mib, seconds, ways @ ..] => {
-            parse(kind, mib).and_then(|(kind, mib)| compare(kind, mib, seconds.parse().context("seconds")?, ways))
+        ["gups", kind, mib, backing] => parse(kind, mib)
+            .and_then(|(kind, mib)| gups::run(kind, mib, Backing::parse(backing).context("no such memory")?)),
+        ["compare", kind, mib, seconds, ways @ ..] => compare(&[kind, "anon", mib, seconds], None, ways),
+        ["host", kind, backing, mib, seconds, daemon, ways @ ..] => {
+            compare(&[kind, backing, mib, seconds], Some(daemon), ways)
         }
         ["settle", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| check::settle(kind, mib)),
+        ["told", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| check::told(kind, mib)),
         ["sparse", mib] => mib.parse().context("MiB").and_then(sparse::run),
         ["check", mib] => mib.parse().context("MiB").and_then(check::run),
         _ => Err(anyhow::anyhow!(
-            "usage: tier-guest gups KIND MIB | compare KIND MIB SECONDS WAY... | settle KIND MIB | sparse MIB \
-             | check MIB"
+            "usage: tier-guest gups KIND MIB BACKING | compare KIND MIB SECONDS WAY... | host KIND BACKING MIB SECONDS \
+             DAEMON WAY... | settle KIND MIB | told KIND MIB | sparse MIB | check MIB"
         )),
     };
     match result {
@@ -69,13 +78,17 @@ fn counter(files: &Files, name: &str) -> Result<u64> {
     value.with_context(|| format!("/proc/vmstat has no {name}"))
 }
 
-/// Returns the CPU time of the kernel's threads that sample and migrate, in ticks of 10 ms.
-fn kernel_ticks(files: &Files) -> Result<u64> {
+/// Threads of the kernel that sample and migrate, and the daemon.
+const KERNEL: [&str; 2] = ["(kdamond", "(kswapd"];
+const DAEMON: [&str; 1] = ["(ballastd"];
+
+/// Returns the CPU time of the processes whose names begin so, in ticks of 10 ms.
+fn ticks_of(files: &Files, names: &[&str]) -> Result<u64> {
     let mut sum = 0;
     for pid in files.numbered("/proc", "")? {
         let Some(stat) = files.optional(&format!("/proc/{pid}/stat"))? else { continue };
         let Some((head, rest)) = stat.rsplit_once(") ") else { continue };
-        if head.contains("(kdamond") || head.contains("(kswapd") {
+        if names.iter().any(|name| head.contains(name)) {
             let fields: Vec<u64> = rest.split_ascii_whitespace().skip(11).take(2).flat_map(str::parse).collect();
             sum += fields.iter().sum::<u64>();
         }
@@ -83,7 +96,23 @@ fn kernel_ticks(files: &Files) -> Result<u64> {
     Ok(sum)
 }
 
-fn compare(kind: Kind, mib: usize, seconds: u64, ways: &[&str]) -> Result<()> {
+/// Returns the time that CPUs spent in the kernel, of programs and of its own threads, in ticks of 10 ms.
+fn system_ticks(files: &Files) -> Result<u64> {
+    let text = files.text("/proc/stat")?;
+    let fields: Vec<u64> = text.lines().next().unwrap_or("").split_ascii_whitespace().flat_map(str::parse).collect();
+    // user nice system idle iowait irq softirq
+    match fields[..] {
+        [_, _, system, _, _, irq, softirq, ..] => Ok(system + irq + softirq),
+        _ => bail!("/proc/stat has no times"),
+    }
+}
+
+/// Measures each way on a fresh program with memory of this kind.
+fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
+    let [kind, backing, mib, seconds] = what;
+    let (kind, mib) = parse(kind, mib)?;
+    let backing = Backing::parse(backing).context("no such memory")?;
+    let seconds: u64 = seconds.parse().context("seconds")?;
     let files = Files::default();
     let tiers = Tiers::detect(&files)?;
     if tiers.list.len() < 2 {
@@ -91,9 +120,10 @@ fn compare(kind: Kind, mib: usize, seconds: u64, ways: &[&str]) -> Result<()> {
     }
     for name in ways {
         let way = Way::parse(name).with_context(|| format!("no way {name}"))?;
-        let mut program = Program::start(kind, mib, &[])?;
+        let mut program = Program::with(kind, mib, backing, &[])?;
         let first = program.hit(&tiers)?;
-        let (moved, ticks, updates) = (counter(&files, "pgmigrate_success")?, kernel_ticks(&files)?, program.count()?);
+        let (moved, updates) = (counter(&files, "pgmigrate_success")?, program.count()?);
+        let (ticks, system) = (ticks_of(&files, &KERNEL)?, system_ticks(&files)?);
         let mut running = match Running::start(way, &files, &tiers) {
             Ok(running) => running,
             Err(error) => {
@@ -102,8 +132,17 @@ fn compare(kind: Kind, mib: usize, seconds: u64, ways: &[&str]) -> Result<()> {
                 continue;
             }
         };
+        let _daemon = if way == Way::Host {
+            // Less than there is: a full node costs time and moves nothing.
+            let part = program.room(&files, &tiers)? * 96.0 / (mib as f64 * 256.0);
+            let daemon = Daemon::start(host.context("no daemon was named")?, &tiers, part as u64)?;
+            program.attach(&daemon.socket())?;
+            Some(daemon)
+        } else {
+            None
+        };
         let began = Instant::now();
-        let (mut course, mut within, mut oracle) = (Vec::new(), None, 0.0f64);
+        let (mut course, mut within, mut oracle, mut oracle_2mib) = (Vec::new(), None, 0.0f64, 0.0f64);
         let mut next = Duration::from_secs(1);
         let mut phase = 0;
         while began.elapsed() < Duration::from_secs(seconds) {
@@ -116,7 +155,8 @@ fn compare(kind: Kind, mib: usize, seconds: u64, ways: &[&str]) -> Result<()> {
             if now >= next {
                 next = now + Duration::from_secs(1);
                 let hit = program.hit(&tiers)?;
-                oracle = program.oracle(&files, &tiers)?.max(oracle);
+                let (small, huge) = program.oracles(&files, &tiers)?;
+                (oracle, oracle_2mib) = (small.max(oracle), huge.max(oracle_2mib));
                 course.push((hit * 1000.0).round() / 10.0);
                 if hit >= oracle - 0.02 {
                     within = within.or(Some((now.as_secs_f64() * 10.0).round() / 10.0));
@@ -127,11 +167,14 @@ fn compare(kind: Kind, mib: usize, seconds: u64, ways: &[&str]) -> Result<()> {
         let settled = &course[course.len() / 2..];
         let mean = settled.iter().sum::<f64>() / settled.len().max(1) as f64;
         let mut row = json!({
-            "way": way.name(), "kind": kind.name(), "memory_mib": mib, "seconds": lasted,
+            "way": way.name(), "kind": kind.name(), "backing": backing.name(), "memory_mib": mib, "seconds": lasted,
             "fmem_hit_pct": mean, "fmem_hit_pct_first": first * 100.0, "fmem_hit_pct_last": course.last(),
-            "fmem_hit_pct_oracle": oracle * 100.0, "within_2_points_s": within, "course_pct": course,
+            "fmem_hit_pct_oracle": oracle * 100.0, "fmem_hit_pct_oracle_2mib": oracle_2mib * 100.0,
+            "within_2_points_s": within, "course_pct": course,
             "pages_moved": counter(&files, "pgmigrate_success")? - moved,
-            "kernel_cpu_pct": (kernel_ticks(&files)? - ticks) as f64 / lasted,
+            "kernel_cpu_pct": (ticks_of(&files, &KERNEL)? - ticks) as f64 / lasted,
+            "daemon_cpu_pct": ticks_of(&files, &DAEMON)? as f64 / lasted,
+            "system_cpu_pct": (system_ticks(&files)? - system) as f64 / lasted,
             "updates_per_s": (program.count()? - updates) as f64 / lasted,
         });
         if let Some(tierer) = &running.tierer {

@@ -30,12 +30,14 @@ pub enum Way {
     Ours,
     /// `ballast-tier` with the published classifier and relocation.
     Published,
+    /// The daemon of the host, for which this guest is the host.
+    Host,
 }
 
 impl Way {
     /// Returns the way of this name.
     pub fn parse(name: &str) -> Option<Self> {
-        [Self::FirstTouch, Self::Numab, Self::Damon, Self::Ours, Self::Published]
+        [Self::FirstTouch, Self::Numab, Self::Damon, Self::Ours, Self::Published, Self::Host]
             .into_iter()
             .find(|way| way.name() == name)
     }
@@ -48,6 +50,7 @@ impl Way {
             Self::Damon => "damon",
             Self::Ours => "ours",
             Self::Published => "published",
+            Self::Host => "host",
         }
     }
 }
@@ -89,7 +92,7 @@ impl Running {
         was.push(Was::set(files, DEMOTION, if way == Way::Numab { "1" } else { "0" })?);
         let mut running = Self { tierer: None, damon: None, _was: was };
         match way {
-            Way::FirstTouch | Way::Numab => (),
+            Way::FirstTouch | Way::Numab | Way::Host => (),
             Way::Damon => {
                 if files.optional(STAT)?.as_deref() == Some("Y") {
                     running._was.push(Was::set(files, STAT, "N")?);

@@ -1,0 +1,80 @@
+//! A real guest with an agent, under `ballast run --agent`.
+//!
+//! Before: `scripts/agent-image.sh` has made the image. After: a command runs in the guest; the caller talks to it by
+//! its console, and to the host by the API. Threads: the bench's one. Units: bytes.
+//! Promise: the guest ends with this process.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ballast_api::VmStat;
+use ballast_base::Bytes;
+use ballast_sys::program;
+use ballast_testvm::qemu::{Image, QemuGuest};
+
+use crate::order::Role;
+use crate::rig::Bench;
+use crate::worker::ROLE_COMMAND;
+
+/// Longest time of a step of an emulated guest on a busy machine.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
+
+/// A guest, and the name of its VM.
+pub(crate) struct Booted {
+    pub(crate) guest: QemuGuest,
+    pub(crate) name: String,
+}
+
+impl Booted {
+    /// Boots a guest that runs a command and ends with this process.
+    pub(crate) fn new(bench: &mut Bench, memory: Bytes, options: &[&str], command: &str) -> Result<Self> {
+        let name = bench.vm_name();
+        let own = std::env::current_exe().context("Finding this program's own file")?.to_string_lossy().into_owned();
+        let socket = bench.daemon.attach_socket().to_string_lossy().into_owned();
+        let role = serde_json::to_string(&Role::Become { procs: None })?;
+        let ballast = program::find("ballast").context("Finding what starts QEMU")?.to_string_lossy().into_owned();
+        let first = [&own, ROLE_COMMAND, &role, "--", &ballast, "run", "--agent"];
+        let last = ["--name", &name, "--attach-socket", &socket, "--"];
+        let prefix = [&first[..], options, &last].concat().into_iter().map(str::to_owned);
+        // Two tiers are two backends of QEMU's, which `ballast run` makes.
+        let shared = !options.contains(&"--tiers");
+        let builder =
+            QemuGuest::builder().name("bench").memory(memory).shared_memory(shared).image(Image::find_with_agent()?);
+        let mut guest = builder.prefix(prefix).run(command).spawn()?;
+        guest.wait_ready(TIMEOUT)?;
+        bench.daemon.wait_for_vm(&name)?;
+        Ok(Self { guest, name })
+    }
+
+    /// Waits until the guest says this.
+    pub(crate) fn expect(&mut self, what: &str) -> Result<()> {
+        let said = self.guest.answer(TIMEOUT)?;
+        ensure!(said == what, "the guest says {said:?} and not {what:?}: {}", self.guest.serial_log());
+        Ok(())
+    }
+
+    pub(crate) fn stat(&self, bench: &Bench) -> Result<VmStat> {
+        Ok(bench.daemon.api().vm(&self.name)?)
+    }
+
+    /// Takes this much of what is resident, and waits until it has gone.
+    pub(crate) fn squeeze(&self, bench: &Bench, taken: u64) -> Result<()> {
+        let limit = self.stat(bench)?.resident_bytes.saturating_sub(taken);
+        bench.daemon.api().set_limit(&self.name, Some(limit))?;
+        let began = Instant::now();
+        while self.stat(bench)?.resident_bytes > limit {
+            ensure!(began.elapsed() < TIMEOUT, "the guest is never within {}", Bytes(limit));
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        Ok(())
+    }
+
+    /// Lets the guest compare its bytes and end.
+    pub(crate) fn end(mut self, bench: &Bench) -> Result<()> {
+        bench.daemon.api().set_limit(&self.name, None)?;
+        self.guest.tell("compare")?;
+        let status = self.guest.wait_run(TIMEOUT)?;
+        ensure!(status == 0, "WRONG DATA, status {status}: {}", self.guest.serial_log());
+        bench.daemon.wait_until_gone(&self.name)
+    }
+}
