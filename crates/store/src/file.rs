@@ -6,6 +6,7 @@
 //! Units: a block is 4096 bytes, an area 512 blocks. Disk space is charged and returned in areas: `tidy` punches
 //! emptied areas, and the next put does so, too, except for 16 MiB. A query of the usage reads counters and never waits
 //! for the disk.
+//! On a file system that turned read-only the store opens all the same: pages come back and none is put.
 //! Promise: `Stored` means that the device took the bytes. `Found` means the exact bytes that were put under that key
 //! and handle, whatever the disk or the index contain. A page that cannot be read any more is `Corrupt`, never zeros.
 //!
@@ -125,7 +126,7 @@ impl FileStore {
         index.set_own_word(WORD_FILE_DEV, id.dev);
         index.set_own_word(WORD_FILE_INO, id.ino);
         let index_fd = index.dup()?;
-        let store = Self::on(index, Arc::clone(&file), options);
+        let store = Self::on(index, Arc::clone(&file), options, false);
         store.try_disk().map_err(|error| {
             io::Error::new(error.kind(), format!("Making a file store in {}: {error}", dir.display()))
         })?;
@@ -146,20 +147,24 @@ impl FileStore {
         if (id.dev, id.ino) != (own(WORD_FILE_DEV), own(WORD_FILE_INO)) {
             return invalid(format!("the index belongs to another file than inode {} of device {:#x}", id.ino, id.dev));
         }
-        let file = direct::reopen(place.as_fd(), true)?;
-        if !direct::is_direct_file(&file)? || size != file_bytes(index.slabs()) {
+        let (file, read_only) = match direct::reopen(place.as_fd(), true) {
+            Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => {
+                (direct::reopen(place.as_fd(), false)?, true)
+            }
+            file => (file?, false),
+        };
+        if !direct::is_direct_file(&file, !read_only)? || size != file_bytes(index.slabs()) {
             return invalid(format!(
                 "a file of {size} bytes, {} are needed, for direct I/O",
                 file_bytes(index.slabs())
             ));
         }
-        disk::ready()?;
-        Ok(Self::on(index, Arc::new(file.into()), options))
+        Ok(Self::on(index, Arc::new(file.into()), options, read_only))
     }
 
-    fn on(index: Arena, file: Arc<DirectFile>, options: FileOptions) -> Self {
+    fn on(index: Arena, file: Arc<DirectFile>, options: FileOptions, read_only: bool) -> Self {
         let allocator = Allocator::new(index.on_disk(Arc::clone(&file)), options.budget, usize::MAX);
-        let disk = Disk { file, faults: options.faults };
+        let disk = Disk { file, faults: options.faults, read_only };
         let limits = Limits::new(options.writes_per_day);
         Self { inner: Arc::new(Inner::new(allocator, disk, limits)) }
     }
@@ -169,7 +174,7 @@ impl FileStore {
     fn try_disk(&self) -> io::Result<()> {
         disk::ready()?;
         let spare = spare_block(self.inner.allocator.arena().slabs());
-        let unfaulty = Disk { file: Arc::clone(&self.inner.disk.file), faults: None };
+        let unfaulty = Disk { file: Arc::clone(&self.inner.disk.file), faults: None, read_only: false };
         let moved = |moved: Vec<Moved>, what: &str| match moved.into_iter().next() {
             Some(Moved::Done) => Ok(()),
             Some(Moved::Failed(error)) => Err(io::Error::new(error.kind(), format!("{what} 4096 bytes: {error}"))),
@@ -178,6 +183,11 @@ impl FileStore {
         moved(unfaulty.write(&[(spare, &[[0x5a; PAGE_SIZE]])], |_| || (), || ()), "writing")?;
         moved(unfaulty.read(&[(spare, 1)], |_, _| ()), "reading")?;
         self.wait_for_writes()
+    }
+
+    /// Is its file system read-only? Then nothing can be put, and no space is returned to the disk.
+    pub fn is_read_only(&self) -> bool {
+        self.inner.disk.read_only
     }
 
     /// Wait until no write to the file is under way, not even one of a dead process. To punch any block, ext4 and XFS

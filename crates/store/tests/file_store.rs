@@ -12,6 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ballast_base::wire::VmId;
@@ -401,7 +402,9 @@ struct Mounted(std::path::PathBuf);
 
 impl Mounted {
     fn tmpfs(bytes: u64) -> Result<Self, String> {
-        let dir = std::env::temp_dir().join(format!("ballast-test-{}", std::process::id()));
+        static MADE: AtomicU64 = AtomicU64::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let dir = std::env::temp_dir().join(format!("ballast-test-{}-{number}", std::process::id()));
         std::fs::create_dir(&dir).map_err(|error| error.to_string())?;
         let size = format!("size={bytes}");
         let mount = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "tmpfs"]).arg(&dir).output();
@@ -421,6 +424,50 @@ impl Drop for Mounted {
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
         let _ = std::fs::remove_dir(&self.0);
     }
+}
+
+#[test]
+fn pages_on_a_disk_that_turned_read_only_come_back_and_none_is_put_there() {
+    let Ok(dir) = Mounted::tmpfs(64 * MIB).inspect_err(|why| skip("root", why)) else { return };
+    let Some(made) = made_in(&dir.0, 4 * MIB) else { return };
+    let handles = put_run(&made.store, 0, &run_of(0..3));
+    let Made { store, file, index, budget, faults } = made;
+    drop(store);
+    let begun = std::time::Instant::now();
+    // The store's file is closed on another thread; while it can be written, so can its file system.
+    while !Command::new("mount").args(["-o", "remount,bind,ro"]).arg(&dir.0).status().expect("mount").success() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the file system cannot be made read-only");
+    }
+    let dup = |fd: &OwnedFd| fd.try_clone().expect("dup");
+    let store = FileStore::open(dup(&file), dup(&index), options(&budget, &faults)).expect("open");
+    assert!(store.is_read_only());
+    (0..3).for_each(|page| must_hold(&store, page, handles[page as usize], &pages::incompressible(page)));
+    assert_eq!(store.put(key(9), &pages::incompressible(9)), PutOutcome::Busy);
+    assert_eq!(store.usage_detail().last_refusal, Some(Refusal::ReadOnly));
+    (0..3).for_each(|page| store.free(key(page), handles[page as usize]));
+    store.tidy();
+    assert_eq!(store.usage().pages, 0);
+    drop(store);
+    // The next opening finds it writable, and the space that was not returned.
+    assert!(Command::new("mount").args(["-o", "remount,bind,rw"]).arg(&dir.0).status().expect("mount").success());
+    let store = FileStore::open(file, index, options(&budget, &faults)).expect("open");
+    assert!(!store.is_read_only());
+    recover(&store, std::iter::empty()).expect("recovered");
+    store.validate().expect("nothing is left of it");
+    put(&store, 9, &pages::incompressible(9));
+}
+
+#[test]
+fn pages_are_read_without_a_ring_and_none_is_put() {
+    let Some(made) = made(64 * MIB) else { return };
+    // More than one transfer.
+    let handles = put_run(&made.store, 0, &run_of(0..100));
+    made.faults.refuse_rings();
+    let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; 100], Vec::new());
+    made.store.get_run(key(0), &handles, &mut out, &mut outcomes);
+    assert_eq!(outcomes, [GetOutcome::Found; 100]);
+    assert!((0..).zip(&out).all(|(page, bytes)| *bytes == pages::incompressible(page)));
+    assert_eq!(made.store.put(key(200), &pages::incompressible(9)), PutOutcome::Busy);
 }
 
 #[test]

@@ -64,6 +64,16 @@ impl From<OwnedFd> for DirectFile {
     }
 }
 
+impl DirectFile {
+    /// Read from `offset` on, with no limit to the wait. Returns the number of bytes.
+    ///
+    /// # Errors
+    /// The disk fails, or `out` is not aligned.
+    pub fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<usize> {
+        Ok(rustix::io::pread(self.as_fd(), out, offset)?)
+    }
+}
+
 impl AsFd for DirectFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_ref().expect("taken by drop alone").as_fd()
@@ -80,11 +90,12 @@ impl Drop for DirectFile {
     }
 }
 
-/// Is this a regular file open for reading and writing, without the page cache?
-pub fn is_direct_file(fd: impl AsFd) -> io::Result<bool> {
+/// Is this a regular file open without the page cache, for reading and writing, or (not `writable`) for reading only?
+pub fn is_direct_file(fd: impl AsFd, writable: bool) -> io::Result<bool> {
     let flags = rustix::fs::fcntl_getfl(&fd)?;
     let kind = rustix::fs::FileType::from_raw_mode(rustix::fs::fstat(&fd)?.st_mode);
-    Ok(kind.is_file() && flags.contains(OFlags::DIRECT) && flags & OFlags::RWMODE == OFlags::RDWR)
+    let access = if writable { OFlags::RDWR } else { OFlags::RDONLY };
+    Ok(kind.is_file() && flags.contains(OFlags::DIRECT) && flags & OFlags::RWMODE == access)
 }
 
 #[cfg(test)]
@@ -98,13 +109,13 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let made = create_unnamed(dir.path(), Bytes(1 << 30));
         let Ok(file) = made.inspect_err(|error| skip("o_direct", error)) else { return };
-        assert!(is_direct_file(&file).expect("fcntl"));
+        assert!(is_direct_file(&file, true).expect("fcntl"));
         assert_eq!(memfd::size(&file).expect("stat"), Bytes(1 << 30));
         assert_eq!(memfd::resident(&file).expect("stat").0, 0);
         let reader = reopen(file.as_fd(), false).expect("reopen");
-        assert!(!is_direct_file(&reader).expect("fcntl"), "a reader is not enough");
+        assert_eq!([true, false].map(|writable| is_direct_file(&reader, writable).expect("fcntl")), [false, true]);
         let writer = reopen(reader.as_fd(), true).expect("reopen");
-        assert!(is_direct_file(&writer).expect("fcntl"));
+        assert!(is_direct_file(&writer, true).expect("fcntl"));
         assert_eq!(memfd::file_id(&file).expect("stat"), memfd::file_id(&writer).expect("stat"));
         assert_eq!(std::fs::read_dir(dir.path()).expect("read").count(), 0);
     }
@@ -122,7 +133,7 @@ mod tests {
         assert_eq!(rustix::io::read(&again, &mut [0; 1]), Err(Errno::BADF));
         assert_eq!(rustix::fs::fallocate(&again, rustix::fs::FallocateFlags::empty(), 0, 4096), Err(Errno::BADF));
         let opened = reopen(again.as_fd(), true).expect("reopen");
-        assert!(is_direct_file(&opened).expect("fcntl"));
+        assert!(is_direct_file(&opened, true).expect("fcntl"));
         assert_eq!(memfd::file_id(&opened).expect("stat"), id);
     }
 
@@ -133,6 +144,6 @@ mod tests {
         let error = create_unnamed(Path::new("/no/such/directory"), Bytes(4096)).expect_err("accepted").to_string();
         assert!(error.contains("/no/such/directory: open: No such file"), "{error}");
         let memfd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
-        assert!(!is_direct_file(&memfd).expect("fcntl"));
+        assert!(!is_direct_file(&memfd, true).expect("fcntl"));
     }
 }

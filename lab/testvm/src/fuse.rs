@@ -462,7 +462,7 @@ mod tests {
         let made = ballast_sys::direct::create_unnamed(&fuse.dir(), Bytes(1 << 20));
         // Since Linux 6.2.
         let Ok(file) = made.inspect_err(|error| skip("fuse", error)) else { return };
-        assert!(ballast_sys::direct::is_direct_file(&file).expect("fcntl"));
+        assert!(ballast_sys::direct::is_direct_file(&file, true).expect("fcntl"));
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&file, punch, 0, 4096).expect("punch");
     }

@@ -132,7 +132,12 @@ fn open(
             return;
         }
     };
-    let live = live.recv().unwrap_or_default();
+    let read_only = opened.is_read_only();
+    if read_only {
+        say("spill-rests", "its file system is read-only: its pages come back, and no more go there".into());
+    }
+    // What the last engine left there cannot be freed, so it stays until the next engine tries.
+    let live = live.recv().unwrap_or_default().filter(|_| !read_only);
     let waited = if live.is_some() { opened.wait_for_writes() } else { Ok(()) };
     let closed = shared.closed();
     if *closed {

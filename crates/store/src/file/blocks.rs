@@ -220,6 +220,9 @@ impl Inner {
     }
 
     pub(super) fn put_extent(inner: &Arc<Self>, first: PageKey, pages: &[PageBytes], outcomes: &mut [PutOutcome]) {
+        if inner.disk.read_only {
+            return outcomes.fill(inner.limits.refuse(Refusal::ReadOnly));
+        }
         inner.allocator.settle(EMPTY_AREAS_KEPT);
         let taken = inner.take_for(first, pages, outcomes);
         // Consecutive pages that got consecutive blocks go together.

@@ -5,11 +5,13 @@
 //! Threads: any; each has a ring of its own, so that one that waits for a slow block delays no other thread.
 //! Units: a block is 4096 bytes; a piece is 1 to 64 blocks that follow one another.
 //! Promise: bytes are first copied to a buffer of our own, so the kernel holds no caller's memory when we give up
-//! waiting. Short transfers are continued.
+//! waiting. Short transfers are continued. A thread that gets no ring (`kernel.io_uring_disabled`) reads all the same,
+//! with no limit to the wait, and writes nothing.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -51,6 +53,7 @@ pub(crate) enum Moved {
 pub struct DiskFaults {
     reads: Mutex<VecDeque<DiskFault>>,
     writes: Mutex<VecDeque<DiskFault>>,
+    no_rings: AtomicBool,
 }
 
 /// How one transfer goes wrong.
@@ -82,6 +85,11 @@ impl DiskFaults {
         self.order(Direction::Write, n, fault);
     }
 
+    /// From now on no thread gets a ring.
+    pub fn refuse_rings(&self) {
+        self.no_rings.store(true, Ordering::Relaxed);
+    }
+
     fn order(&self, direction: Direction, n: usize, fault: DiskFault) {
         let mut queue = self.queue(direction).lock().unwrap_or_else(PoisonError::into_inner);
         queue.extend(std::iter::repeat_n(fault, n));
@@ -97,6 +105,8 @@ impl DiskFaults {
 pub(crate) struct Disk {
     pub(crate) file: Arc<DirectFile>,
     pub(crate) faults: Option<Arc<DiskFaults>>,
+    /// It can be read only.
+    pub(crate) read_only: bool,
 }
 
 /// The ring and buffers of a thread.
@@ -251,6 +261,30 @@ impl Disk {
         self.all(Direction::Read, pieces, |_, _| (), |_| || (), || (), done)
     }
 
+    fn read_without_ring(&self, (block, pages): (u64, usize), done: impl FnOnce(&[u8])) -> Moved {
+        let (bytes, offset) = (pages * PAGE_SIZE, block * PAGE_SIZE as u64);
+        let read = || {
+            let mut buffer = Buffer::new(bytes)?;
+            let mut from = 0;
+            while from < bytes {
+                match self.file.read_at(offset + from as u64, &mut buffer.as_mut_slice()[from..])? {
+                    0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                    // Direct I/O continues at block borders only.
+                    read if from + read < bytes => from += read - read % PAGE_SIZE,
+                    read => from += read,
+                }
+            }
+            Ok(buffer)
+        };
+        match read() {
+            Ok(buffer) => {
+                done(buffer.as_slice());
+                Moved::Done
+            }
+            Err(error) => Moved::Failed(error),
+        }
+    }
+
     fn all<L: FnOnce() + Send + 'static>(
         &self,
         direction: Direction,
@@ -264,7 +298,9 @@ impl Disk {
         let mut moved = Vec::with_capacity(pieces.len());
         for group in pieces.chunks(AT_ONCE) {
             let first = moved.len();
-            let outcomes = with_transfers(|transfers| {
+            let refused = self.faults.as_ref().is_some_and(|faults| faults.no_rings.load(Ordering::Relaxed));
+            let ring = if refused { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(()) };
+            let with_ring = |transfers: &mut Transfers| {
                 let begin = |(index, (block, pages)): (usize, &(u64, usize))| {
                     let bytes = pages * PAGE_SIZE;
                     let mut buffer = transfers.buffer(bytes)?;
@@ -297,9 +333,16 @@ impl Disk {
                     });
                 }
                 outcomes
-            });
-            match outcomes {
+            };
+            match ring.and_then(|()| with_transfers(with_ring)) {
                 Ok(outcomes) => moved.extend(outcomes),
+                Err(_) if direction == Direction::Read => {
+                    moved.extend((first..).zip(group).map(|(index, piece)| {
+                        self.read_without_ring(*piece, |bytes| {
+                            done(index, bytes);
+                        })
+                    }));
+                }
                 Err(error) => {
                     let again = || Moved::Failed(io::Error::new(error.kind(), error.to_string()));
                     moved.extend(group.iter().map(|_| again()));

@@ -37,6 +37,9 @@ pub enum Refusal {
         /// The limit.
         limit: u64,
     },
+    /// The file system was read-only when the store was opened.
+    #[error("its file system is read-only")]
+    ReadOnly,
     /// A write that did not end in time.
     #[error("the device is slow: a write takes longer than 10 s")]
     Late,
@@ -102,7 +105,7 @@ impl Limits {
     pub(crate) fn refuse(&self, why: Refusal) -> PutOutcome {
         let outcome = match why {
             Refusal::Budget | Refusal::DiskFull(_) | Refusal::WritesPerDay { .. } => PutOutcome::Full,
-            Refusal::Late | Refusal::Failed(_) | Refusal::Broken(_) => PutOutcome::Busy,
+            Refusal::ReadOnly | Refusal::Late | Refusal::Failed(_) | Refusal::Broken(_) => PutOutcome::Busy,
         };
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
         outcome
