@@ -218,6 +218,32 @@ fn nodes_die_and_stop_and_the_guest_waits_and_sees_no_wrong_byte() {
 }
 
 #[test]
+fn settings_that_name_another_cluster_or_none_are_said_and_cost_no_page() {
+    let one = Layout { primaries: 1, ..Layout::default() };
+    let (Some(right), Some(wrong)) = (start(one), start(one)) else { return };
+    let mut daemon = Daemon::start(&remote(&right));
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    daemon.goes_to_file_and_back("victim");
+    let none = remote(&right).split("[remote]").next().expect("text").to_owned();
+    for (settings, event) in [(remote(&wrong), "remote-other"), (none, "remote-missing")] {
+        daemon.restart_with(&settings);
+        let of_it = |e: &ballast_api::Event| e.kind == event && e.vm.as_deref() == Some("victim");
+        until("it is an event of the VM", || daemon.api.events().is_ok_and(|events| events.iter().any(of_it)));
+        if event == "remote-other" {
+            let waits = |e: &ballast_api::Event| e.kind == "store-late";
+            until("the guest waits", || daemon.api.events().is_ok_and(|events| events.iter().any(waits)));
+        }
+        let vm = daemon.vm("victim");
+        assert!(vm.far_remote_bytes > 0 && vm.poisoned_bytes == 0, "{vm:?}");
+    }
+    assert_eq!(wrong.keys().expect("keys"), 0);
+    daemon.restart_with(&remote(&right));
+    daemon.goes_to_file_and_back("victim");
+    assert_eq!(daemon.vm("victim").poisoned_bytes, 0);
+    guest.finish();
+}
+
+#[test]
 fn settings_that_would_lose_pages_are_said() {
     let Some(valkey) = start(Layout::default()) else { return };
     valkey.say(0, &["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).expect("CONFIG");

@@ -11,8 +11,8 @@
 //!
 //! ```text
 //! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end
-//!          of used space, target, settings, kept, journal of lost pages, pid and start time of an engine that leaves;
-//!          the rest is reserved
+//!          of used space, target, settings, kept, journal of lost pages, pid and start time of an engine that leaves,
+//!          cluster; the rest is reserved
 //! 384      the key that pages on other machines are sealed with (`secret`)
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes (`records`)
@@ -47,8 +47,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
 /// since version 1. Version 3: regions of several extents, which older programs would take for one; guest-physical
 /// addresses. Version 4: ranges of guest-physical addresses. Version 5: a second engine beside the one that is named.
-/// Version 6: a key; a file that has one needs a reader that knows it.
-pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 7 } else { 6 }, least_reader: 3, oldest: 1 };
+/// Version 6: a key; a file that has one needs a reader that knows it. Version 7: which cluster has the VM's pages.
+pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 8 } else { 7 }, least_reader: 3, oldest: 1 };
 /// A build that tests use as the successor and predecessor of this one: as if the next version had one more word.
 const NEXT_LAYOUT: bool = cfg!(feature = "next-layout");
 const HEADER_LEN: usize = 32 * 1024;
@@ -95,10 +95,12 @@ pub(crate) enum Field {
     /// The engine that another one is beside ([`crate::beside`]).
     LeavingPid = 13 + SETTINGS,
     LeavingStart = 14 + SETTINGS,
+    /// The identity of the cluster that has the VM's pages on other machines.
+    Cluster = 15 + SETTINGS,
     /// Only with `NEXT_LAYOUT`: how often such a program has taken the VM over. To others it is a reserved word.
-    Next = 15 + SETTINGS,
+    Next = 16 + SETTINGS,
 }
-const FIELDS: usize = 16 + SETTINGS;
+const FIELDS: usize = 17 + SETTINGS;
 /// Number of words for the operator's settings beside the limit. The pager only keeps them.
 pub const SETTINGS: usize = 5;
 
@@ -198,6 +200,15 @@ impl StateFile {
         }
         file.remember();
         Ok(file)
+    }
+
+    /// The same open file once more, without another descriptor.
+    #[must_use]
+    pub fn share(&self) -> Self {
+        let Self { fd, header, remembered, .. } = self;
+        let records = Mutex::new(self.records.lock().expect("no panic while held").clone());
+        let tag = AtomicU64::new(self.own_tag());
+        Self { fd: fd.clone(), header: header.clone(), remembered: remembered.clone(), tag, records }
     }
 
     pub(crate) fn words(&self) -> &[AtomicU64] {
@@ -311,6 +322,25 @@ impl StateFile {
         }
         self.set(Field::Journal, 0);
         Ok(())
+    }
+
+    /// The identity of the cluster that has the VM's pages on other machines; zero if none is kept.
+    pub fn cluster(&self) -> u64 {
+        self.get(Field::Cluster)
+    }
+
+    /// Keep this one, unless one is kept: another engine may do so at the same time.
+    pub fn keep_cluster(&self, identity: u64) {
+        let word = &self.words()[Field::Cluster as usize];
+        if word.compare_exchange(0, identity, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+            self.remember();
+        }
+    }
+
+    /// Keep none: no cluster has a page of the VM.
+    pub fn forget_cluster(&self) {
+        self.set(Field::Cluster, 0);
+        self.remember();
     }
 
     /// Pages of its header that memory errors have cost since this process opened it.

@@ -48,6 +48,8 @@ pub struct Cluster {
     turn: AtomicUsize,
     /// Reason why a node did not return its map when it was last asked.
     silence: Mutex<Option<String>>,
+    /// The identity that was seen last, when, and by which map.
+    seen: Mutex<Option<(u64, Instant, Arc<SlotMap>)>>,
 }
 
 impl Cluster {
@@ -60,6 +62,7 @@ impl Cluster {
             refreshed: Mutex::default(),
             turn: AtomicUsize::new(0),
             silence: Mutex::default(),
+            seen: Mutex::default(),
         }
     }
 
@@ -76,6 +79,22 @@ impl Cluster {
     /// Returns the reason why a node did not return its map when it was last asked, if one failed.
     pub fn silence(&self) -> Option<String> {
         self.silence.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// A node of this map says that the cluster has this identity ([`crate::identity`]).
+    pub(crate) fn saw(&self, identity: u64, map: &Arc<SlotMap>) {
+        *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = Some((identity, Instant::now(), map.clone()));
+    }
+
+    /// No node says that any more.
+    pub(crate) fn saw_another(&self) {
+        *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Returns whether that was so by this map a moment ago.
+    pub(crate) fn was_seen(&self, identity: u64, map: &Arc<SlotMap>, within: Duration) -> bool {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.as_ref().is_some_and(|(id, at, by)| *id == identity && at.elapsed() < within && Arc::ptr_eq(by, map))
     }
 
     /// Returns the node at this address.

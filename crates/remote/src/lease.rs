@@ -2,7 +2,7 @@
 //!
 //! Before: a VM is about to put pages into the cluster. After: its engine renews the lease. When the VM or its host
 //! ends, another host of the cluster removes its pages.
-//! Threads: any. Units: time; the cluster's own clocks measure leases.
+//! Threads: any. Units: time; the cluster's own clocks measure leases, and go on while this host is suspended.
 //! Promise: pages are removed only if two checks, one full lease time apart, found no lease, and the node of the lease
 //! accepted a write each time: an engine cannot renew a lease there while writes are refused. An engine renews the
 //! lease ten times in that interval. It creates a lease again that was lost with the only node that had it.
@@ -13,6 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
+use ballast_sys::clock;
 
 use crate::cluster::Cluster;
 use crate::name;
@@ -36,15 +37,22 @@ pub struct Lease {
 /// The last renewal.
 #[derive(Debug)]
 struct Renewal {
-    /// Its time; that of the object's creation if there was none.
-    at: Instant,
+    /// Its time since the host started; that of the object's creation if there was none.
+    at: Duration,
     was_done: bool,
+}
+
+impl Renewal {
+    /// Time since then, with the time that the host was suspended.
+    fn age(&self) -> Duration {
+        clock::boot_time().saturating_sub(self.at)
+    }
 }
 
 impl Lease {
     /// Creates a lease object. The cluster does not have the lease yet.
     pub fn new(vm: VmId, lasts: Duration) -> Self {
-        Self { vm, lasts, renewal: Mutex::new(Renewal { at: Instant::now(), was_done: false }) }
+        Self { vm, lasts, renewal: Mutex::new(Renewal { at: clock::boot_time(), was_done: false }) }
     }
 
     fn renewal(&self) -> MutexGuard<'_, Renewal> {
@@ -57,7 +65,7 @@ impl Lease {
     /// The reason why the cluster does not store it.
     pub fn ensure(&self, cluster: &Cluster) -> Result<(), String> {
         let mut renewal = self.renewal();
-        if renewal.was_done && renewal.at.elapsed() < self.lasts / 10 {
+        if renewal.was_done && renewal.age() < self.lasts / 10 {
             return Ok(());
         }
         let key = name::lease(self.vm);
@@ -71,13 +79,13 @@ impl Lease {
             None => Ok(()),
         })
         .map_err(|error| format!("its lease: {error}"))?;
-        *renewal = Renewal { at: Instant::now(), was_done: true };
+        *renewal = Renewal { at: clock::boot_time(), was_done: true };
         Ok(())
     }
 
     /// Returns for how long it has not been renewed, if that is half of its duration or more.
     pub fn overdue(&self) -> Option<Duration> {
-        Some(self.renewal().at.elapsed()).filter(|age| *age >= self.lasts / 2)
+        Some(self.renewal().age()).filter(|age| *age >= self.lasts / 2)
     }
 }
 

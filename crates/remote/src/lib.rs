@@ -8,13 +8,15 @@
 //! and while slots move.
 //!
 //! [`RemoteStore`] is the store of one VM in a [`Cluster`], which all VMs of a process share. A VM has a lease there
-//! ([`lease`]), and may have a key that seals its pages ([`seal`]). [`check`] finds server settings that lose pages.
+//! ([`lease`]), and may have a key that seals its pages ([`seal`]). [`check`] finds server settings that lose pages;
+//! [`identity`] tells a cluster from another one.
 #![forbid(unsafe_code)]
 
 mod budget;
 pub mod check;
 mod cluster;
 mod garbage;
+pub mod identity;
 pub mod lease;
 mod link;
 mod loss;

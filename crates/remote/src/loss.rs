@@ -4,18 +4,19 @@
 //! Before: `Found::Nothing` for a page that a word names, or a value that is not its. After: the page was found, is
 //! lost, or its state is unknown.
 //! Threads: any; the caller waits. Units: nodes.
-//! Promise: silence is not loss. If a node cannot be asked, a vote has no majority, or a slot is moving, the state is
-//! unknown, and threads that want the page wait.
+//! Promise: silence is not loss. If a node cannot be asked, a vote has no majority, a slot is moving, or the cluster is
+//! not the one that has the VM's pages (`identity`), the state is unknown, and threads that want the page wait.
 //!
 //! The owner's reply is not enough: a primary that was cut off or stopped may still consider itself the owner, and has
 //! none of the writes to its successor. So a majority of the primaries must name the owner. Then the owner is asked
 //! again, and all of its replicas, since a replica may have pages that a restarted primary has lost.
 
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cluster::Cluster;
-use crate::map::Shard;
+use crate::map::{Shard, SlotMap};
 use crate::refusal::{Addr, is_of_another_type};
 use crate::resp::Commands;
 use crate::slot::slot_of;
@@ -38,28 +39,38 @@ pub enum Verdict {
     Unknown(String),
 }
 
-/// Searches for a key on all nodes that may have it, until `opens` says that a value is the page's.
-pub fn verdict(cluster: &Cluster, key: &[u8], opens: &mut dyn FnMut(&[u8]) -> bool) -> Verdict {
-    ask_all(cluster, key, opens).unwrap_or_else(|error| Verdict::Unknown(error.to_string()))
+/// Searches for a key on all nodes that may have it, until `opens` says that a value is the page's. `loses` says, for
+/// the map of the nodes that were asked, whether that counts if none has it; else why not.
+pub fn verdict(
+    cluster: &Cluster,
+    key: &[u8],
+    opens: &mut dyn FnMut(&[u8]) -> bool,
+    loses: &dyn Fn(&Arc<SlotMap>) -> Result<(), String>,
+) -> Verdict {
+    match ask_all(cluster, key, opens) {
+        Ok((Verdict::Lost, map)) => loses(&map).map_or_else(Verdict::Unknown, |()| Verdict::Lost),
+        Ok((verdict, _)) => verdict,
+        Err(error) => Verdict::Unknown(error.to_string()),
+    }
 }
 
-fn ask_all(cluster: &Cluster, key: &[u8], opens: &mut dyn FnMut(&[u8]) -> bool) -> io::Result<Verdict> {
+fn ask_all(cluster: &Cluster, key: &[u8], opens: &mut dyn FnMut(&[u8]) -> bool) -> io::Result<(Verdict, Arc<SlotMap>)> {
     let until = Instant::now() + ALL;
-    let shard = elected(cluster, slot_of(key), until)?;
+    let (shard, map) = elected(cluster, slot_of(key), until)?;
     let owner = shard.primary.iter().map(|addr| (addr, false));
     let mut without = Verdict::Lost;
     for (addr, replica) in owner.chain(shard.replicas.iter().map(|addr| (addr, true))) {
         match ask(cluster, addr, replica, key, until)? {
-            Some(value) if opens(&value) => return Ok(Verdict::Found),
+            Some(value) if opens(&value) => return Ok((Verdict::Found, map)),
             Some(_) => without = Verdict::Damaged,
             None => {}
         }
     }
-    Ok(without)
+    Ok((without, map))
 }
 
-/// Returns the shard that has this slot according to a majority of all primaries.
-fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<Shard> {
+/// Returns the shard that has this slot according to a majority of all primaries, and the map that names these.
+fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<(Shard, Arc<SlotMap>)> {
     cluster.refresh();
     let map = cluster.map();
     let primaries: Vec<&Addr> = map.shards().filter_map(|shard| shard.primary.as_ref()).collect();
@@ -79,7 +90,7 @@ fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<Shard> {
                     all.replicas.push(other.clone());
                 }
             }
-            return Ok(all);
+            return Ok((all, map));
         }
     }
     Err(io::Error::other(format!("no majority of the {voters} primaries says who has slot {slot}")))

@@ -5,7 +5,8 @@
 //! Promise: the hash tag (the part in braces) is the chunk. So all pages of a chunk are on one node, and one command
 //! covers a run of them. Only a key that has exactly the form of `key` is parsed.
 //!
-//! `b{VM:region:chunk}page:generation`, in hexadecimal; the page is its index in the chunk. `bl{VM}` is the VM's lease.
+//! `b{VM:region:chunk}page:generation`, in hexadecimal; the page is its index in the chunk. `bl{VM}` is the VM's lease;
+//! `bl{cluster:0}` and so on have the cluster's identity.
 
 use ballast_base::PageIdx;
 use ballast_base::store::{Handle, PageKey, RegionKey};
@@ -73,6 +74,11 @@ pub const EVERY_PAGE: &[u8] = b"b{*";
 /// Returns the key of a VM's lease.
 pub fn lease(vm: VmId) -> Vec<u8> {
     format!("bl{{{vm}}}").into_bytes()
+}
+
+/// Returns a key of the cluster's identity.
+pub fn identity(number: usize) -> Vec<u8> {
+    format!("bl{{cluster:{number:x}}}").into_bytes()
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,7 @@ use ballast_sys::clock;
 use crate::budget::{RemoteBudget, Share};
 use crate::cluster::Cluster;
 use crate::garbage::Garbage;
+use crate::identity::{Home, Kept, Tell};
 use crate::lease::Lease;
 use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
@@ -55,6 +56,7 @@ pub struct RemoteStore {
     codec: Codec,
     seal: RwLock<Arc<Seal>>,
     when_alone: Option<WhenAlone>,
+    home: Home,
     lease: Lease,
     /// Last generation drawn.
     last: Mutex<u64>,
@@ -93,6 +95,7 @@ impl RemoteStore {
             codec,
             seal: RwLock::new(Arc::new(Seal::plain())),
             when_alone: None,
+            home: Home::new(vm, Box::new(Arc::new(AtomicU64::new(0))), None),
             lease: Lease::new(vm, lease),
             last: Mutex::new(tick_now()),
             used: AtomicBool::new(false),
@@ -115,6 +118,18 @@ impl RemoteStore {
     pub fn sealed_when_alone(mut self, make: impl Fn() -> Seal + Send + Sync + 'static) -> Self {
         self.when_alone = Some(WhenAlone(Box::new(make)));
         self
+    }
+
+    /// Makes the store keep there which cluster has its pages, and tell operators if that is not the one it has.
+    #[must_use]
+    pub fn kept_in(mut self, kept: impl Kept + 'static, tell: Option<Tell>) -> Self {
+        self.home = Home::new(self.vm, Box::new(kept), tell);
+        self
+    }
+
+    /// Returns what operators were told if its pages are in another cluster, or in this one before it was emptied.
+    pub fn elsewhere(&self) -> Option<String> {
+        self.home.elsewhere()
     }
 
     fn seal(&self) -> Arc<Seal> {
@@ -143,8 +158,14 @@ impl RemoteStore {
         if !self.used.load(Relaxed) {
             return None;
         }
-        let why = self.lease.ensure(&self.cluster).err()?;
+        let why = self.ensure_lease().err()?;
         Some((self.lease.overdue()?, why))
+    }
+
+    /// In another cluster than its own it needs none.
+    fn ensure_lease(&self) -> Result<(), String> {
+        self.home.takes(&self.cluster)?;
+        self.lease.ensure(&self.cluster)
     }
 
     /// Counts pages that are in the cluster already.
@@ -170,7 +191,7 @@ impl RemoteStore {
             let limit = self.share.budget().limit();
             return Err(self.refuse(format!("its budget of {limit} is used"), PutOutcome::Full));
         }
-        self.lease.ensure(&self.cluster).map_err(|why| self.refuse(why, PutOutcome::Busy))?;
+        self.ensure_lease().map_err(|why| self.refuse(why, PutOutcome::Busy))?;
         let Some(generation) = self.draw() else {
             return Err(self.refuse("the host has run for so long that no generation is left".into(), PutOutcome::Full));
         };
@@ -217,7 +238,10 @@ impl RemoteStore {
             blob.is_some_and(|blob| blob::open(key, handle, blob, out))
         };
         let asked = request::run(&self.cluster, Verb::Get, &names, |timeout| timeout, &mut |at, found| match found {
-            Found::Value(bytes) if opens(at, bytes, &mut out[at]) => outcomes[at] = GetOutcome::Found,
+            Found::Value(bytes) if opens(at, bytes, &mut out[at]) => {
+                self.home.found();
+                outcomes[at] = GetOutcome::Found;
+            }
             // A replica may have it undamaged.
             Found::Value(_) | Found::Nothing => missing.push(at),
             Found::Elsewhere | Found::Done(_) => {}
@@ -233,7 +257,9 @@ impl RemoteStore {
                 // The remaining outcomes are still `Busy`. The next read of each page searches for it.
                 break;
             }
-            outcomes[at] = match loss::verdict(&self.cluster, &names[at], &mut |value| opens(at, value, &mut out[at])) {
+            let loses = |map: &_| self.home.loses(&self.cluster, map);
+            let mut opens = |value: &[u8]| opens(at, value, &mut out[at]);
+            outcomes[at] = match loss::verdict(&self.cluster, &names[at], &mut opens, &loses) {
                 Verdict::Found => GetOutcome::Found,
                 Verdict::Damaged => GetOutcome::Corrupt,
                 Verdict::Lost => GetOutcome::Absent,
@@ -327,6 +353,11 @@ impl Store for RemoteStore {
         self.garbage.forget_freed();
         self.share.sub(self.share.pages());
         self.add_pages(kept_blobs);
+        if live.is_empty() {
+            self.home.has_no_pages()
+        } else {
+            self.home.has_pages()
+        }
         self.garbage.begin_sweep(live, newest);
         Ok(Recovered { kept_blobs, ..Recovered::default() })
     }
@@ -334,6 +365,7 @@ impl Store for RemoteStore {
     /// The store may have pages, so their lease must not expire.
     fn follow(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         self.used.store(true, Relaxed);
+        self.home.has_pages();
     }
 
     /// Pages that were freed here since [`Store::follow`] must still be unlinked, and count until then. A page that is
@@ -344,6 +376,11 @@ impl Store for RemoteStore {
         }
         let Some(newest) = self.draw().or(Handle::new(Handle::MAX)) else { return };
         let live: HashSet<_> = live.collect();
+        if live.is_empty() {
+            self.home.has_no_pages()
+        } else {
+            self.home.has_pages()
+        }
         self.add_pages(live.len() as u64 + self.garbage.waiting_beside(&live));
         self.garbage.begin_sweep(live, newest);
     }

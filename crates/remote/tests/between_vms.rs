@@ -64,6 +64,13 @@ fn serve(mut stream: TcpStream, held: &(Mutex<Held>, Condvar)) {
         asked.extend_from_slice(&part[..len]);
         let reply = if asked.ends_with(b"SHARDS\r\n") {
             map.clone().into_bytes()
+        } else if has(&asked, b"bl{cluster:") {
+            // The cluster's identity, under several keys.
+            if !asked.ends_with(b"\r\n") {
+                continue;
+            }
+            let keys = asked.windows(11).filter(|window| *window == b"bl{cluster:").count();
+            b"$16\r\n0000000000000007\r\n".repeat(keys)
         } else if has(&asked, b"bl{") {
             // A lease: SET and PEXPIRE.
             if !has(&asked, b"PEXPIRE") || !asked.ends_with(b"\r\n") {

@@ -7,6 +7,7 @@ mod common;
 
 use std::io::{Read, Write};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
@@ -20,6 +21,11 @@ const VM: VmId = VmId([7; 16]);
 
 fn store(cluster: &Arc<Cluster>) -> RemoteStore {
     RemoteStore::new(VM, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
+}
+
+/// The store of another engine of the VM.
+fn another(cluster: &Arc<Cluster>, kept: &Arc<AtomicU64>) -> RemoteStore {
+    store(cluster).kept_in(kept.clone(), None)
 }
 
 fn key(page: u64) -> PageKey {
@@ -214,10 +220,12 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
     // A lease that is to be renewed each time, and is overdue at once.
     let lasts = Duration::from_millis(1);
     let brief = RemoteStore::new(VM, ours.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, lasts);
+    let its_cluster = Arc::new(AtomicU64::new(0));
+    let brief = brief.kept_in(its_cluster.clone(), None);
     let handles = stored(put(&brief, 0, 2));
     let lease = format!("bl{{{VM}}}");
     let ttl = || valkey.say(0, &["PTTL", &lease]).and_then(read::<i64>).expect("PTTL");
-    let kept = store(&ours);
+    let kept = another(&ours, &its_cluster);
     kept.follow(&mut std::iter::empty());
     valkey.say(0, &["DEL", &lease]).expect("DEL");
     set("maxmemory", "1");
@@ -227,7 +235,7 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
     assert_eq!(kept.keep_lease(), None);
     valkey.say(0, &["PEXPIRE", &lease, "60000"]).expect("PEXPIRE");
     set("maxmemory", "1");
-    let next = store(&ours);
+    let next = another(&ours, &its_cluster);
     next.follow(&mut std::iter::empty());
     assert_eq!(next.keep_lease(), None);
     assert!(ttl() > 60_000, "a full node renews it");

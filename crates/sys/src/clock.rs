@@ -15,6 +15,12 @@ pub fn monotonic_ns() -> u64 {
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }
 
+/// Time since the host started, with the time it was suspended: other hosts' clocks went on then.
+pub fn boot_time() -> Duration {
+    let now = clock_gettime(ClockId::Boottime);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
 /// What [`monotonic_ns`] returned at a moment in the past.
 pub fn monotonic_ns_at(moment: Instant) -> u64 {
     monotonic_ns().saturating_sub(moment.elapsed().as_nanos() as u64)

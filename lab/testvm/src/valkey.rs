@@ -428,13 +428,18 @@ impl Valkey {
         Ok(())
     }
 
-    /// Returns the number of keys on all primaries.
+    /// Returns the number of keys on all primaries, without those of the cluster's identity.
     ///
     /// # Errors
     /// A node does not reply.
     pub fn keys(&self) -> io::Result<u64> {
         let primaries = (0..self.len()).filter(|node| self.is_primary(*node));
-        let sizes = primaries.map(|node| redis::from_redis_value::<u64>(self.say(node, &["DBSIZE"])?).map_err(other));
+        let sizes = primaries.map(|node| {
+            let all: u64 = redis::from_redis_value(self.say(node, &["DBSIZE"])?).map_err(other)?;
+            let of_it: Vec<String> =
+                redis::from_redis_value(self.say(node, &["KEYS", "bl{cluster:*"])?).map_err(other)?;
+            Ok(all - of_it.len() as u64)
+        });
         sizes.sum()
     }
 }

@@ -47,6 +47,7 @@ pub mod late;
 mod lending;
 mod make;
 mod memory;
+mod missing;
 mod order_files;
 mod orphan;
 mod pin_check;

@@ -15,10 +15,13 @@ use anyhow::Context;
 use ballast_base::wire::VmId;
 use ballast_handover::secret::Secret;
 use ballast_handover::state_file::StateFile;
+use ballast_pager::vm::Reporter;
 use ballast_remote::check::{Finding, check};
+use ballast_remote::identity::{self, Kept, Tell};
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Seal, Tls, lease, seal};
-use ballast_store::Codec;
+use ballast_store::{Codec, Store};
 
+use super::missing::MissingStore;
 use crate::events::Events;
 use crate::settings::{Privacy, Remoting, TlsFiles};
 
@@ -90,9 +93,13 @@ impl Remote {
     /// that one is gone: it would know nothing of it.
     ///
     /// # Errors
-    /// The kernel has no random numbers, or no descriptor.
+    /// The kernel has no random numbers.
     pub fn store(&self, state: &StateFile, beside: bool, codec: Codec) -> anyhow::Result<Arc<RemoteStore>> {
-        let store = RemoteStore::new(state.id(), self.cluster.clone(), self.budget.clone(), codec, lease::LEASE);
+        let (name, events) = (state.name(), self.events.clone());
+        let tell: Tell =
+            Box::new(move |text| events.add(Some(name.clone()), "remote-other", format!("VM {name}: {text}")));
+        let store = RemoteStore::new(state.id(), self.cluster.clone(), self.budget.clone(), codec, lease::LEASE)
+            .kept_in(ItsCluster(state.share()), Some(tell));
         if !beside {
             // An engine that began to write it died before a page was sealed.
             state.forget_unused_secret();
@@ -108,8 +115,7 @@ impl Remote {
             }
             Secret::None if !self.encrypt => store,
             Secret::None if beside => {
-                let own = state.fd().try_clone_to_owned().context("Duplicating a descriptor")?;
-                let own = StateFile::open(own)?;
+                let own = state.share();
                 store.sealed_when_alone(move || match own.secret() {
                     Secret::Kept { since, key } => Seal::with(since, &key),
                     Secret::Damaged => Seal::lost(),
@@ -133,6 +139,42 @@ impl Remote {
     /// Known problems of the cluster.
     pub fn findings(&self) -> Vec<Finding> {
         lock(&self.findings).clone()
+    }
+}
+
+/// The remote store of a VM; without a cluster in the settings what stands for it, if its words may name pages there.
+///
+/// # Errors
+/// As for [`Remote::store`].
+pub fn store_of(
+    remote: Option<&Remote>,
+    state: &StateFile,
+    beside: bool,
+    codec: Codec,
+    report: &Reporter,
+) -> anyhow::Result<Option<Arc<dyn Store>>> {
+    Ok(match remote {
+        Some(remote) => Some(remote.store(state, beside, codec)?),
+        None if state.cluster() != 0 => Some(Arc::new(MissingStore::new(state.name(), report.clone()))),
+        None => None,
+    })
+}
+
+/// The cluster that has a VM's pages, in its state file.
+#[derive(Debug)]
+struct ItsCluster(StateFile);
+
+impl Kept for ItsCluster {
+    fn get(&self) -> u64 {
+        self.0.cluster()
+    }
+
+    fn keep(&self, identity: u64) {
+        self.0.keep_cluster(identity);
+    }
+
+    fn forget(&self) {
+        self.0.forget_cluster();
     }
 }
 
@@ -191,10 +233,14 @@ impl Caretaker {
         }
     }
 
-    /// Report new problems.
+    /// Report new problems of the cluster. Those of a VM were reported by its store.
     fn check(&self) {
+        identity::mend(&self.cluster);
         let found = check(&self.cluster);
-        let before = std::mem::replace(&mut *lock(&self.findings), found.clone());
+        let of = |(name, store): (String, Arc<RemoteStore>)| Some(format!("VM {name}: {}", store.elsewhere()?));
+        let elsewhere = self.stores().into_iter().filter_map(of).map(|text| Finding { serious: true, text });
+        let all = elsewhere.chain(found.iter().cloned()).collect();
+        let before = std::mem::replace(&mut *lock(&self.findings), all);
         for finding in found.into_iter().filter(|finding| finding.serious && !before.contains(finding)) {
             self.events.add(None, "remote-unsafe", format!("the remote store: {}", finding.text));
         }

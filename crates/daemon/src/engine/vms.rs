@@ -23,7 +23,7 @@ use ballast_pager::vm::ram::RamFile;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
-use ballast_pager::vm::{Hold, Tuning, Vm};
+use ballast_pager::vm::{Hold, Reporter, Tuning, Vm};
 use ballast_store::{Codec, FileOptions, RamOptions, RamStore};
 use ballast_sys::process::Process;
 use ballast_sys::{clock, memory_error, scm};
@@ -217,7 +217,7 @@ impl Engine {
         let store = Arc::new(RamStore::open(arena, own).context("Opening the arena")?);
         let events = self.events.clone();
         let name = state.name();
-        let report = {
+        let report: Reporter = {
             let name = name.clone();
             Arc::new(move |kind: &str, message| events.add(Some(name.clone()), kind, message))
         };
@@ -242,7 +242,7 @@ impl Engine {
             group.iter().map(|group| Tier::near(GROUP_STORE, "group store", group.clone())).collect();
         tiers.push(Tier::near(RAM_STORE, "RAM store", store.clone()));
         tiers.extend(late.clone().map(|late| Tier::slow(FILE_STORE, "file store", late)));
-        let remote = self.host.remote.as_ref().map(|remote| remote.store(&state, beside, codec)).transpose()?;
+        let remote = super::remote::store_of(self.host.remote.as_ref(), &state, beside, codec, &report)?;
         tiers.extend(remote.map(|remote| Tier::slow(REMOTE_STORE, "remote store", remote)));
         let vm = Arc::new(Vm::new(state, epoch, Stores::new(tiers), tuning, report).with_pins(self.host.pins.clone()));
         vm.set_shares(operator::read(vm.state.settings()).effective_shares());

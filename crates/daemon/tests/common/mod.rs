@@ -154,6 +154,12 @@ impl Daemon {
         self.wait_for_engine_after(engine);
     }
 
+    /// The same with this configuration text, keeper and engine both.
+    pub fn restart_with(&mut self, config: &str) {
+        std::fs::write(self.dir().join("ballastd.toml"), config).expect("write the configuration");
+        self.kill_and_restart_keeper(true);
+    }
+
     /// Wait until pages of this VM go to its file store and come back.
     pub fn goes_to_file_and_back(&self, name: &str) {
         let mut first = None;

@@ -28,6 +28,9 @@ fn a_successor_finds_what_its_predecessor_wrote() {
     file.set_settings([1, 2, 3, 4, u64::MAX]);
     assert!(!file.kept());
     file.set_kept(true);
+    assert_eq!(file.cluster(), 0, "a new word says nothing");
+    file.keep_cluster(77);
+    file.keep_cluster(78);
     let first = add(&file, 0, 20_000);
     let second = add(&file, 1 << 30, 1);
     assert_eq!((first, second, file.take_over(10, 99, LOST).expect("no journal")), (0, 1, 1));
@@ -41,6 +44,9 @@ fn a_successor_finds_what_its_predecessor_wrote() {
     assert_eq!((again.limit(), again.engine()), (Some(Bytes(1 << 30)), Some((10, 99))));
     assert_eq!((again.target(), again.settings()), (Some(Bytes(1 << 29)), [1, 2, 3, 4, u64::MAX]));
     assert!(again.kept());
+    assert_eq!(again.cluster(), 77, "the first engine that keeps one is right");
+    again.forget_cluster();
+    assert_eq!(file.cluster(), 0);
     again.set_target(None);
     assert_eq!((file.target(), file.limit()), (None, Some(Bytes(1 << 30))));
     assert_eq!(again.take_over(11, 100, LOST).expect("no journal"), 2);

@@ -71,9 +71,10 @@ impl Overdue {
             let (count, waited) = (waiting.pages.len(), now - since);
             drop(waiting);
             let PageKey { region, page } = key;
+            let why = self.store.last_refusal().map(|why| format!(" ({why})")).unwrap_or_default();
             let text = format!(
                 "the {} has not returned page {page} of region {} for {:.1} s; {count} pages are waited for, and go on \
-                 waiting: nothing is lost",
+                 waiting: nothing is lost{why}",
                 self.name,
                 region.number,
                 waited.as_secs_f64()

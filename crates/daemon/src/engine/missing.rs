@@ -1,0 +1,97 @@
+//! Missing: stands for the remote store of a VM whose pages are in a cluster, where the settings name none any more.
+//!
+//! Before: an operator removed `[remote]`, and an engine opens a VM whose state file names a cluster. After: operators
+//! know it; threads that touch one of those pages wait, as for a cluster that does not answer.
+//! Threads: any; the slow workers wait in `get`. Units: pages.
+//! Promise: no page counts as lost, and a page that is waited for costs a few requests a second.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use ballast_base::store::Recovered;
+use ballast_pager::vm::Reporter;
+use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+
+/// How long a page is waited for at a time.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// The store that is not there.
+pub struct MissingStore {
+    name: String,
+    report: Reporter,
+    pages: AtomicU64,
+}
+
+impl std::fmt::Debug for MissingStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "MissingStore({:?} pages)", self.pages)
+    }
+}
+
+impl MissingStore {
+    /// The store of the VM of this name.
+    pub fn new(name: String, report: Reporter) -> Self {
+        Self { name, report, pages: AtomicU64::new(0) }
+    }
+
+    /// Words name this number of pages.
+    fn has(&self, pages: u64) {
+        if self.pages.swap(pages, Relaxed) == 0 && pages > 0 {
+            let text = format!(
+                "{pages} pages of VM {} are in a cluster, and the settings have no [remote]: who touches one waits, \
+                 and after a day or two another host may remove them. Put [remote] back and restart ballastd",
+                self.name
+            );
+            (self.report)("remote-missing", text);
+        }
+    }
+}
+
+impl Store for MissingStore {
+    fn put(&self, _: PageKey, _: &PageBytes) -> PutOutcome {
+        PutOutcome::Busy
+    }
+
+    fn get(&self, _: PageKey, _: Handle, _: &mut PageBytes) -> GetOutcome {
+        std::thread::sleep(PAUSE);
+        GetOutcome::Busy
+    }
+
+    fn get_run(&self, _: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        std::thread::sleep(PAUSE);
+        outcomes.resize(outcomes.len() + handles.len().min(out.len()), GetOutcome::Busy);
+    }
+
+    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        std::thread::sleep(PAUSE);
+        outcomes.resize(outcomes.len() + pages.len().min(out.len()), GetOutcome::Busy);
+    }
+
+    /// With `[remote]` again, the next engine sweeps what is there.
+    fn free(&self, _: PageKey, _: Handle) {
+        // It never fails: the closure returns a value.
+        let _ = self.pages.fetch_update(Relaxed, Relaxed, |pages| Some(pages.saturating_sub(1)));
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        self.has(live.count() as u64);
+        Ok(Recovered::default())
+    }
+
+    fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        self.has(live.count() as u64);
+    }
+
+    fn is_told(&self) -> bool {
+        true
+    }
+
+    fn last_refusal(&self) -> Option<String> {
+        Some("the settings have no [remote]".into())
+    }
+
+    fn usage(&self) -> StoreUsage {
+        StoreUsage { pages: self.pages.load(Relaxed), bytes: 0, budget_bytes: 0 }
+    }
+}

@@ -1,0 +1,348 @@
+//! Identity: tells whether the cluster in the settings is the one that has a VM's pages. Another, empty cluster has no
+//! page of any VM either, and its nodes agree on that.
+//!
+//! Before: a VM is about to put a page, or no node has a page that a word names. After: the VM's state file names the
+//! cluster before the first page is there; and only that cluster can lose a page.
+//! Threads: any; the caller waits. Units: an identity is a random number other than zero.
+//! Promise: nothing here removes or replaces a key. A cluster is asked by one map of its slots, so two clusters are
+//! never taken for one.
+//!
+//! An identity is under 16 keys spread over the slots, so it outlives any shard. One key that has it is enough. The
+//! first engine that finds none of them makes the identity; engines add keys that are missing (`mend`).
+//!
+//! | The VM keeps | It has pages | The cluster says | Nobody has a page: | A put: |
+//! |---|---|---|---|---|
+//! | X | any | X | it is lost | goes on |
+//! | X | any | only others, or nothing, under all keys | unknown, and an event | refused |
+//! | X | any | not X, and some keys cannot be asked for | unknown | refused |
+//! | nothing | no | Y | it is nobody's: absent | keeps Y, goes on |
+//! | nothing | no | nothing, under all keys | the same | makes Y, keeps it, goes on |
+//! | nothing | by an older engine | the VM's lease, or a page of it | as if it kept what is there | the same |
+//! | nothing | by an older engine | neither | unknown | refused |
+//!
+//! A cluster that was emptied looks like another one. Only operators know, and say so by giving it the identity again.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+
+use crate::cluster::Cluster;
+use crate::map::SlotMap;
+use crate::name;
+use crate::refusal::Addr;
+use crate::resp::Commands;
+use crate::seal;
+use crate::slot::slot_of;
+
+/// Keys of an identity.
+const KEYS: usize = 16;
+/// Longest time that one node may take, and all of them together.
+const TIMEOUT: Duration = Duration::from_secs(1);
+const ALL: Duration = Duration::from_secs(5);
+/// For so long a put relies on the last answer, as long as the map of the slots is the same.
+const FRESH: Duration = Duration::from_secs(1);
+
+/// Where the identity of the cluster that has a VM's pages is kept, for all engines of the VM.
+pub trait Kept: fmt::Debug + Send + Sync {
+    /// Returns it; zero if none is kept.
+    fn get(&self) -> u64;
+    /// Keeps this one, unless one is kept.
+    fn keep(&self, identity: u64);
+    /// Keeps none any more: no page of the VM is in any cluster.
+    fn forget(&self);
+}
+
+/// For a store that outlives no process, as in tests.
+impl Kept for Arc<AtomicU64> {
+    fn get(&self) -> u64 {
+        self.load(Ordering::Acquire)
+    }
+
+    fn keep(&self, identity: u64) {
+        // One that is kept stays.
+        let _ = self.compare_exchange(0, identity, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    fn forget(&self) {
+        self.store(0, Ordering::Release);
+    }
+}
+
+/// Tells operators a sentence.
+pub type Tell = Box<dyn Fn(String) + Send + Sync>;
+
+/// The cluster of one VM.
+pub(crate) struct Home {
+    vm: VmId,
+    kept: Box<dyn Kept>,
+    tell: Option<Tell>,
+    /// Words name pages, and no identity is kept: an older engine put them.
+    unproved: AtomicBool,
+    /// What operators were told, while it is so.
+    elsewhere: Mutex<Option<String>>,
+}
+
+impl fmt::Debug for Home {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Home({:x})", self.kept.get())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Home {
+    pub fn new(vm: VmId, kept: Box<dyn Kept>, tell: Option<Tell>) -> Self {
+        Self { vm, kept, tell, unproved: AtomicBool::new(false), elsewhere: Mutex::default() }
+    }
+
+    /// Words name pages of the VM, or may do so.
+    pub fn has_pages(&self) {
+        self.unproved.store(self.kept.get() == 0, Ordering::Release);
+    }
+
+    /// No word names a page, and no other engine puts one.
+    pub fn has_no_pages(&self) {
+        self.kept.forget();
+        self.unproved.store(false, Ordering::Release);
+    }
+
+    /// A page of the VM came from the cluster.
+    pub fn found(&self) {
+        if self.unproved.load(Ordering::Relaxed) {
+            self.unproved.store(false, Ordering::Release);
+        }
+    }
+
+    /// What operators were told, if this is not the cluster of the VM.
+    pub fn elsewhere(&self) -> Option<String> {
+        lock(&self.elsewhere).clone()
+    }
+
+    /// Is this the cluster that the next page goes to, and whose lease is renewed?
+    ///
+    /// # Errors
+    /// It is not, or that is not known; the reason.
+    pub fn takes(&self, cluster: &Cluster) -> Result<(), String> {
+        let mut map = cluster.map();
+        if map.shards().next().is_none() {
+            cluster.owner(slot_of(&name::identity(0))).map_err(|error| error.to_string())?;
+            map = cluster.map();
+        }
+        let kept = self.kept.get();
+        if kept != 0 && cluster.was_seen(kept, &map, FRESH) {
+            return Ok(());
+        }
+        self.ask(cluster, &map).inspect_err(|_| cluster.refresh())
+    }
+
+    /// Does it count that no node of this map has a page?
+    ///
+    /// # Errors
+    /// It does not; the reason.
+    pub fn loses(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
+        if self.kept.get() == 0 && !self.unproved.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.ask(cluster, map)
+    }
+
+    /// Asks the nodes of this map.
+    fn ask(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
+        let until = Instant::now() + ALL;
+        let mut kept = self.kept.get();
+        if kept == 0 && self.unproved.load(Ordering::Acquire) {
+            self.prove(cluster, map, until)?;
+        }
+        let said = read(cluster, map, kept, until);
+        if kept == 0 {
+            let here = said.most().map_or_else(|| make(cluster, map, &said, until), Ok)?;
+            self.kept.keep(here);
+            // An engine beside this one may have been first.
+            kept = self.kept.get();
+            if kept == here {
+                cluster.saw(kept, map);
+                return Ok(());
+            }
+        }
+        if said.has(kept) {
+            cluster.saw(kept, map);
+            *lock(&self.elsewhere) = None;
+            return Ok(());
+        }
+        if let Some(why) = said.silent {
+            return Err(format!("it is not known whether this cluster has the VM's pages: {why}"));
+        }
+        cluster.saw_another();
+        Err(self.not_here(kept, said.most()))
+    }
+
+    /// Tells operators, once, that this is not the cluster of the VM.
+    fn not_here(&self, kept: u64, here: Option<u64>) -> String {
+        let here = here.map_or_else(|| "none".into(), |here| format!("{here:016x}"));
+        let text = format!(
+            "its pages are in the cluster {kept:016x}, and the one in [remote] is another ({here}), or was emptied: \
+             they wait, and no more go there. If it is another one, put the right nodes back within a day. If it was \
+             emptied, SET {} {kept:016x} there says so, and its pages are lost",
+            String::from_utf8_lossy(&name::identity(0))
+        );
+        let before = lock(&self.elsewhere).replace(text.clone());
+        if let Some(tell) = self.tell.as_ref().filter(|_| before.as_ref() != Some(&text)) {
+            tell(text.clone());
+        }
+        text
+    }
+
+    /// An older engine put the VM's pages: into this cluster, if that has its lease.
+    fn prove(&self, cluster: &Cluster, map: &SlotMap, until: Instant) -> Result<(), String> {
+        let lease = name::lease(self.vm);
+        let has = map.primary(slot_of(&lease)).is_some_and(|addr| {
+            let until = until.min(Instant::now() + TIMEOUT);
+            let asks = Commands::one(&[b"GET", &lease]);
+            cluster.with(addr, until, |link| Ok(link.ask(&asks, until)?.get(0).bytes().is_some())).unwrap_or(false)
+        });
+        if !has {
+            return Err("this cluster has neither the VM's lease nor, so far, one of its pages".into());
+        }
+        self.unproved.store(false, Ordering::Release);
+        Ok(())
+    }
+}
+
+/// What a cluster says under the keys of its identity.
+#[derive(Debug, Default)]
+struct Said {
+    /// The key's number, and the identity.
+    found: Vec<(usize, u64)>,
+    /// Keys that no node has.
+    missing: Vec<usize>,
+    /// Why some keys could not be asked for.
+    silent: Option<String>,
+}
+
+impl Said {
+    fn has(&self, identity: u64) -> bool {
+        self.found.iter().any(|(_, here)| *here == identity)
+    }
+
+    /// The identity under most of the keys.
+    fn most(&self) -> Option<u64> {
+        let count = |identity| self.found.iter().filter(|(_, here)| *here == identity).count();
+        self.found.iter().map(|(_, here)| *here).max_by_key(|here| (count(*here), *here))
+    }
+}
+
+/// Returns the numbers of the keys, by their nodes; those that were slow to answer come last.
+fn by_node(cluster: &Cluster, map: &SlotMap) -> Vec<(Option<Addr>, Vec<usize>)> {
+    let mut nodes: Vec<(Option<Addr>, Vec<usize>)> = Vec::new();
+    for at in 0..KEYS {
+        let addr = map.primary(slot_of(&name::identity(at))).cloned();
+        match nodes.iter_mut().find(|(node, _)| *node == addr) {
+            Some((_, keys)) => keys.push(at),
+            None => nodes.push((addr, vec![at])),
+        }
+    }
+    let timeout = |node: &Option<Addr>| node.as_ref().map_or(Duration::MAX, |addr| cluster.node(addr).timeout());
+    nodes.sort_by_key(|(node, _)| timeout(node));
+    nodes
+}
+
+/// Asks node by node, until one says `wanted`.
+fn read(cluster: &Cluster, map: &SlotMap, wanted: u64, until: Instant) -> Said {
+    let mut said = Said::default();
+    for (addr, keys) in by_node(cluster, map) {
+        let Some(addr) = addr else {
+            said.silent = Some("some slots have no node".into());
+            continue;
+        };
+        let until = until.min(Instant::now() + TIMEOUT);
+        let mut asks = Commands::default();
+        keys.iter().for_each(|at| asks.add(&[b"GET", &name::identity(*at)]));
+        let asked = cluster.with(&addr, until, |link| {
+            let replies = link.ask(&asks, until)?;
+            for (number, at) in keys.iter().enumerate() {
+                let reply = replies.get(number);
+                match reply.text().and_then(parse) {
+                    Some(identity) => said.found.push((*at, identity)),
+                    None if reply.is_nil() => said.missing.push(*at),
+                    None => {
+                        let why = reply.error().unwrap_or_else(|| "its identity makes no sense".into());
+                        said.silent = Some(format!("{addr}: {why}"));
+                    }
+                }
+            }
+            Ok(())
+        });
+        if let Err(error) = asked {
+            said.silent = Some(format!("{addr}: {error}"));
+        }
+        if said.has(wanted) {
+            break;
+        }
+    }
+    said
+}
+
+fn parse(text: &str) -> Option<u64> {
+    let is_it = text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    u64::from_str_radix(text, 16).ok().filter(|identity| is_it && *identity != 0)
+}
+
+/// Gives an identity to a cluster that was asked for all keys and has none.
+fn make(cluster: &Cluster, map: &SlotMap, said: &Said, until: Instant) -> Result<u64, String> {
+    if let Some(why) = &said.silent {
+        return Err(format!("the cluster's identity is not known: {why}"));
+    }
+    let random = seal::new_key().map_err(|error| error.to_string())?;
+    let identity = random.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).find(|number| *number != 0);
+    let identity = identity.ok_or("the kernel has no random numbers")?;
+    // Of engines that do this at the same time, the one that sets the first key is the first.
+    let here = set(cluster, map, 0, identity, until)?;
+    // What cannot be set now is set by `mend`.
+    (1..KEYS).for_each(|at| drop(set(cluster, map, at, here, until)));
+    Ok(here)
+}
+
+/// Sets a key that is missing. Returns what is there.
+fn set(cluster: &Cluster, map: &SlotMap, at: usize, identity: u64, until: Instant) -> Result<u64, String> {
+    let key = name::identity(at);
+    let addr = map.primary(slot_of(&key)).ok_or("some slots have no node")?;
+    let until = until.min(Instant::now() + TIMEOUT);
+    let mut asks = Commands::one(&[b"SET", &key, format!("{identity:016x}").as_bytes(), b"NX"]);
+    asks.add(&[b"GET", &key]);
+    let asked = cluster.with(addr, until, |link| {
+        let replies = link.ask(&asks, until)?;
+        let there = replies.get(1).text().and_then(parse);
+        there.ok_or_else(|| std::io::Error::other(replies.get(0).error().unwrap_or_default()))
+    });
+    asked.map_err(|error| format!("the cluster's identity cannot be set: {addr}: {error}"))
+}
+
+/// Adds keys of the cluster's identity that are missing, if all can be asked for and one is there.
+pub fn mend(cluster: &Cluster) {
+    let (map, until) = (cluster.map(), Instant::now() + ALL);
+    let said = read(cluster, &map, 0, until);
+    if let (Some(identity), None) = (said.most(), &said.silent) {
+        said.missing.iter().for_each(|at| drop(set(cluster, &map, *at, identity, until)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_spread_over_the_slots_and_a_value_that_is_no_identity_is_none() {
+        let mut quarters = [0; 4];
+        (0..KEYS).for_each(|at| quarters[usize::from(slot_of(&name::identity(at)) / 4096)] += 1);
+        assert!(quarters.iter().all(|keys| *keys >= 3), "{quarters:?}");
+        assert_eq!(parse("00000000000000ff"), Some(255));
+        for none in ["0000000000000000", "ff", "+0000000000000ff", "00000000000000fg", ""] {
+            assert_eq!(parse(none), None, "{none}");
+        }
+    }
+}
