@@ -21,13 +21,16 @@ const BESIDE: u64 = 1 << 32;
 /// A thread in the list, until this is dropped.
 #[derive(Debug)]
 #[must_use = "the thread is in the list only as long as this lives"]
-pub struct Listed<'a>(Option<&'a AtomicU64>);
+pub struct Listed<'a> {
+    slot: Option<&'a AtomicU64>,
+    thread: u32,
+}
 
 impl Drop for Listed<'_> {
     fn drop(&mut self) {
-        if let Some(slot) = self.0 {
-            slot.store(0, Ordering::Release);
-        }
+        // The entry may have been removed already, and the slot be another thread's.
+        let own = |entry| (entry as u32 == self.thread).then_some(0);
+        let _ = self.slot.map(|slot| slot.fetch_update(Ordering::AcqRel, Ordering::Relaxed, own));
     }
 }
 
@@ -82,7 +85,7 @@ impl<'a> ThreadList<'a> {
         // The keeper writes there, then reads the list; we do both in the opposite order. One of the two sees the
         // other.
         fence(Ordering::SeqCst);
-        if self.is_fenced(own_tag) { Err(Fenced) } else { Ok(Listed(slot)) }
+        if self.is_fenced(own_tag) { Err(Fenced) } else { Ok(Listed { slot, thread }) }
     }
 
     /// Has a keeper killed the engine with this tag?
@@ -200,6 +203,27 @@ mod tests {
         assert!(!state.is_beside(me));
         drop(listed);
         state.beside(|| assert!(!state.is_beside(me), "it does not work for the VM at all"));
+    }
+
+    #[test]
+    fn a_thread_that_was_removed_already_removes_no_other_one_when_it_ends() {
+        let state = state();
+        let me = this_thread();
+        let listed = state.list_thread();
+        state.unlist_thread();
+        let other = state.list(7).expect("not fenced");
+        drop(listed);
+        assert_eq!(state.threads(), [7]);
+        drop(other);
+        let listed = state.list_thread();
+        state.take_over(11, 99, LOST).expect("no journal");
+        let next = state.list(8).expect("the next engine's");
+        drop(listed);
+        assert_eq!(state.threads(), [8], "the next engine's stays");
+        drop(next);
+        let listed = state.list_thread();
+        state.beside(|| drop(listed));
+        assert!(state.threads().is_empty() && !state.is_beside(me), "one that waits for the disk, too");
     }
 
     #[test]
