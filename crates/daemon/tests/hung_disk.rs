@@ -6,12 +6,12 @@ mod common;
 
 use std::path::Path;
 
-use ballast_api::{UpgradeStage, VmStatus};
+use ballast_api::{UpgradeStage, VmStat, VmStatus};
 use ballast_base::Bytes;
 use ballast_testvm::fuse::Fuse;
 
 use common::guest::Guest;
-use common::raw::Ram;
+use common::raw::{Ram, files, open};
 use common::upgrades::{begin, ended, request, this_build};
 use common::{BUSY, Daemon, QUICK, missing, until};
 
@@ -143,4 +143,27 @@ fn all_of_a_vm_is_to_come_back_while_the_disk_hangs_and_its_memory_is_plugged_an
     drop(hangs);
     until("all is back", || daemon.vm("mine").far_bytes == 0);
     assert!((0..4096).all(|page| ram.is_marked(page)), "{}", daemon.log());
+}
+
+#[test]
+fn a_vm_whose_words_are_lost_while_the_disk_hangs_is_opened_again_and_its_pages_there_wait() {
+    let Some(fuse) = disk() else { return };
+    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let ram = Ram::new(4096);
+    ram.mark();
+    let _client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
+    // No write is under way, which would be waited for.
+    let is_there = |vm: VmStat| vm.far_file_bytes > 4 << 20 && vm.far_file_bytes == vm.far_bytes;
+    until("all that is far is on the disk", || daemon.api.vm("mine").is_ok_and(is_there));
+    let hangs = fuse.hold_on();
+    let state = open(&files(daemon.engine_pid().expect("an engine"), "ballast-state")[0]);
+    // The last page of words.
+    let size = state.metadata().expect("stat").len();
+    state.set_len(size - 4096).expect("cut");
+    let lost = ram.lost(3584..4096);
+    until("it is opened again", || is_said(&daemon, "memory-mended", "mine"));
+    assert!(lost > 0 && daemon.vm("mine").far_bytes > 0);
+    drop(hangs);
+    assert_eq!(ram.lost(0..3584), 0, "{}", daemon.log());
+    assert_eq!(ram.lost(3584..4096), lost);
 }

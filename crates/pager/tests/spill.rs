@@ -269,6 +269,25 @@ fn a_successor_finds_the_copies_of_both_stores_and_sweeps_what_a_death_left_in_e
 }
 
 #[test]
+fn a_vm_that_is_stopped_while_the_disk_hangs_under_a_spill_has_its_faults_served_until_that_is_over() {
+    let (file, faults) = faulty();
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
+    rig.fill_all();
+    faults.stall_puts();
+    std::thread::scope(|scope| {
+        let _end = Finally(|| faults.release());
+        rig.squeeze(LIMIT);
+        faults.wait_until_stalled(1);
+        let stops = scope.spawn(|| rig.vm.stop());
+        until("it is told to", || rig.vm.is_stopping());
+        rig.check_bytes();
+        assert!(!stops.is_finished(), "it waits for the disk");
+        faults.release();
+        stops.join().expect("stopped");
+    });
+}
+
+#[test]
 fn pages_of_a_file_that_cannot_be_opened_wait_and_the_others_are_served() {
     let rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(LateStore::new()), NEVER);
     rig.fill_all();

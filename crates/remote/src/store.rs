@@ -113,7 +113,8 @@ impl RemoteStore {
     }
 
     /// Makes the store seal its pages with the result of `make`, from the time when no other process has the store
-    /// ([`Store::own`]). Until then the other process may store pages again, and it does not know a new key.
+    /// ([`Store::own`], or [`Store::recover`]). Until then the other process may store pages again, and it does not
+    /// know a new key.
     #[must_use]
     pub fn sealed_when_alone(mut self, make: impl Fn() -> Seal + Send + Sync + 'static) -> Self {
         self.when_alone = Some(WhenAlone(Box::new(make)));
@@ -134,6 +135,13 @@ impl RemoteStore {
 
     fn seal(&self) -> Arc<Seal> {
         self.seal.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// No other process has the store: makes the seal that waited for that.
+    fn seal_alone(&self) {
+        if let Some(WhenAlone(make)) = &self.when_alone {
+            *self.seal.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(make());
+        }
     }
 
     /// Returns an unused generation, or `None` if none is left.
@@ -347,6 +355,7 @@ impl Store for RemoteStore {
 
     /// Sends nothing to the cluster; `tidy` finds the leftovers.
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        self.seal_alone();
         let newest = self.draw().or(Handle::new(Handle::MAX)).ok_or_else(|| io::Error::other("no generation"))?;
         let live: HashSet<_> = live.collect();
         let kept_blobs = live.len() as u64;
@@ -371,9 +380,7 @@ impl Store for RemoteStore {
     /// Pages that were freed here since [`Store::follow`] must still be unlinked, and count until then. A page that is
     /// freed during this call may be counted once too little.
     fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
-        if let Some(WhenAlone(make)) = &self.when_alone {
-            *self.seal.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(make());
-        }
+        self.seal_alone();
         let Some(newest) = self.draw().or(Handle::new(Handle::MAX)) else { return };
         let live: HashSet<_> = live.collect();
         if live.is_empty() {

@@ -264,17 +264,24 @@ fn nothing_of_a_sealed_page_is_in_a_server_and_only_its_key_opens_it() {
 fn an_engine_that_follows_beside_another_seals_when_that_one_is_gone_and_not_before() {
     let Some(valkey) = start(Layout::default()) else { return };
     let ours = cluster(&valkey, 1);
-    let plain = put(&store(&ours), 1);
-    let next = store(&ours).sealed_when_alone(|| Seal::with(tick_now(), &[5; 32]));
-    next.follow(&mut std::iter::once((key(0), plain[0])));
-    assert_eq!(get(&next, 0, plain[0]), GetOutcome::Found);
-    next.own(&mut std::iter::once((key(0), plain[0])));
-    let sealed = put(&next, 2);
-    assert_eq!(get(&next, 0, plain[0]), GetOutcome::Found, "what was there before is as it was");
-    assert_eq!(get(&next, 1, sealed[1]), GetOutcome::Found);
-    next.free(key(0), plain[0]);
-    while shows(&kept(&valkey)) {
-        next.tidy();
+    // It is gone when the store is told so, or recovered because the VM is opened again.
+    for is_told in [true, false] {
+        let plain = put(&store(&ours), 1);
+        let live = || std::iter::once((key(0), plain[0]));
+        let next = store(&ours).sealed_when_alone(|| Seal::with(tick_now(), &[5; 32]));
+        next.follow(&mut live());
+        assert_eq!(get(&next, 0, plain[0]), GetOutcome::Found);
+        match is_told {
+            true => next.own(&mut live()),
+            false => drop(next.recover(&mut live()).expect("recover")),
+        }
+        let sealed = put(&next, 2);
+        assert_eq!(get(&next, 0, plain[0]), GetOutcome::Found, "what was there before is as it was");
+        assert_eq!(get(&next, 1, sealed[1]), GetOutcome::Found);
+        next.free(key(0), plain[0]);
+        while shows(&kept(&valkey)) {
+            next.tidy();
+        }
     }
 }
 

@@ -5,7 +5,8 @@
 //! Threads: one, which other processes may delay; restoring pages has a thread of the VM's own.
 //! Promise: a VM is not reclaimed from before a scan that began after its view or its first limit was known. All
 //! requests made meanwhile share one scan, so its cost does not depend on their number. Processes that cannot be
-//! examined are reported once. A scan that failed releases no VM; the next is 5 s later.
+//! examined are reported once. A scan that failed releases no VM; the next is 5 s later. Nor does one release a VM that
+//! was changing: whose RAM was being unplugged, or a process of which was about to be served.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
@@ -67,8 +68,8 @@ impl Scanner {
         if wanted.is_empty() {
             return;
         }
-        let vms: Vec<&Arc<Served>> = wanted.iter().map(|(served, _)| served).collect();
-        let scan = scan_for_foreign_mappers(&mut self.processes, &vms);
+        let owners: Vec<Owner> = wanted.iter().map(|(served, _)| Owner::of(served)).collect();
+        let scan = scan_for_foreign_mappers(&mut self.processes, &owners);
         if scan.failed != self.failed {
             let (kind, text) = if scan.failed {
                 (
@@ -82,17 +83,10 @@ impl Scanner {
         }
         self.failed = scan.failed;
         let huge_pages = HugePages::now();
-        for (served, asked) in &wanted {
-            let nobody = "no other process maps this VM's RAM any more";
-            let found = foreign_mapper(served, &scan);
-            if found.is_some() || !scan.failed {
-                judge(served, Hold::Shared, "ram-shared", found, nobody);
-            }
+        for ((served, asked), owner) in wanted.iter().zip(&owners) {
+            conclude(served, *asked, owner, &scan);
             let spared = "khugepaged spares this VM's RAM now";
             judge(served, Hold::HugePages, "huge-pages", huge_pages.danger(served), spared);
-            if !scan.failed {
-                served.checked(*asked);
-            }
         }
         let unreadable: HashSet<Process> = scan.unreadable.into_iter().collect();
         for process in unreadable.difference(&self.unreadable) {
@@ -132,23 +126,28 @@ struct Owner {
     ram: FileRanges,
     /// Its processes, and the RAM that each must not map: a region that the keeper did not take from it, say.
     outside: HashMap<u32, FileRanges>,
+    /// What a process must not map is not known: a process that is about to be served has no view yet; one that unplugs
+    /// RAM maps it where it is not served any more.
+    is_changing: bool,
 }
 
 impl Owner {
     fn of(served: &Served) -> Self {
         let (ram, vm) = (ram_of(served), &served.vm);
-        let (regions, views, is_unplugging) = (vm.regions(), vm.views(), vm.is_held_for(Hold::Unplug));
+        // First: one that ends meanwhile counts.
+        let is_unplugging = vm.is_held_for(Hold::Unplug);
+        let (regions, views) = (vm.regions(), vm.views());
         let outside = |pid| {
-            // One that is about to be served has no view yet. While RAM is unplugged, its process maps it where it is
-            // not served any more; nothing is reclaimed then.
             let view = views.iter().find(|view| view.pid == pid && !is_unplugging)?;
             let inside = regions.iter().filter(|region| view.base(region.number).is_some());
             Some(ram.without(&inside.flat_map(|region| region.places()).collect()))
         };
-        let pids = served.pids().into_iter().map(|pid| (pid, outside(pid).unwrap_or_default()));
+        let pids: Vec<_> = served.pids().into_iter().map(|pid| (pid, outside(pid))).collect();
+        let is_changing = is_unplugging || pids.iter().any(|(_, outside)| outside.is_none());
+        let pids = pids.into_iter().map(|(pid, outside)| (pid, outside.unwrap_or_default()));
         // This engine queries the pages of a file of hugetlbfs through a mapping that is never touched.
         let outside = pids.chain([(std::process::id(), FileRanges::default())]).collect();
-        Self { ram, outside }
+        Self { ram, outside, is_changing }
     }
 
     /// Does this process map what it may not, if it maps `found`?
@@ -158,10 +157,9 @@ impl Owner {
 }
 
 /// Scan twice for processes that map RAM of one of these VMs where they are not served.
-fn scan_for_foreign_mappers(processes: &mut Processes, vms: &[&Arc<Served>]) -> Scan {
-    let owners: Vec<Owner> = vms.iter().map(|served| Owner::of(served)).collect();
+fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner]) -> Scan {
     let mut of_file: HashMap<FileId, Vec<&Owner>> = HashMap::new();
-    for owner in &owners {
+    for owner in owners {
         owner.ram.files().for_each(|file| of_file.entry(file).or_default().push(owner));
     }
     let all = of_file.keys().copied().collect();
@@ -174,13 +172,26 @@ fn scan_for_foreign_mappers(processes: &mut Processes, vms: &[&Arc<Served>]) -> 
     })
 }
 
+/// Hold or release this VM after a scan. When that began, the VM was like `before`, and `asked` scans of it had been
+/// requested.
+fn conclude(served: &Arc<Served>, asked: u64, before: &Owner, scan: &Scan) {
+    // As it is now: a region may have been plugged since the scan began.
+    let owner = Owner::of(served);
+    let found = foreign_mapper(served, &owner, scan);
+    let releases = !scan.failed && !before.is_changing && !owner.is_changing;
+    if found.is_some() || releases {
+        judge(served, Hold::Shared, "ram-shared", found, "no other process maps this VM's RAM any more");
+    }
+    if releases {
+        served.checked(asked);
+    }
+}
+
 /// Why no page of this VM may be evicted, by the result of the scan.
-fn foreign_mapper(served: &Served, scan: &Scan) -> Option<String> {
+fn foreign_mapper(served: &Served, owner: &Owner, scan: &Scan) -> Option<String> {
     if let Some(reason) = served.unserved() {
         return Some(reason);
     }
-    // As it is now: a region may have been plugged since the scan began.
-    let owner = Owner::of(served);
     let foreign_mappers = scan.mapping.iter().filter(|(process, found)| owner.is_foreign(process, found));
     let process = foreign_mappers.map(|(process, _)| *process).min_by_key(|process| process.pid)?;
     let who = mappers::name(process);
@@ -207,10 +218,77 @@ fn judge(served: &Arc<Served>, kind: Hold, event: &str, reason: Option<String>, 
                 vm.report("restore-failed", format!("Bringing its pages back: {error}"));
             }
         }
-        (None, true) => {
-            vm.report(event, over.into());
-            vm.hold(kind, None);
-        }
+        (None, true) if served.release(kind) => vm.report(event, over.into()),
         _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ballast_base::Bytes;
+    use ballast_base::wire::VmId;
+    use ballast_handover::state_file::StateFile;
+    use ballast_pager::tier::stores::Stores;
+    use ballast_pager::vm::region_table::LOST;
+    use ballast_pager::vm::{Tuning, Vm};
+    use ballast_store::{Budget, RamOptions, RamStore};
+
+    use super::*;
+    use crate::engine::late;
+
+    /// A VM that waits for a scan and has had a foreign mapper.
+    fn held() -> Arc<Served> {
+        let state = StateFile::create(VmId([6; 16]), "test").expect("state");
+        let epoch = state.take_over(std::process::id(), 1, LOST).expect("no journal");
+        let store = Arc::new(RamStore::create(RamOptions::new(Budget::new(Bytes(1 << 20)))).expect("store").0);
+        let stores = Stores::ram_only(store.clone());
+        let vm = Vm::new(state, epoch, stores, Tuning::default(), Arc::new(|_: &str, _| ()));
+        let served = Arc::new(Served::new(Arc::new(vm), store, None, late::File::default(), "test".into()));
+        served.hold_unchecked();
+        served.vm.hold(Hold::Shared, Some("somebody maps it".into()));
+        served
+    }
+
+    fn holds(served: &Served) -> [bool; 2] {
+        [Hold::Shared, Hold::Unchecked].map(|kind| served.vm.is_held_for(kind))
+    }
+
+    #[test]
+    fn a_scan_that_finds_nobody_while_ram_is_unplugged_or_a_process_is_about_to_be_served_releases_nothing() {
+        let served = held();
+        let concludes = |before: &Owner| {
+            conclude(&served, served.asked(), before, &Scan::default());
+            holds(&served)
+        };
+        let calm = Owner::of(&served);
+        let unplugging = served.vm.begin_unplug();
+        let before = Owner::of(&served);
+        assert_eq!(concludes(&before), [true; 2], "RAM is unplugged all the time");
+        assert_eq!(concludes(&calm), [true; 2], "at its end");
+        drop(unplugging);
+        assert_eq!(concludes(&before), [true; 2], "at its beginning");
+        served.add_pid(7);
+        let before = Owner::of(&served);
+        assert_eq!(concludes(&calm), [true; 2], "a process has no view at its end");
+        served.forget_pid(7);
+        assert_eq!(concludes(&before), [true; 2], "it had none at its beginning");
+        assert_eq!(concludes(&calm), [false; 2]);
+        let unplugging = served.vm.begin_unplug();
+        served.set_unserved(7, "not all of it is served".into());
+        assert_eq!(concludes(&calm), [true, false], "it may hold the VM at any time");
+        drop(unplugging);
+        served.jobs.close();
+    }
+
+    #[test]
+    fn a_scan_does_not_release_a_vm_of_which_a_process_has_turned_out_not_to_be_served() {
+        let served = held();
+        // It had looked before.
+        served.set_unserved(7, "not all of it is served".into());
+        judge(&served, Hold::Shared, "ram-shared", None, "over");
+        assert_eq!(holds(&served), [true; 2]);
+        served.forget_pid(7);
+        judge(&served, Hold::Shared, "ram-shared", None, "over");
+        assert_eq!(holds(&served), [false, true]);
     }
 }

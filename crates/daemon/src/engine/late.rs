@@ -1,22 +1,24 @@
-//! Late: opens a VM's file store on a thread of its own, because its disk may not respond.
+//! Late: opens a VM's file store, or recovers it, on a thread of its own, because its disk may not respond.
 //!
-//! Before: the VM is being opened. After: its file store is there; or the VM is served without it, and pages in the
-//! file wait until the disk responds, or the store can be opened: that is tried again until the VM is closed.
+//! Before: the VM is being opened, or opened again. After: its file store is there; or the VM is served without it, and
+//! pages in the file wait until the disk responds, or the store can be opened: that is tried again until the VM is
+//! closed.
 //! Threads: one for each VM with a file store, until that is open. The VM's worker waits for its first try,
-//! [`OPEN_TIMEOUT`] at most.
+//! [`OPEN_TIMEOUT`] at most, and not for a recovery.
 //! Promise: the store is not used before it has waited for writes that a dead engine left under way, and was swept. It
 //! is not swept any more once the VM is closed, because another engine may then open it.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_handover::state_file::StateFile;
 use ballast_pager::tier::stores::LateStore;
 use ballast_pager::vm::{Reporter, Vm};
 use ballast_store::{FileOptions, FileStore, Handle};
+use ballast_sys::memory_error;
 
 /// How long a VM waits for its disk. A healthy one takes milliseconds.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
@@ -39,10 +41,14 @@ pub struct File(Arc<Shared>);
 struct Shared {
     closed: Mutex<bool>,
     is_closed: Condvar,
-    opened: OnceLock<Arc<FileStore>>,
+    opened: Mutex<Option<Arc<FileStore>>>,
 }
 
 impl Shared {
+    fn opened(&self) -> MutexGuard<'_, Option<Arc<FileStore>>> {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn closed(&self) -> MutexGuard<'_, bool> {
         self.closed.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -56,8 +62,15 @@ impl Shared {
 
 impl File {
     /// The store itself, once it is there.
-    pub fn opened(&self) -> Option<&Arc<FileStore>> {
-        self.0.opened.get()
+    pub fn opened(&self) -> Option<Arc<FileStore>> {
+        self.0.opened().clone()
+    }
+
+    /// The VM is opened again, and no thread uses its store any more: that is to be recovered. If it is not there, the
+    /// thread that brings it does all that, since its pages can only have become fewer meanwhile.
+    pub fn recovers(&self) -> Option<Recovery> {
+        let opened = self.0.opened().take()?;
+        Some(Recovery { opened, shared: self.0.clone(), store: Arc::new(LateStore::new()) })
     }
 
     /// The VM is closed: its store is not swept, and the opening is abandoned.
@@ -83,7 +96,7 @@ impl LateFile {
         let shared = shared.0.clone();
         let body = move || {
             let _listed = state.list_thread();
-            let say = |kind: &str, what: String| report(kind, format!("the file store of VM {}: {what}", state.name()));
+            let say = teller(&report, &state);
             // A waiter sees the end of the channel.
             let mut end = Some(end);
             let failed = |error| {
@@ -110,6 +123,33 @@ impl LateFile {
     }
 }
 
+fn teller<'a>(report: &'a Reporter, state: &'a StateFile) -> impl Fn(&str, String) + 'a {
+    move |kind, what| report(kind, format!("the file store of VM {}: {what}", state.name()))
+}
+
+/// A file store of a VM that is opened again.
+#[derive(Debug)]
+pub struct Recovery {
+    opened: Arc<FileStore>,
+    shared: Arc<Shared>,
+    /// The place where it arrives.
+    pub store: Arc<LateStore>,
+}
+
+impl Recovery {
+    /// Begin, for the VM of this state file, whose words are known.
+    pub fn begin(self, state: StateFile, report: Reporter) -> io::Result<()> {
+        let Self { opened, shared, store } = self;
+        let live = store.take_live();
+        let body = move || {
+            let _listed = state.list_thread();
+            let say = teller(&report, &state);
+            state.beside(|| arrive(&store, opened, live, &shared, &say));
+        };
+        std::thread::Builder::new().name("file".into()).spawn(body).map(drop)
+    }
+}
+
 /// Open it, as soon as that can be done. `failed` gets the error of each try that failed.
 fn open(
     store: &LateStore,
@@ -132,16 +172,34 @@ fn open(
             return;
         }
     };
-    let read_only = opened.is_read_only();
-    if read_only {
+    if opened.is_read_only() {
         say("spill-rests", "its file system is read-only: its pages come back, and no more go there".into());
     }
+    if !arrive(store, Arc::new(opened), live.recv().unwrap_or_default(), shared, say) {
+        return;
+    }
+    let took = begun.elapsed();
+    if tries > 1 {
+        say("spill-back", format!("it could be opened at the try of number {tries}, after {} s", took.as_secs()));
+    } else if took > OPEN_TIMEOUT {
+        say("spill-back", format!("its disk answers again, after {} s", took.as_secs()));
+    }
+}
+
+/// Have it recovered, with these live pages, before it arrives. Returns false if the VM was closed before.
+fn arrive(
+    store: &LateStore,
+    opened: Arc<FileStore>,
+    live: Option<Vec<Handle>>,
+    shared: &Shared,
+    say: &dyn Fn(&str, String),
+) -> bool {
     // What the last engine left there cannot be freed, so it stays until the next engine tries.
-    let live = live.recv().unwrap_or_default().filter(|_| !read_only);
+    let live = live.filter(|_| !opened.is_read_only());
     let waited = if live.is_some() { opened.wait_for_writes() } else { Ok(()) };
     let closed = shared.closed();
     if *closed {
-        return;
+        return false;
     }
     match (waited, live) {
         (Ok(()), Some(live)) => drop(opened.sweep(live.into_iter())),
@@ -151,15 +209,11 @@ fn open(
             say("spill-unswept", format!("freeing what the last engine left in it: {error}"));
         }
     }
-    let opened = Arc::new(opened);
-    let _ = shared.opened.set(opened.clone());
-    store.arrive(opened);
-    let took = begun.elapsed();
-    if tries > 1 {
-        say("spill-back", format!("it could be opened at the try of number {tries}, after {} s", took.as_secs()));
-    } else if took > OPEN_TIMEOUT {
-        say("spill-back", format!("its disk answers again, after {} s", took.as_secs()));
-    }
+    store.arrive(opened.clone());
+    *shared.opened() = Some(opened);
+    // If memory of its index failed meanwhile, it is recovered again.
+    memory_error::notify();
+    true
 }
 
 #[cfg(test)]
@@ -216,5 +270,60 @@ mod tests {
             assert_eq!(got, if closes { GetOutcome::Busy } else { GetOutcome::Found });
             assert_eq!(shared.opened().is_some(), !closes);
         }
+    }
+
+    #[test]
+    fn a_vm_that_is_opened_again_does_not_wait_for_its_file_store_which_is_not_used_before_it_was_recovered() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let made = FileStore::create(dir.path(), FileOptions::new(Budget::new(Bytes(4 << 20))));
+        let (file, ..) = match made {
+            Ok(made) => made,
+            Err(error) => return skip("disk", error),
+        };
+        let vm = VmId([3; 16]);
+        let key = |page| PageKey { region: RegionKey { vm, number: 0 }, page: PageIdx(page) };
+        let put = |page: u64| match file.put(key(page), &ballast_store::pages::incompressible(page)) {
+            PutOutcome::Stored(handle) => handle,
+            refused => panic!("{refused:?}"),
+        };
+        let [kept, freed, _] = [1, 2, 3].map(put);
+        let shared = File::default();
+        *shared.0.opened() = Some(Arc::new(file));
+        let begins = |live: &[(u64, Handle)]| {
+            let recovery = shared.recovers().expect("it is there");
+            let store = recovery.store.clone();
+            store.recover(&mut live.iter().map(|(page, handle)| (key(*page), *handle))).expect("noted");
+            let state = StateFile::create(vm, "test").expect("state");
+            recovery.begin(state, Arc::new(|_: &str, _| ())).expect("a thread");
+            store
+        };
+        let mut bytes = [0; 4096];
+        // As if the disk did not respond.
+        let hangs = shared.0.closed();
+        let store = begins(&[(1, kept), (2, freed)]);
+        assert_eq!(store.get(key(1), kept, &mut bytes), GetOutcome::Busy);
+        store.free(key(2), freed);
+        assert!(shared.opened().is_none() && shared.recovers().is_none(), "one thread recovers it");
+        drop(hangs);
+        let arrived = || loop {
+            match shared.opened() {
+                Some(file) => return file,
+                None => std::thread::yield_now(),
+            }
+        };
+        let file = arrived();
+        assert_eq!(store.get(key(1), kept, &mut bytes), GetOutcome::Found);
+        assert_eq!(file.usage_detail().block_pages, 1, "the others were freed, by name or because no word names them");
+        // The VM is closed before it is recovered once more: another engine may have it now.
+        let mut hangs = shared.0.closed();
+        let again = begins(&[]);
+        *hangs = true;
+        drop(hangs);
+        // The thread has ended: it is here, and in the store that had arrived.
+        while Arc::strong_count(&file) > 2 {
+            std::thread::yield_now();
+        }
+        assert_eq!(again.get(key(1), kept, &mut bytes), GetOutcome::Busy);
+        assert_eq!(file.usage_detail().block_pages, 1);
     }
 }

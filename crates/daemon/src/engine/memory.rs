@@ -17,7 +17,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use anyhow::Context;
-use ballast_handover::state_file::StateFile;
+use ballast_base::store::FILE_STORE;
+use ballast_pager::tier::stores::Tier;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::{Hold, Vm};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -99,22 +100,26 @@ impl Engine {
 
     fn try_reopen(&self, last: &Arc<Served>) -> anyhow::Result<()> {
         let listed = last.vm.state.list_thread();
-        last.vm.stop();
-        last.jobs.close();
-        last.settle();
-        let state = last.vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?;
-        let state = StateFile::open(state)?;
+        last.stop();
+        let state = self.open_again(&last.vm.state)?;
         let epoch = state.take_over(self.me.pid, self.me.start, LOST).context("Taking the state file over")?;
         // The list of threads may have been lost. This thread is the only one that works for the VM now.
         drop(listed);
         state.unlist_thread();
         std::mem::forget(state.list_thread());
-        let vm = Vm::new(state, epoch, last.vm.stores.clone(), last.vm.tuning, last.vm.reporter())
-            .with_pins(self.host.pins.clone());
+        // The disk may not respond.
+        let (recovery, mut stores) = (last.file.recovers(), last.vm.stores.clone());
+        if let Some(recovery) = &recovery {
+            stores = stores.with(Tier::slow(FILE_STORE, "file store", recovery.store.clone()));
+        }
+        let vm = Vm::new(state, epoch, stores, last.vm.tuning, last.vm.reporter()).with_pins(self.host.pins.clone());
         for region in last.vm.regions() {
             vm.open_region(region.files())?;
         }
         mend(&vm)?;
+        if let Some(recovery) = recovery {
+            recovery.begin(self.open_again(&vm.state)?, vm.reporter()).context("Starting to recover its file store")?;
+        }
         vm.take_after(&last.vm);
         let vm = Arc::new(vm);
         let _unlists = Unlists(&vm);
@@ -127,6 +132,8 @@ impl Engine {
             last.vmm.clone(),
         ));
         served.take_after(last);
+        // Until a scan has seen all of its processes: those that are not added yet may have pages mapped.
+        served.hold_unchecked();
         for place in self.host.vms.write().expect("no panic while held").iter_mut() {
             if Arc::ptr_eq(place, last) {
                 *place = served.clone();

@@ -67,6 +67,19 @@ impl Served {
         self.store.usage().bytes + self.group.as_ref().map_or(0, |group| group.usage().bytes)
     }
 
+    /// End all work for it but the serving of its faults. Blocks; a disk or a cluster may be waited for.
+    pub fn end_work(&self) {
+        self.vm.serve_faults_only();
+        self.jobs.close();
+    }
+
+    /// End all work for it. Its faults are served until nothing that may wait is left.
+    pub fn stop(&self) {
+        self.end_work();
+        self.vm.stop();
+        self.settle();
+    }
+
     /// Do what its near stores have put off. Call it when the VM was stopped: another thread may still look at it when
     /// its arenas have been opened again, and nothing must be done then. A disk is not waited for: recovery finds what
     /// a file store has put off.
@@ -95,8 +108,7 @@ impl Served {
         if let Some(group) = &self.group {
             group.part();
         }
-        self.vm.serve_faults_only();
-        self.jobs.close();
+        self.end_work();
         // Tasks put off so far are done; those that its faults put off from now on are done when it is closed.
         stores.first().store.tidy();
         // The last spill may have given up waiting.
@@ -173,6 +185,17 @@ impl Served {
     /// This process is not served everywhere it maps the RAM.
     pub fn set_unserved(&self, pid: u32, reason: String) {
         self.all_unserved().insert(pid, reason);
+    }
+
+    /// There is no reason of this kind any more not to reclaim. Returns whether it is released: not while a process is
+    /// not served. Who notes such a process holds the VM afterwards, so either is seen.
+    pub fn release(&self, kind: Hold) -> bool {
+        let unserved = self.all_unserved();
+        let is_released = kind != Hold::Shared || unserved.is_empty();
+        if is_released {
+            self.vm.hold(kind, None);
+        }
+        is_released
     }
 
     /// Take over what an earlier opening of the same VM knew of its processes.

@@ -92,6 +92,13 @@ impl Engine {
         &self.host.settings
     }
 
+    /// Open a VM's state file once more, for a thread of its own.
+    pub fn open_again(&self, state: &StateFile) -> anyhow::Result<StateFile> {
+        let state = StateFile::open(state.fd().try_clone_to_owned().context("Duplicating a descriptor")?)?;
+        state.open_as(self.me.pid, self.me.start);
+        Ok(state)
+    }
+
     /// Send a report to the keeper.
     pub fn report(&self, report: &Report) -> anyhow::Result<()> {
         scm::send(&*self.keeper, &wire::encode(report), &[]).context("Reporting to the keeper")

@@ -137,11 +137,15 @@ impl Engine {
 
     /// The engine that served this VM as well has closed it: do all the rest for it, too.
     fn alone(&self, served: &Arc<Served>) -> anyhow::Result<()> {
-        let owns = served.vm.own_stores().context("Reading what its words name");
-        // It was started already if it was opened again for a memory error, after the other engine had closed it.
-        if !served.vm.is_alone() {
+        // If it was opened again for a memory error, after the other engine had closed it, its stores are this engine's
+        // and its workers run.
+        let owns = if served.vm.is_alone() {
+            Ok(())
+        } else {
+            let owns = served.vm.own_stores().context("Reading what its words name");
             served.vm.start().context("Starting its workers")?;
-        }
+            owns
+        };
         self.mapper_scan.send(served.clone()).context("Requesting a scan for foreign mappers")?;
         // The other engine may have met a loss, in its own mapping.
         let has_lost = served.vm.has_lost_words().context("Looking for lost words");
@@ -250,8 +254,7 @@ impl Engine {
         let late_file = late::File::default();
         let opening = match late.clone().zip(file) {
             Some((late, files)) => {
-                let state = StateFile::open(vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?)?;
-                state.open_as(pid, start);
+                let state = self.open_again(&vm.state)?;
                 Some(LateFile::begin(state, vm.reporter(), late, files, self.file_options(), &late_file)?)
             }
             None => None,
@@ -334,7 +337,7 @@ impl Engine {
     }
 
     /// Request the scan for which reclaim is held ([`Served::hold_unchecked`]).
-    fn request_scan(&self, served: &Arc<Served>) -> anyhow::Result<()> {
+    pub(super) fn request_scan(&self, served: &Arc<Served>) -> anyhow::Result<()> {
         if served.vm.state.leaving().is_some() {
             // That engine may map its RAM: the scan is requested when it is gone.
             return Ok(());
@@ -397,16 +400,19 @@ impl Engine {
     /// Another engine is to have the VM: this one stops changing anything of it. Returns an error if the VM was not
     /// served everywhere it is mapped, with the reason.
     pub(super) fn part_with_vm(&self, id: VmId) -> io::Result<()> {
-        let Some(served) = self.stop_vm(id) else {
+        let Some(served) = self.host.by_id(id) else {
             return Err(io::Error::other(self.why_unopened(id).unwrap_or_else(|| "it was not open".into())));
         };
         let _listed = served.vm.state.list_thread();
-        if let Some(group) = &served.group {
-            group.part();
-        }
-        // As for the near stores (`stop_vm`): a disk may be waited for here.
+        served.end_work();
+        // As its end has the near stores do, but while its faults are served: a disk or a cluster may be waited for.
+        // What its last faults put off, recovery finds, or the other engine of a cluster's store.
         for tier in served.vm.stores.slow() {
             blocking(|| served.vm.state.beside(|| tier.store.tidy()));
+        }
+        self.stop_vm(id);
+        if let Some(group) = &served.group {
+            group.part();
         }
         served.unserved().map_or(Ok(()), |why| Err(io::Error::other(why)))
     }
@@ -420,9 +426,7 @@ impl Engine {
         }?;
         let listed = stopped.vm.state.list_thread();
         stopped.file.cancel();
-        stopped.vm.stop();
-        stopped.jobs.close();
-        stopped.settle();
+        stopped.stop();
         drop(listed);
         Some(stopped)
     }

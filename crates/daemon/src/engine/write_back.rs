@@ -94,7 +94,7 @@ impl Engine {
             remote.ended(vm.state.id());
         }
         // If a VM is opened again, its copies are freed one by one: only here no thread puts any more into the store.
-        if let Some(file) = served.file.opened().filter(|_| vm.state.is_given_up()).cloned() {
+        if let Some(file) = served.file.opened().filter(|_| vm.state.is_given_up()) {
             let empty = move || {
                 let emptied = file.wait_for_writes().map(|()| file.sweep(std::iter::empty()));
                 if let Err(error) = emptied {
@@ -170,9 +170,16 @@ impl Engine {
     /// RAM of a process is about to be unplugged. If others have its file, its far pages go back into it first. If that
     /// takes too long, other orders about the VM have their turn: the region stays a part of the VM, and its pages go
     /// back when the VM ends, or when all of it is to come back.
-    pub(super) fn unplug(&self, served: &Served, view: &View, start: Hva, number: Option<u32>) -> io::Result<()> {
+    pub(super) fn unplug(&self, served: &Arc<Served>, view: &View, start: Hva, number: Option<u32>) -> io::Result<()> {
+        let held = served.vm.begin_unplug();
+        let unplugged = self.unplug_held(served, view, start, number);
+        drop(held);
+        // Scans for foreign mappers that began meanwhile do not count.
+        unplugged.and(self.request_scan(served).map_err(io::Error::other))
+    }
+
+    fn unplug_held(&self, served: &Served, view: &View, start: Hva, number: Option<u32>) -> io::Result<()> {
         let (vm, begun) = (&served.vm, Instant::now());
-        let _held = vm.begin_unplug();
         let known = view.find(start).map(|(number, _)| number).or(number);
         let region = known.and_then(|number| vm.region(number)).filter(|region| !region.is_removed());
         let is_last = |region: &Region| {

@@ -81,6 +81,13 @@ impl Stores {
         Self::new(vec![Tier::near(RAM_STORE, "RAM store", ram)])
     }
 
+    /// The same with this one in the place of the one of its number.
+    #[must_use]
+    pub fn with(mut self, tier: Tier) -> Self {
+        self.0.iter_mut().filter(|old| old.number == tier.number).for_each(|old| *old = tier.clone());
+        self
+    }
+
     /// All of them.
     pub fn tiers(&self) -> &[Tier] {
         &self.0

@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES};
@@ -23,13 +23,21 @@ const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
 /// A client's reply to a zap: the parts it left alone, or an errno.
 type Zapped = Result<Vec<wire::Range>, i32>;
 
+/// What the client was asked.
+#[derive(Debug, Default)]
+struct Zaps {
+    /// Zaps under way: `None` until the reply; then which ranges were not zapped.
+    under_way: HashMap<u64, Option<Zapped>>,
+    /// No thread reads replies any more.
+    is_over: bool,
+}
+
 /// The client of one process.
 #[derive(Debug)]
 pub struct ClientPeer {
     control: OwnedFd,
     next_seq: AtomicU64,
-    /// Zaps under way: `None` until the reply; then which ranges were not zapped.
-    zaps: Mutex<HashMap<u64, Option<Zapped>>>,
+    zaps: Mutex<Zaps>,
     answered: Condvar,
     on_answer: Notifier,
     disconnected: AtomicBool,
@@ -65,6 +73,10 @@ impl ClientPeer {
         scm::try_send(&self.control, &wire::encode(message))
     }
 
+    fn zaps(&self) -> MutexGuard<'_, Zaps> {
+        self.zaps.lock().expect("no panic while held")
+    }
+
     fn ask(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Asked> {
         let rest = ranges.chunks(MAX_RANGES).map(<[_]>::to_vec).collect();
         let mut zap = Asked { peer: self, rest, awaited: None, kept: Vec::new() };
@@ -74,12 +86,16 @@ impl ClientPeer {
 
     /// Takes the client's reply to a zap. A reply to an earlier engine is not known here and is ignored.
     fn zapped(&self, seq: u64, answer: Zapped) {
-        if let Some(slot) = self.zaps.lock().expect("no panic while held").get_mut(&seq) {
+        if let Some(slot) = self.zaps().under_way.get_mut(&seq) {
             *slot = Some(answer);
             self.answered.notify_all();
             self.on_answer.notify();
         }
     }
+}
+
+fn unheard() -> io::Error {
+    io::Error::new(io::ErrorKind::BrokenPipe, "the VMM is gone, or is not listened to")
 }
 
 impl Peer for ClientPeer {
@@ -98,11 +114,10 @@ impl Peer for ClientPeer {
                 return Ok(kept);
             }
             let Some((seq, until)) = zap.awaited else { continue };
-            let unanswered = |zaps: &mut HashMap<u64, Option<Zapped>>| matches!(zaps.get(&seq), Some(None));
+            let unanswered = |zaps: &mut Zaps| matches!(zaps.under_way.get(&seq), Some(None));
             let left = until.saturating_duration_since(Instant::now());
             blocking(|| {
-                let zaps = self.zaps.lock().expect("no panic while held");
-                drop(self.answered.wait_timeout_while(zaps, left, unanswered).expect("no panic while held"));
+                drop(self.answered.wait_timeout_while(self.zaps(), left, unanswered).expect("no panic while held"));
             });
         }
     }
@@ -111,8 +126,12 @@ impl Peer for ClientPeer {
         &self.on_answer
     }
 
+    fn take_zaps(&self) {
+        self.zaps().is_over = false;
+    }
+
     fn give_up_zaps(&self) {
-        self.zaps.lock().expect("no panic while held").clear();
+        *self.zaps() = Zaps { under_way: HashMap::new(), is_over: true };
         self.answered.notify_all();
         self.on_answer.notify();
     }
@@ -168,12 +187,12 @@ impl Zap for Asked {
     fn poll(&mut self, now: Instant) -> io::Result<Option<Vec<wire::Range>>> {
         while let Some((seq, until)) = self.awaited {
             let answer = {
-                let mut zaps = self.peer.zaps.lock().expect("no panic while held");
-                match zaps.get(&seq) {
+                let mut zaps = self.peer.zaps();
+                match zaps.under_way.get(&seq) {
                     Some(None) if now < until => return Ok(None),
                     Some(None) => Err(io::Error::new(io::ErrorKind::TimedOut, "the VMM did not answer a zap in time")),
-                    Some(Some(_)) => Ok(zaps.remove(&seq).flatten().expect("looked at just now")),
-                    None => Err(io::Error::new(io::ErrorKind::BrokenPipe, "the VMM is gone")),
+                    Some(Some(_)) => Ok(zaps.under_way.remove(&seq).flatten().expect("looked at just now")),
+                    None => Err(unheard()),
                 }
             };
             self.kept.extend(answer?.map_err(io::Error::from_raw_os_error)?);
@@ -193,7 +212,13 @@ impl Asked {
         self.awaited = None;
         let Some(ranges) = self.rest.pop_front() else { return Ok(()) };
         let seq = self.peer.next_seq.fetch_add(1, Ordering::Relaxed);
-        self.peer.zaps.lock().expect("no panic while held").insert(seq, None);
+        {
+            let mut zaps = self.peer.zaps();
+            if zaps.is_over {
+                return Err(unheard());
+            }
+            zaps.under_way.insert(seq, None);
+        }
         self.awaited = Some((seq, now + ZAP_TIMEOUT));
         self.peer.tell(&EngineToClient::Zap { seq, ranges })
     }
@@ -202,7 +227,38 @@ impl Asked {
 impl Drop for Asked {
     fn drop(&mut self) {
         if let Some((seq, _)) = self.awaited {
-            self.peer.zaps.lock().expect("no panic while held").remove(&seq);
+            self.peer.zaps().under_way.remove(&seq);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::Hva;
+
+    #[test]
+    fn a_zap_that_begins_when_nobody_reads_replies_fails_at_once() {
+        let (ours, theirs) = scm::pair().expect("socketpair");
+        let peer = Arc::new(ClientPeer::new(theirs, 1));
+        let range = [(Hva(4096), 4096)];
+        let mut under_way = peer.clone().begin_zap(&range).expect("asked");
+        peer.give_up_zaps();
+        let broken = |error: io::Error| assert_eq!(error.kind(), io::ErrorKind::BrokenPipe, "{error}");
+        under_way.poll(Instant::now()).map(drop).map_err(broken).expect_err("given up");
+        peer.clone().begin_zap(&range).map(drop).map_err(broken).expect_err("nobody listens");
+        peer.clone().zap(&range).map(drop).map_err(broken).expect_err("nobody listens");
+        // The VM is opened again, with the same view.
+        peer.take_zaps();
+        let mut asked = peer.clone().begin_zap(&range).expect("asked");
+        let next = || scm::receive(&ours).expect("receive").expect("open");
+        let seqs = [next(), next()].map(|said| match wire::decode(&said.bytes) {
+            Ok(EngineToClient::Zap { seq, .. }) => seq,
+            said => panic!("{said:?}"),
+        });
+        peer.zapped(seqs[0], Err(1));
+        assert_eq!(asked.poll(Instant::now()).expect("not over"), None, "a reply to the zap before");
+        peer.zapped(seqs[1], Ok(Vec::new()));
+        assert_eq!(asked.poll(Instant::now()).expect("done"), Some(Vec::new()));
     }
 }

@@ -118,10 +118,9 @@ impl Lifecycle {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Ends everything: tasks and the serving of faults.
-    pub fn end(&self) {
+    /// Ends the serving of faults.
+    pub fn end_faults(&self) {
         self.is_over.store(true, Ordering::Release);
-        self.stop_tasks();
         self.forget_faults(|_| true);
     }
 

@@ -39,7 +39,10 @@ pub trait Peer: Debug + Send + Sync {
     /// Notified when a zap has been answered, or the process is gone.
     fn on_answer(&self) -> &Notifier;
 
-    /// The peer is not listened to any more: threads that wait for its replies return.
+    /// The peer is listened to from now on.
+    fn take_zaps(&self);
+
+    /// The peer is not listened to any more: threads that wait for its replies return, and zaps that begin later fail.
     fn give_up_zaps(&self);
 
     /// Readable when there is a message; always the same.

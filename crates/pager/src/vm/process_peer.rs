@@ -65,6 +65,8 @@ impl Peer for ProcessPeer {
     }
 
     /// There are none.
+    fn take_zaps(&self) {}
+
     fn give_up_zaps(&self) {}
 
     /// Readable when the process has ended.

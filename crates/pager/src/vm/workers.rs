@@ -168,6 +168,7 @@ impl Vm {
             return Ok(());
         }
         view.peer().on_answer().connect_to(&self.mail.reclaim);
+        view.peer().take_zaps();
         let listened = Arc::new(Listened::new(self.clone(), view.clone()));
         self.life.add_client(view.clone(), Listener::of_process()?.watch(listened)?);
         Ok(())
@@ -216,10 +217,11 @@ impl Vm {
     }
 
     /// Ends the workers. Blocks until they are gone; pages stay where they are. Faults that were read here and not
-    /// served are raised again, for the engine that serves the VM now or next.
+    /// served are raised again, for the engine that serves the VM now or next. They are served until no other work is
+    /// left, because that may be waiting for a disk or a cluster.
     pub fn stop(&self) {
-        self.life.end();
-        self.end_tasks();
+        self.serve_faults_only();
+        self.life.end_faults();
         // The fault servers end first: they hand faults to the slow workers. Each raises those that it has kept.
         self.life.wait_for_faults();
         let (pool, serving) = self.life.serving_pool();
@@ -240,11 +242,6 @@ impl Vm {
     /// one. Blocks until no page is on its way out of memory any more, nor on to a slow store.
     pub fn serve_faults_only(&self) {
         self.life.stop_tasks();
-        self.end_tasks();
-    }
-
-    /// Waits until the tasks have ended, which are to.
-    fn end_tasks(&self) {
         self.life.forget_clients(|_| true);
         // No thread reads their replies from now on.
         self.views().iter().for_each(|view| view.peer().give_up_zaps());
