@@ -15,7 +15,8 @@ mod tiers;
 
 use std::convert::Infallible;
 use std::ffi::{OsStr, OsString};
-use std::os::unix::fs::PermissionsExt;
+use std::fs::File;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -256,7 +257,7 @@ fn check_program(program: &OsStr) -> Result<()> {
     if mode & 0o6000 != 0 {
         bail!("{} is set-user-ID or set-group-ID; the system loads no preload library into it", path.display());
     }
-    if std::fs::read(&path).is_ok_and(|image| is_static(&image)) {
+    if File::open(&path).and_then(|file| is_static(&file)).unwrap_or(false) {
         bail!(
             "{} is linked statically; a preload library cannot be loaded into it (use the client crate)",
             path.display()
@@ -265,19 +266,21 @@ fn check_program(program: &OsStr) -> Result<()> {
     Ok(())
 }
 
-/// Is this the image of a 64-bit ELF program that names no dynamic loader?
-fn is_static(image: &[u8]) -> bool {
+/// Is this a 64-bit ELF program that names no dynamic loader? Only its headers are read: a VMM has tens of MiB.
+fn is_static(program: &File) -> std::io::Result<bool> {
     const PT_INTERP: u32 = 3;
-    let number = |at: usize, len: usize| -> Option<u64> {
-        let bytes = image.get(at..at.checked_add(len)?)?;
-        Some(bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
-    };
-    let interpreter = || -> Option<bool> {
-        let (start, size, count) = (number(32, 8)? as usize, number(54, 2)? as usize, number(56, 2)? as usize);
-        let kinds = (0..count).map(|index| number(start.checked_add(index * size)?, 4));
-        Some(kinds.flatten().any(|kind| kind == u64::from(PT_INTERP)))
-    };
-    image.starts_with(b"\x7fELF\x02\x01") && interpreter() == Some(false)
+    let mut header = [0; 64];
+    program.read_exact_at(&mut header, 0)?;
+    let number =
+        |at: usize, len: usize| header[at..at + len].iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte));
+    let (start, size, count) = (number(32, 8), number(54, 2) as usize, number(56, 2) as usize);
+    // The kernel runs no program with headers of another size.
+    if !header.starts_with(b"\x7fELF\x02\x01") || size != 56 {
+        return Ok(false);
+    }
+    let mut headers = vec![0; size * count];
+    program.read_exact_at(&mut headers, start)?;
+    Ok(!headers.chunks(size).any(|header| header.starts_with(&PT_INTERP.to_le_bytes())))
 }
 
 #[cfg(test)]
@@ -312,7 +315,26 @@ mod tests {
     fn qemu_and_static_programs_are_recognised() {
         assert!(is_qemu("/usr/bin/qemu-system-aarch64".as_ref()) && is_qemu("kvm".as_ref()));
         assert!(!is_qemu("cloud-hypervisor".as_ref()));
-        let own = std::fs::read("/proc/self/exe").expect("own image");
-        assert!(!is_static(&own) && !is_static(b"#!/bin/sh") && !is_static(b"\x7fELF\x02\x01"));
+        let dir = tempfile::tempdir().expect("a directory");
+        let is_static = |bytes: &[u8]| {
+            std::fs::write(dir.path().join("program"), bytes).expect("write");
+            is_static(&File::open(dir.path().join("program")).expect("it is there")).unwrap_or(false)
+        };
+        // A header, and two program headers at the end of the file, as after `patchelf`.
+        let program = |kinds: [u32; 2]| {
+            let mut bytes = vec![0; 5000 + 2 * 56];
+            bytes[..6].copy_from_slice(b"\x7fELF\x02\x01");
+            bytes[32..40].copy_from_slice(&5000_u64.to_le_bytes());
+            bytes[54..58].copy_from_slice(&[56, 0, 2, 0]);
+            kinds
+                .iter()
+                .zip([5000, 5056])
+                .for_each(|(kind, at)| bytes[at..at + 4].copy_from_slice(&kind.to_le_bytes()));
+            bytes
+        };
+        assert!(is_static(&program([1, 2])) && !is_static(&program([1, 3])) && !is_static(&program([3, 1])));
+        assert!(!is_static(&program([1, 2])[..5060]), "half of it says nothing");
+        assert!(!is_static(b"#!/bin/sh") && !is_static(b"\x7fELF\x02\x01"));
+        assert!(!super::is_static(&File::open("/proc/self/exe").expect("own image")).expect("read"));
     }
 }
