@@ -111,7 +111,7 @@ fn userfaultfds(pid: u32) -> usize {
 }
 
 #[test]
-fn what_ends_the_session_or_the_unit_of_an_engine_does_not_end_the_engine() {
+fn what_ends_the_terminal_or_the_unit_of_an_engine_does_not_end_the_engine() {
     let mut daemon = Daemon::start(QUICK);
     let guest = Guest::start(&daemon, "victim", BUSY);
     evicting(&daemon, "victim");

@@ -157,11 +157,10 @@ fn read_extents(place: u64, file: &OwnedFd, size: u64) -> Result<(Vec<FileId>, E
     if count > MAX_EXTENTS || offset.checked_add(2 * copy).is_none_or(|end| end > size) {
         return Err(format!("its {count} extents do not fit the file"));
     }
-    let file = file.try_clone().map(std::fs::File::from).map_err(|error| error.to_string())?;
     let mut bytes = vec![0; count * LISTED * 8];
-    let mut read = memfd::read_exact_at(&file, offset, &mut bytes);
+    let mut read = memfd::read_exact_at(file, offset, &mut bytes);
     if read.as_ref().is_err_and(memfd::is_memory_error) {
-        read = memfd::read_exact_at(&file, offset + copy, &mut bytes);
+        read = memfd::read_exact_at(file, offset + copy, &mut bytes);
     }
     read.map_err(|error| format!("reading its extents: {error}"))?;
     let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("8 bytes"));

@@ -26,11 +26,12 @@ impl Keeper {
         let at = if who == Who::Engine { At::Engine } else { At::Next };
         // While VMs move, one goes back to the engine that can serve it.
         let lost_it = |entry: &&mut VmEntry| entry.state.id() == vm && entry.at == at;
-        if let Some(entry) = self.vms.iter_mut().find(lost_it) {
+        // It says so for each of the VM's orders.
+        if let Some(entry) = self.vms.iter_mut().find(lost_it).filter(|entry| entry.lost.is_none()) {
             tracing::warn!(%vm, "the engine lacks something for this VM, and is given it again");
             let now = Instant::now();
-            let (again_after, unserved_since_ns) = (entry.losses.again_after(now), clock::monotonic_ns());
-            entry.lost.get_or_insert(Lost { again_at: now + again_after, unserved_since_ns });
+            let again_at = now + entry.losses.again_after(now);
+            entry.lost = Some(Lost { again_at, unserved_since_ns: clock::monotonic_ns() });
         }
     }
 
@@ -41,8 +42,9 @@ impl Keeper {
             // It moves: an engine that does not serve it whole does not get it, or opens it anyway.
             entry.lost = None;
         }
-        let now = Instant::now();
-        let is_due = |lost: &Lost| lost.again_at <= now;
+        // The next program that is the keeper hears of what the engine lacks then.
+        let (now, waits_for_all) = (Instant::now(), self.replacing.is_some());
+        let is_due = |lost: &Lost| waits_for_all || lost.again_at <= now;
         let mut due = Vec::new();
         // Those of the next engine have their turn when it is the keeper's.
         for entry in

@@ -70,11 +70,11 @@ impl Keeper {
         self.check_memory(uid, attach.regions.iter().map(|region| region.span.len))?;
         let Admitted { uffds, control, ram, resumed } = admitted;
         let ranges = Ram::ranges(&ram);
-        let returning = resumed.as_ref().filter(|_| self.known(attach, &ranges).is_none());
+        let is_known = self.known(attach, &ranges).is_some();
         let wait = self
             .must_wait(attach.resume, &ranges)
             .or_else(|| self.must_wait_for_others(uid, attach.resume))
-            .or_else(|| self.must_wait_for_engine(returning?));
+            .or_else(|| self.must_wait_for_engine(resumed.as_ref().filter(|_| !is_known)?, &ranges));
         if let Some(why) = wait {
             self.answer(key, KeeperToClient::Later(why));
             return Ok(());

@@ -17,7 +17,6 @@ use ballast_sys::process::Process;
 use crate::engine_child::open_order;
 use crate::fence::{self, Left};
 use crate::keeper::Keeper;
-use crate::losses::AGAIN_AFTER;
 use crate::regions::{At, VmEntry};
 use crate::waiting::{Closing, UNASKED};
 
@@ -25,12 +24,15 @@ use crate::waiting::{Closing, UNASKED};
 /// engine a thread and its descriptors, for as long as there is no memory for its far pages: permanently, if the RAM is
 /// in a full tmpfs.
 const MOST_OF_A_USER: usize = 64;
+/// Tries to open a VM only to close it: within about a minute. Then its memory is more use to others.
+const MOST_TRIES: u32 = 10;
 
 impl Keeper {
     /// No process of the VM is left.
     pub(crate) fn close_vm(&mut self, id: VmId) {
         let Some(at) = self.vms.iter().position(|vm| vm.state.id() == id) else { return };
         let mut entry = self.vms.remove(at);
+        entry.lost = None;
         let seq = self.seq();
         let given = entry.is_handed_over() && entry.at != At::Both;
         match entry.at {
@@ -62,10 +64,17 @@ impl Keeper {
         match result {
             Ok(()) => self.closing.retain(|closing| closing.seq != seq),
             Err(why) => {
-                if let Some(closing) = self.closing.iter_mut().find(|closing| closing.seq == seq) {
-                    tracing::warn!(vm = closing.entry.state.name(), "closing it: {why}; trying again");
-                    (closing.given, closing.again_at) = (false, Some(Instant::now() + AGAIN_AFTER));
+                let Some(at) = self.closing.iter().position(|closing| closing.seq == seq) else { return };
+                let (closing, now) = (&mut self.closing[at], Instant::now());
+                let name = closing.entry.state.name();
+                // What no engine ever had open has nothing far. Its RAM may be what the host lacks.
+                if closing.entry.state.epoch() == 0 || closing.losses.are(MOST_TRIES) {
+                    tracing::error!(vm = name, "it could not be closed, and what was far of it is lost: {why}");
+                    self.closing.remove(at);
+                    return;
                 }
+                tracing::warn!(vm = name, "closing it: {why}; trying again");
+                (closing.given, closing.again_at) = (false, Some(now + closing.losses.again_after(now)));
             }
         }
     }
@@ -76,16 +85,20 @@ impl Keeper {
     }
 
     /// Why a process of this VM must wait with this RAM, if it must: far pages of another VM are still written back
-    /// into these files.
+    /// into these files, or another VM is about to return with them.
     pub(crate) fn must_wait(&self, vm: Option<VmId>, ram: &FileRanges) -> Option<String> {
         let is_it = |closing: &&Closing| Some(closing.entry.state.id()) == vm;
         let (own, others): (Vec<_>, Vec<_>) = self.closing.iter().partition(is_it);
         if let Some(closing) = own.iter().find(|closing| closing.entry.state.leaving().is_some()) {
             return Some(format!("two engines have VM {:?} at this moment", closing.entry.state.name()));
         }
-        let of = others.iter().find(|closing| closing.entry.has_any(ram))?;
-        let name = of.entry.state.name();
-        Some(format!("what was far of VM {name:?} is on its way back into its RAM file"))
+        if let Some(of) = others.iter().find(|closing| closing.entry.has_any(ram)) {
+            let name = of.entry.state.name();
+            return Some(format!("what was far of VM {name:?} is on its way back into its RAM file"));
+        }
+        let now = Instant::now();
+        let mut others = self.returning.iter().filter(|other| Some(other.vm) != vm && other.until > now);
+        others.any(|other| other.ram.overlap(ram).is_some()).then(|| "a VM that has this RAM is about to return".into())
     }
 
     /// Why a process of this user must wait, if it must: too many of the user's VMs are closing. A process of such a VM

@@ -20,7 +20,7 @@ use crate::program::Program;
 use crate::regions::VmEntry;
 use crate::replacing::Replacing;
 use crate::upgrading::{Leaving, Upgrade};
-use crate::waiting::{Asked, Closing, Making};
+use crate::waiting::{Asked, Closing, Making, Returning};
 
 /// The longest wait while something must be checked without an event.
 pub(crate) const SOON: Duration = Duration::from_millis(20);
@@ -80,6 +80,8 @@ pub(crate) struct Keeper {
     /// When the first pages of their state files are remembered next.
     pub(crate) remember_at: Instant,
     pub(crate) closing: Vec<Closing>,
+    /// VMs that were told to come again when the engine serves.
+    pub(crate) returning: Vec<Returning>,
     /// Orders that clients wait for, by number.
     pub(crate) pending: BTreeMap<u64, Asked>,
     pub(crate) next_seq: u64,
@@ -119,6 +121,7 @@ impl Keeper {
             vms: Vec::new(),
             remember_at: Instant::now(),
             closing: Vec::new(),
+            returning: Vec::new(),
             pending: BTreeMap::new(),
             next_seq: 0,
         }

@@ -7,10 +7,8 @@
 //! here, the one before it can be the keeper again.
 
 use std::collections::{HashMap, VecDeque};
-use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::PathBuf;
+use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -109,11 +107,6 @@ impl Keeper {
         };
         let mut keeper = Self::new(options, own_program, starter, fd(kept.api)?);
         let closer = keeper.closer.clone();
-        // The keeper's own, if it is not the last one again.
-        match Program::at(PathBuf::from(OsString::from_vec(kept.program.clone()))) {
-            Ok(program) => keeper.program = program,
-            Err(error) => tracing::warn!("The program that the engine was started from: {error}"),
-        }
         keeper.since_unix_s = kept.since_unix_s;
         keeper.restarts = kept.restarts;
         (keeper.next_client, keeper.next_seq) = (kept.next_client, kept.next_seq);

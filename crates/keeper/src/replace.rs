@@ -27,6 +27,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -133,7 +134,12 @@ impl Keeper {
         } else if !self.leaving.is_empty() {
             Some("the engine that was followed does not end".into())
         } else {
-            unrest.map(|vm| format!("VM {} waits for the end of an engine, or for a process of it", vm.state.name()))
+            unrest.map(|vm| {
+                format!(
+                    "VM {} waits for the end of an engine, for a process of it, or for what the engine lacks",
+                    vm.state.name()
+                )
+            })
         }
     }
 
@@ -222,11 +228,19 @@ pub(crate) fn follow(follow: &Follow, starter: Starter) -> anyhow::Result<Keeper
         let kept = Kept::read(&file).context("Reading what the keeper held")?;
         let own = match &follow.because {
             // It was started by another name.
-            Some(_) => PathBuf::from(<OsString as std::os::unix::ffi::OsStringExt>::from_vec(kept.own_program.clone())),
+            Some(_) => PathBuf::from(OsString::from_vec(kept.own_program.clone())),
             None => std::env::current_exe().context("Finding this program's own file")?,
         };
         let own = Program::own(own).context("Opening this program's own file")?;
-        Ok((Keeper::of(&kept, own, starter)?, kept))
+        let mut keeper = Keeper::of(&kept, own, starter)?;
+        if follow.because.is_some() {
+            // The engine is of the program that could not be the keeper.
+            match Program::at(OsString::from_vec(kept.program.clone()).into()) {
+                Ok(program) => keeper.program = program,
+                Err(error) => tracing::warn!("The program that the engine was started from: {error}"),
+            }
+        }
+        Ok((keeper, kept))
     });
     let (mut keeper, kept) = match made {
         Ok(made) => made,

@@ -9,12 +9,13 @@
 
 use std::collections::HashSet;
 use std::os::fd::AsFd;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ballast_base::store::{GROUP_STORE, RAM_STORE};
 use ballast_base::wire::{Attach, MAX_NAME, VmId};
 use ballast_handover::arena;
 use ballast_handover::state_file::StateFile;
+use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::FileId;
 use ballast_sys::process::Process;
 
@@ -24,6 +25,10 @@ use crate::fence;
 use crate::keeper::Keeper;
 use crate::lost::{Found, LONGEST_WAIT, Search};
 use crate::regions::{At, VmEntry};
+use crate::waiting::Returning;
+
+/// A VM that was told to come again comes sooner than this: a client tries each 200 ms.
+const RETURNS_WITHIN: Duration = Duration::from_secs(10);
 
 impl Keeper {
     /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be
@@ -77,22 +82,28 @@ impl Keeper {
             );
         }
         let mut entry = VmEntry::new(state, stores, attach.vmm.clone(), uid, &self.closer)?;
+        self.returning.retain(|returning| Some(returning.vm) != attach.resume);
         entry.at = at;
         Ok(entry)
     }
 
     /// Why this VM may not return yet: the engine that an earlier keeper left behind serves it, and ours does not. If
     /// ours never does, that one goes on, also for VMs that have not returned.
-    pub(crate) fn must_wait_for_engine(&self, escrow: &Escrow) -> Option<String> {
+    pub(crate) fn must_wait_for_engine(&mut self, escrow: &Escrow, ram: &FileRanges) -> Option<String> {
         if self.engine.as_ref().is_some_and(Engine::serves) {
             return None;
         }
         let state = StateFile::open(escrow.state.as_fd().try_clone_to_owned().ok()?).ok()?;
         let mut engines = state.engine().into_iter().chain(state.leaving()).map(|(pid, start)| Process { pid, start });
         let ours = self.ours();
-        engines
-            .any(|engine| !ours.contains(&engine) && Process::find(engine.pid).is_ok_and(|found| found == Some(engine)))
-            .then(|| "the engine of the last keeper serves it, and the one of this keeper does not serve yet".into())
+        let is_there = |engine: Process| Process::find(engine.pid).is_ok_and(|found| found == Some(engine));
+        if !engines.any(|engine| !ours.contains(&engine) && !engine.is_dying() && is_there(engine)) {
+            return None;
+        }
+        let (vm, until) = (state.id(), Instant::now() + RETURNS_WITHIN);
+        self.returning.retain(|returning| returning.vm != vm && returning.until > Instant::now());
+        self.returning.push(Returning { vm, ram: ram.clone(), until });
+        Some("the engine of the last keeper serves it, and the one of this keeper does not serve yet".into())
     }
 
     pub(crate) fn has_name(&self, name: &str) -> bool {

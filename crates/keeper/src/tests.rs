@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::{Attach, ClientToKeeper, KeeperToClient, Span, VmId, decode, encode};
 use ballast_base::{Bytes, Extents, Hva};
 use ballast_handover::orders::Order;
+use ballast_handover::table::Lost;
+use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -26,6 +28,8 @@ use crate::regions::{At, VmEntry};
 use crate::run::listen;
 use crate::store_files::Files;
 use crate::waiting::{Answer, Asked};
+
+const LOST: Lost = Lost { flags: 0, word: 0 };
 
 /// A keeper whose engine sleeps, and the directory of that program.
 fn keeper() -> (Keeper, tempfile::TempDir) {
@@ -163,18 +167,21 @@ fn a_vm_whose_last_engine_lives_returns_when_ours_serves_and_one_whose_engine_is
     let escrow = first.vms[0].escrow().expect("escrow");
     let (mut second, _dir) = keeper();
     let sent = sent_back(&second, &escrow);
-    assert_eq!(second.must_wait_for_engine(&sent), None, "it has no engine");
+    let ram: FileRanges = [(FileId { dev: 1, ino: 2 }, 0, 4096)].into_iter().collect();
+    assert_eq!(second.must_wait_for_engine(&sent, &ram), None, "it has no engine");
     first.keep_engine();
     first.hand_over(id, None);
-    second.must_wait_for_engine(&sent).expect("there is no engine of ours");
+    second.must_wait_for_engine(&sent, &ram).expect("there is no engine of ours");
+    second.must_wait(None, &ram).expect("its RAM becomes no other VM's meanwhile");
+    assert_eq!(second.must_wait(Some(id), &ram), None);
     second.keep_engine();
-    second.must_wait_for_engine(&sent).expect("it does not serve yet");
+    second.must_wait_for_engine(&sent, &ram).expect("it does not serve yet");
     let engine = second.engine.as_mut().expect("an engine");
     (engine.pulse.starting, engine.told_to_serve) = (None, true);
-    assert_eq!(second.must_wait_for_engine(&sent), None);
+    assert_eq!(second.must_wait_for_engine(&sent, &ram), None);
     second.engine.as_mut().expect("an engine").told_to_serve = false;
     end_engine(&mut first);
-    assert_eq!(second.must_wait_for_engine(&sent), None, "nobody serves it");
+    assert_eq!(second.must_wait_for_engine(&sent, &ram), None, "nobody serves it");
     end_engine(&mut second);
 }
 
@@ -187,6 +194,7 @@ fn a_vm_that_the_engine_could_not_open_to_close_it_is_given_to_it_again() {
     keeper.close_vm(vm);
     let seq = keeper.closing[0].seq;
     assert!(!keeper.tend_closing(), "the engine closes it");
+    keeper.closing[0].entry.state.take_over(1, 1, LOST).expect("it was open once");
     keeper.closed(seq, Err("no memory".into()));
     assert!(keeper.tend_closing(), "it waits");
     keeper.closing[0].again_at = Some(Instant::now());

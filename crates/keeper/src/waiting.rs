@@ -5,11 +5,13 @@
 
 use std::time::Instant;
 
-use ballast_base::wire::Attach;
+use ballast_base::wire::{Attach, VmId};
 use ballast_handover::orders::Order;
+use ballast_sys::file_ranges::FileRanges;
 
 use crate::admit::Admitted;
 use crate::closer::SentFd;
+use crate::losses::Losses;
 use crate::regions::VmEntry;
 
 /// Number of an order without a waiting caller.
@@ -58,16 +60,27 @@ pub struct Closing {
     pub given: bool,
     /// The engine could not open it, so its memory did not go back: it is given it again at this time.
     pub again_at: Option<Instant>,
+    /// How often that was so.
+    pub losses: Losses,
 }
 
 impl Closing {
     /// A VM that the engine is to close.
     pub fn new(seq: u64, entry: VmEntry, given: bool) -> Self {
-        Self { seq, entry, given, again_at: None }
+        Self { seq, entry, given, again_at: None, losses: Losses::default() }
     }
 
     /// Its engine is dead.
     pub fn take_back(&mut self) {
         self.given = false;
     }
+}
+
+/// A VM that was told to come again.
+pub struct Returning {
+    pub vm: VmId,
+    /// The RAM of the process that came.
+    pub ram: FileRanges,
+    /// Until when no other VM gets its RAM.
+    pub until: Instant,
 }

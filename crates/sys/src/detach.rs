@@ -1,4 +1,4 @@
-//! Detach: keeps this process running when its session, its terminal or its unit is told to end.
+//! Detach: keeps this process running when its terminal or its unit is told to end.
 //!
 //! Before: the keeper started an engine. After: a hangup, an interrupt from a terminal or a request to end does not end
 //! it, because guests cannot run without it: it ends by itself, when no VM is left. Threads: call it before there are
@@ -6,11 +6,9 @@
 
 use std::ffi::CStr;
 
-/// Begins a session of its own, ignores the signals that ask a process to end, and is called `name` from now on: a
-/// program that was started from a descriptor has that one's number as its name.
+/// Ignores the signals that ask a process to end, and names the process: one that was started from a descriptor has
+/// that one's number as its name.
 pub fn detach(name: &CStr) {
-    // It fails if this process leads its group, as one that is started by hand; then it has a session already.
-    let _ = rustix::process::setsid();
     for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGTERM] {
         // SAFETY: nothing else of this program handles these signals, and to ignore one runs no code.
         unsafe { libc::signal(signal, libc::SIG_IGN) };

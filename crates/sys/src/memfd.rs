@@ -4,10 +4,8 @@
 //! `store` keeps its arenas here.
 //! Units: offsets and lengths are bytes from the start of the file, page-aligned where they name pages.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 
 use ballast_base::{Bytes, GIB, HUGE_SIZE, PAGE_SIZE, PageCount};
 use rustix::fs::{FallocateFlags, FileType, MemfdFlags, SeekFrom};
@@ -50,8 +48,17 @@ pub fn allocate(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
 }
 
 /// Read exactly `out.len()` bytes at `offset` without mapping the file. A hole reads as zeros (and stays a hole).
-pub fn read_exact_at(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
-    file.read_exact_at(out, offset)
+pub fn read_exact_at(file: impl AsFd, offset: u64, out: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while done < out.len() {
+        match rustix::io::pread(&file, &mut out[done..], offset + done as u64) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => done += read,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
 }
 
 /// Does this error of a read mean that the bytes are lost, because the memory failed, or the device it was swapped to?
@@ -217,6 +224,9 @@ pub fn reopen(fd: BorrowedFd<'_>, writable: bool) -> io::Result<OwnedFd> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     #[test]

@@ -2,8 +2,10 @@
 //!
 //! Before: an order about a VM failed. After: the reason is known to those that ask about the VM; if it may pass, the
 //! keeper gives this engine the VM again (`Report::Lost`).
-//! Threads: the VMs' workers. Promise: a lack of descriptors, memory or threads is never final.
+//! Threads: the VMs' workers. Promise: a lack of descriptors or threads is never final, and one of memory not for
+//! opening a VM.
 
+use std::error::Error;
 use std::io;
 
 use rustix::io::Errno;
@@ -15,15 +17,28 @@ pub(super) struct Unopened {
     pub may_pass: bool,
 }
 
-/// Did it fail because this process, or the host, has too little of something that it may have later: descriptors,
-/// memory, threads?
-pub(super) fn may_pass(error: &(dyn std::error::Error + 'static)) -> bool {
-    const SHORT: [Errno; 6] = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::AGAIN, Errno::NOSPC, Errno::NOBUFS];
-    let errno = |cause: &(dyn std::error::Error + 'static)| {
-        let own = cause.downcast_ref::<Errno>().copied();
-        own.or_else(|| Errno::from_io_error(cause.downcast_ref::<io::Error>()?))
-    };
-    std::iter::successors(Some(error), |cause| cause.source()).filter_map(errno).any(|errno| SHORT.contains(&errno))
+/// Did it fail because this engine, or the host, lacks descriptors or threads? No process of a VM causes that for its
+/// own part; the kernel says *no memory* also if a process has too many mappings, or is gone.
+pub(super) fn lacks_handles(error: &(dyn Error + 'static)) -> bool {
+    is_one_of(error, &[Errno::MFILE, Errno::NFILE, Errno::AGAIN])
+}
+
+/// Did opening a VM, which is about no process, fail for want of something that may be there later: these, or memory?
+pub(super) fn may_pass(error: &(dyn Error + 'static)) -> bool {
+    lacks_handles(error) || is_one_of(error, &[Errno::NOMEM, Errno::NOSPC, Errno::NOBUFS])
+}
+
+fn is_one_of(error: &(dyn Error + 'static), these: &[Errno]) -> bool {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        let own = error.downcast_ref::<Errno>().copied();
+        let errno = own.or_else(|| Errno::from_io_error(error.downcast_ref::<io::Error>()?));
+        if errno.is_some_and(|errno| these.contains(&errno)) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
 }
 
 #[cfg(test)]
@@ -37,6 +52,8 @@ mod tests {
         let of = |errno: Errno| Err::<(), _>(io::Error::from(errno)).context("Mapping").context("Opening the arena");
         assert!(may_pass(of(Errno::NOMEM).expect_err("an error").as_ref()));
         assert!(may_pass(anyhow::Error::new(Errno::MFILE).as_ref()));
+        assert!(lacks_handles(of(Errno::AGAIN).expect_err("an error").as_ref()));
+        assert!(!lacks_handles(of(Errno::NOMEM).expect_err("an error").as_ref()), "a process has too many mappings");
         assert!(!may_pass(of(Errno::BADF).expect_err("an error").as_ref()));
         assert!(!may_pass(anyhow::anyhow!("its header is damaged").as_ref()));
     }

@@ -18,7 +18,6 @@ use ballast_pager::vm::view::View;
 use ballast_sys::Uffd;
 
 use super::served::Served;
-use super::unopened::may_pass;
 
 /// Serve this process with these descriptors, as far as it can be.
 pub fn add(
@@ -54,8 +53,7 @@ pub fn add(
     served.set_unserved(pid, reason.clone());
     // It may read zeros where pages are far, so none may be: those that another mapping can restore are restored.
     served.restore(Hold::Shared, reason, |_| ())?;
-    let lacking = added?.into_iter().find(|(_, error)| may_pass(error));
-    lacking.map_or(Ok(()), |(_, error)| Err(error.into()))
+    Ok(added.map(drop)?)
 }
 
 /// The descriptors that come with a view: userfaultfds, then the control socket.

@@ -33,7 +33,7 @@ use super::late::{self, LateFile};
 use super::order_files::{Files, ram_files, sent_regions, store_files};
 use super::served::{KEPT, Served};
 use super::shared::{Closing, Engine, Unlists, mend};
-use super::unopened::may_pass;
+use super::unopened::{lacks_handles, may_pass};
 use super::views;
 use crate::config::Compression;
 use crate::tiering::Tiering;
@@ -54,7 +54,8 @@ impl Engine {
     /// Carry out an order about a VM, on its worker. `is_whole`: all of its descriptors came.
     pub(super) fn carry_out(&self, id: VmId, order: Order, fds: Vec<OwnedFd>, is_whole: bool) {
         let what = format!("{order:?}");
-        let brings = matches!(order, Order::OpenVm { .. } | Order::AddView { .. } | Order::AddRegion { .. });
+        let opens = matches!(order, Order::OpenVm { .. });
+        let brings = opens || matches!(order, Order::AddView { .. } | Order::AddRegion { .. });
         let served = self.host.by_id(id);
         let _listed = served.as_ref().map(|served| served.vm.state.list_thread());
         let result = match (order, &served) {
@@ -125,7 +126,7 @@ impl Engine {
         };
         if let Err(error) = result {
             if brings
-                && (!is_whole || may_pass(error.as_ref()))
+                && (!is_whole || lacks_handles(error.as_ref()) || opens && may_pass(error.as_ref()))
                 && let Err(error) = self.report(&Report::Lost(id))
             {
                 tracing::error!("{error:#}");
@@ -372,9 +373,6 @@ impl Engine {
             served.set_unserved(pid, reason.clone());
             vm.hold(Hold::Shared, Some(reason.clone()));
             served.restore(Hold::Shared, reason, |_| ())?;
-            if may_pass(&error) {
-                return Err(error.into());
-            }
         }
         Ok(())
     }
