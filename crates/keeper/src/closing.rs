@@ -69,8 +69,12 @@ impl Keeper {
                 let name = closing.entry.state.name();
                 // What no engine ever had open has nothing far. Its RAM may be what the host lacks.
                 if closing.entry.state.epoch() == 0 || closing.losses.are(MOST_TRIES) {
-                    tracing::error!(vm = name, "it could not be closed, and what was far of it is lost: {why}");
+                    let was_open = closing.entry.state.epoch() > 0;
                     self.closing.remove(at);
+                    if was_open {
+                        let message = format!("VM {name} could not be closed, and what was far of it is lost: {why}");
+                        self.note(name, "region-lost", message);
+                    }
                     return;
                 }
                 tracing::warn!(vm = name, "closing it: {why}; trying again");

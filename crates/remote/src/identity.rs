@@ -79,7 +79,9 @@ pub(crate) struct Home {
     vm: VmId,
     kept: Box<dyn Kept>,
     tell: Option<Tell>,
-    /// Words name pages, and no identity is kept: an older engine put them.
+    /// Words name pages, or may do so.
+    has_pages: AtomicBool,
+    /// And no identity is kept: an older engine put them.
     unproved: AtomicBool,
     /// What operators were told, while it is so.
     elsewhere: Mutex<Option<String>>,
@@ -97,18 +99,27 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Home {
     pub fn new(vm: VmId, kept: Box<dyn Kept>, tell: Option<Tell>) -> Self {
-        Self { vm, kept, tell, unproved: AtomicBool::new(false), elsewhere: Mutex::default() }
+        Self {
+            vm,
+            kept,
+            tell,
+            has_pages: AtomicBool::new(false),
+            unproved: AtomicBool::new(false),
+            elsewhere: Mutex::default(),
+        }
     }
 
     /// Words name pages of the VM, or may do so.
     pub fn has_pages(&self) {
         self.unproved.store(self.kept.get() == 0, Ordering::Release);
+        self.has_pages.store(true, Ordering::Release);
     }
 
     /// No word names a page, and no other engine puts one.
     pub fn has_no_pages(&self) {
         self.kept.forget();
         self.unproved.store(false, Ordering::Release);
+        self.has_pages.store(false, Ordering::Release);
     }
 
     /// A page of the VM came from the cluster.
@@ -145,7 +156,7 @@ impl Home {
     /// # Errors
     /// It does not; the reason.
     pub fn loses(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
-        if self.kept.get() == 0 && !self.unproved.load(Ordering::Acquire) {
+        if self.kept.get() == 0 && !self.has_pages.load(Ordering::Acquire) {
             return Ok(());
         }
         self.ask(cluster, map)

@@ -221,6 +221,11 @@ impl RemoteStore {
         let replicas = self.cluster.options().replicas;
         match request::set_as_made(&self.cluster, replicas, &names, write_timeout, &mut values, &mut make) {
             Ok(()) => {
+                // A node that belongs to another cluster may have brought that one's map meanwhile.
+                if let Err(why) = self.home.takes(&self.cluster) {
+                    self.garbage.failed(keys.into_iter().map(|key| (key, generation)));
+                    return Err(self.refuse(why, PutOutcome::Busy));
+                }
                 self.used.store(true, Relaxed);
                 self.share.put(count, values.bytes() as u64);
                 Ok(generation)

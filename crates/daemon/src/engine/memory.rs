@@ -145,7 +145,7 @@ impl Engine {
         // The caller has been told that it failed, or was done already.
         for kind in [Hold::Pinned, Hold::Shared, Hold::Kept] {
             if served.vm.is_held_for(kind) {
-                served.restore(kind, served.vm.held().unwrap_or_default(), |_| ())?;
+                served.restore(kind, served.vm.reason(kind), |_| ())?;
             }
         }
         self.mapper_scan.send(served).context("Requesting a scan for foreign mappers")

@@ -157,16 +157,18 @@ impl PoolService {
             return Ok(());
         }
         drop(state);
+        let mut failed = Ok(());
         while let Some((page, job)) = jobs.next() {
             let done = job.run();
             let State::Ours(parts) = &mut *self.lock() else { return Ok(()) };
             let is_ready = parts.of(page).finish(done);
             if let Some(found_a_page) = jobs.done(page, is_ready) {
-                parts.of(page).replenish(found_a_page)?;
+                // The other jobs are done in any case: one that is dropped is never done.
+                failed = failed.and(parts.of(page).replenish(found_a_page));
             }
         }
         self.changed.notify_all();
-        Ok(())
+        failed
     }
 
     /// Let VMMs ask, where this engine's predecessor let them.

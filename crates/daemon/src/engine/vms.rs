@@ -89,7 +89,10 @@ impl Engine {
                 if let Err(error) = &added
                     && served.unserved_of(pid).is_none()
                 {
-                    served.set_unserved(pid, format!("region {number} of process {pid} is not served: {error:#}"));
+                    let reason = format!("region {number} of process {pid} is not served: {error:#}");
+                    served.set_unserved(pid, reason.clone());
+                    // It holds the VM, also if there is no thread that could bring its pages back.
+                    let _ = served.restore(Hold::Shared, reason, |_| ());
                 }
                 added
             }
@@ -330,7 +333,7 @@ impl Engine {
         }
         if served.vm.is_pinned() {
             // No thread waits for this one: the hold has been there since the VM was opened.
-            served.restore(Hold::Pinned, served.vm.held().unwrap_or_default(), |_| ())?;
+            served.restore(Hold::Pinned, served.vm.reason(Hold::Pinned), |_| ())?;
         } else if served.vm.is_held_for(Hold::Kept) {
             served.restore(Hold::Kept, KEPT.into(), |_| ())?;
         }
@@ -358,7 +361,7 @@ impl Engine {
         // A scan that is under way does not look at its files. One more process that maps a region that we know cannot
         // unmap pages of it yet: until it has our answer, it does not know that this memory is managed.
         served.hold_unchecked();
-        let known = vm.region(number).is_some();
+        let (known, was_pinned) = (vm.region(number).is_some(), vm.is_pinned());
         let opened = if known { Ok(number) } else { vm.open_region(files) };
         self.request_scan(served)?;
         let opened = opened?;
@@ -373,6 +376,10 @@ impl Engine {
             served.set_unserved(pid, reason.clone());
             vm.hold(Hold::Shared, Some(reason.clone()));
             served.restore(Hold::Shared, reason, |_| ())?;
+        }
+        if vm.is_pinned() && !was_pinned {
+            // A region of pages of 1 GiB pins its VM, of which pages may be far.
+            served.restore(Hold::Pinned, vm.reason(Hold::Pinned), |_| ())?;
         }
         Ok(())
     }

@@ -173,8 +173,9 @@ impl Engine {
     pub(super) fn unplug(&self, served: &Arc<Served>, view: &View, start: Hva, number: Option<u32>) -> io::Result<()> {
         let held = served.vm.begin_unplug();
         let unplugged = self.unplug_held(served, view, start, number);
-        drop(held);
         // Scans for foreign mappers that began meanwhile do not count.
+        served.hold_unchecked();
+        drop(held);
         unplugged.and(self.request_scan(served).map_err(io::Error::other))
     }
 

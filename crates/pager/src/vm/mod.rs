@@ -278,6 +278,11 @@ impl Vm {
         self.holds.lock().expect("no panic while held").iter().flatten().next().cloned()
     }
 
+    /// Why it is held for this kind of reason; empty if it is not.
+    pub fn reason(&self, kind: Hold) -> String {
+        self.holds.lock().expect("no panic while held")[kind as usize].clone().unwrap_or_default()
+    }
+
     /// Is it held for this kind of reason?
     pub fn is_held_for(&self, kind: Hold) -> bool {
         self.holds.lock().expect("no panic while held")[kind as usize].is_some()

@@ -265,12 +265,18 @@ impl Disk {
         let (bytes, offset) = (pages * PAGE_SIZE, block * PAGE_SIZE as u64);
         let read = || {
             let mut buffer = Buffer::new(bytes)?;
-            let mut from = 0;
+            let (mut from, mut short) = (0, 0);
             while from < bytes {
                 match self.file.read_at(offset + from as u64, &mut buffer.as_mut_slice()[from..])? {
                     0 => return Err(io::ErrorKind::UnexpectedEof.into()),
                     // Direct I/O continues at block borders only.
-                    read if from + read < bytes => from += read - read % PAGE_SIZE,
+                    read if from + read < bytes => {
+                        from += read - read % PAGE_SIZE;
+                        short += 1;
+                        if short > TRIES {
+                            return Err(io::ErrorKind::WouldBlock.into());
+                        }
+                    }
                     read => from += read,
                 }
             }
@@ -336,7 +342,11 @@ impl Disk {
             };
             match ring.and_then(|()| with_transfers(with_ring)) {
                 Ok(outcomes) => moved.extend(outcomes),
-                Err(_) if direction == Direction::Read => {
+                // No ring is allowed any more. One for which there is no memory now is tried again.
+                Err(error)
+                    if direction == Direction::Read
+                        && matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported) =>
+                {
                     moved.extend((first..).zip(group).map(|(index, piece)| {
                         self.read_without_ring(*piece, |bytes| {
                             done(index, bytes);
