@@ -66,10 +66,9 @@ impl Keeper {
             Err(why) => {
                 let Some(at) = self.closing.iter().position(|closing| closing.seq == seq) else { return };
                 let (closing, now) = (&mut self.closing[at], Instant::now());
-                let name = closing.entry.state.name();
+                let (name, was_open) = (closing.entry.state.name(), closing.entry.state.epoch() > 0);
                 // What no engine ever had open has nothing far. Its RAM may be what the host lacks.
-                if closing.entry.state.epoch() == 0 || closing.losses.are(MOST_TRIES) {
-                    let was_open = closing.entry.state.epoch() > 0;
+                if !was_open || closing.losses.are(MOST_TRIES) {
                     self.closing.remove(at);
                     if was_open {
                         let message = format!("VM {name} could not be closed, and what was far of it is lost: {why}");

@@ -11,6 +11,7 @@ const AGAIN_AFTER: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(8);
 /// A VM that was whole for this long counts as one that never failed.
 const WHOLE: Duration = Duration::from_secs(30);
+
 /// How often in a row the engine could not serve a VM whole.
 #[derive(Debug, Default)]
 pub(crate) struct Losses {

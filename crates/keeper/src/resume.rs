@@ -100,9 +100,9 @@ impl Keeper {
         if !engines.any(|engine| !ours.contains(&engine) && !engine.is_dying() && is_there(engine)) {
             return None;
         }
-        let (vm, until) = (state.id(), Instant::now() + RETURNS_WITHIN);
-        self.returning.retain(|returning| returning.vm != vm && returning.until > Instant::now());
-        self.returning.push(Returning { vm, ram: ram.clone(), until });
+        let (vm, now) = (state.id(), Instant::now());
+        self.returning.retain(|returning| returning.vm != vm && returning.until > now);
+        self.returning.push(Returning { vm, ram: ram.clone(), until: now + RETURNS_WITHIN });
         Some("the engine of the last keeper serves it, and the one of this keeper does not serve yet".into())
     }
 

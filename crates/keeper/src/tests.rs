@@ -29,7 +29,7 @@ use crate::run::listen;
 use crate::store_files::Files;
 use crate::waiting::{Answer, Asked};
 
-const LOST: Lost = Lost { flags: 0, word: 0 };
+pub(crate) const LOST: Lost = Lost { flags: 0, word: 0 };
 
 /// A keeper whose engine sleeps, and the directory of that program.
 fn keeper() -> (Keeper, tempfile::TempDir) {

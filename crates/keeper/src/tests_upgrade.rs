@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
-use ballast_handover::table::Lost;
 use ballast_handover::upgrading::Stage as Shown;
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::process::Process;
@@ -30,11 +29,9 @@ use crate::regions::At;
 use crate::replacing::Step;
 use crate::stage::Stage;
 use crate::store_files::Files;
-use crate::tests::attach_as;
+use crate::tests::{LOST, attach_as};
 use crate::upgrading;
 use crate::waiting::{Answer, Asked};
-
-const LOST: Lost = Lost { flags: 0, word: 0 };
 
 /// Random numbers of a seed.
 struct Random(u64);

@@ -115,11 +115,15 @@ impl Home {
         self.has_pages.store(true, Ordering::Release);
     }
 
-    /// No word names a page, and no other engine puts one.
-    pub fn has_no_pages(&self) {
+    fn has_no_pages(&self) {
         self.kept.forget();
         self.unproved.store(false, Ordering::Release);
         self.has_pages.store(false, Ordering::Release);
+    }
+
+    /// All words are known: some name pages, or none does, and no other engine puts any.
+    pub fn is_named(&self, any: bool) {
+        if any { self.has_pages() } else { self.has_no_pages() }
     }
 
     /// A page of the VM came from the cluster.

@@ -367,11 +367,7 @@ impl Store for RemoteStore {
         self.garbage.forget_freed();
         self.share.sub(self.share.pages());
         self.add_pages(kept_blobs);
-        if live.is_empty() {
-            self.home.has_no_pages()
-        } else {
-            self.home.has_pages()
-        }
+        self.home.is_named(!live.is_empty());
         self.garbage.begin_sweep(live, newest);
         Ok(Recovered { kept_blobs, ..Recovered::default() })
     }
@@ -388,11 +384,7 @@ impl Store for RemoteStore {
         self.seal_alone();
         let Some(newest) = self.draw().or(Handle::new(Handle::MAX)) else { return };
         let live: HashSet<_> = live.collect();
-        if live.is_empty() {
-            self.home.has_no_pages()
-        } else {
-            self.home.has_pages()
-        }
+        self.home.is_named(!live.is_empty());
         self.add_pages(live.len() as u64 + self.garbage.waiting_beside(&live));
         self.garbage.begin_sweep(live, newest);
     }

@@ -22,6 +22,9 @@ pub enum Page {
 }
 
 impl Page {
+    /// Both sizes, the smaller one first.
+    pub const BOTH: [Self; 2] = [Self::Huge, Self::Gib];
+
     /// Bytes of a page.
     pub const fn bytes(self) -> u64 {
         match self {

@@ -336,7 +336,7 @@ impl PoolService {
     pub fn has(&self, file: FileId) -> bool {
         let Some(place) = &self.place else { return false };
         let device = |path: &Path| std::fs::metadata(path).map(|entry| entry.dev()).ok();
-        [Page::Huge, Page::Gib].into_iter().any(|page| {
+        Page::BOTH.into_iter().any(|page| {
             let dir = Parts::dir(&place.dir, page);
             let files = device(&dir.join(page.files()));
             // A folder that nothing is mounted on is of the same device as its parent.

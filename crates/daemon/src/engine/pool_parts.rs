@@ -72,12 +72,12 @@ impl Parts {
     /// The file of the only slice cannot be opened.
     pub fn jobs(&mut self, again: bool) -> Result<Jobs, Error> {
         let mut all = Jobs::default();
-        for (page, again_of) in [Page::Huge, Page::Gib].into_iter().zip(&mut all.again).filter(|_| again) {
+        for (page, again_of) in Page::BOTH.into_iter().zip(&mut all.again).filter(|_| again) {
             let jobs = self.of(page).jobs_again();
             again_of.0 = jobs.len();
             all.jobs.extend(jobs.into_iter().map(|job| (page, job)));
         }
-        for page in [Page::Huge, Page::Gib] {
+        for page in Page::BOTH {
             match self.of(page).next_job() {
                 Ok(None) => {}
                 Ok(Some(job)) => {

@@ -187,6 +187,15 @@ impl Served {
         self.all_unserved().insert(pid, reason);
     }
 
+    /// The same, and hold the VM for that, with every page back: such a process may read zeros where pages are far.
+    ///
+    /// # Errors
+    /// There is no thread to bring pages back; the VM is held all the same.
+    pub fn hold_unserved(&self, pid: u32, reason: String) -> io::Result<()> {
+        self.set_unserved(pid, reason.clone());
+        self.restore(Hold::Shared, reason, |_| ())
+    }
+
     /// There is no reason of this kind any more not to reclaim. Returns whether it is released: not while a process is
     /// not served. Who notes such a process holds the VM afterwards, so either is seen.
     pub fn release(&self, kind: Hold) -> bool {

@@ -11,7 +11,6 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use ballast_base::wire::Span;
-use ballast_pager::vm::Hold;
 use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::view::View;
@@ -32,8 +31,7 @@ pub fn add(
         Ok(descriptors) => descriptors,
         Err(error) => {
             let reason = format!("process {pid} is not served: {error:#}");
-            served.set_unserved(pid, reason.clone());
-            served.restore(Hold::Shared, reason, |_| ())?;
+            served.hold_unserved(pid, reason)?;
             return Err(error);
         }
     };
@@ -50,9 +48,7 @@ pub fn add(
         }
         Err(error) => format!("process {pid} is not served: {error}"),
     };
-    served.set_unserved(pid, reason.clone());
-    // It may read zeros where pages are far, so none may be: those that another mapping can restore are restored.
-    served.restore(Hold::Shared, reason, |_| ())?;
+    served.hold_unserved(pid, reason)?;
     Ok(added.map(drop)?)
 }
 

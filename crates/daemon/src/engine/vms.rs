@@ -90,9 +90,8 @@ impl Engine {
                     && served.unserved_of(pid).is_none()
                 {
                     let reason = format!("region {number} of process {pid} is not served: {error:#}");
-                    served.set_unserved(pid, reason.clone());
-                    // It holds the VM, also if there is no thread that could bring its pages back.
-                    let _ = served.restore(Hold::Shared, reason, |_| ());
+                    // The error that is reported is the one that it had first.
+                    let _ = served.hold_unserved(pid, reason);
                 }
                 added
             }
@@ -370,12 +369,9 @@ impl Engine {
         if let Some((view, span)) = view.zip(span)
             && let Err(error) = vm.add_span(&view, span, number)
         {
-            // As for an incomplete view: it may read zeros where pages are far, so no page may be far.
             let reason = format!("RAM that process {pid} added cannot be watched there: region {number}: {error}");
             vm.report("view-incomplete", reason.clone());
-            served.set_unserved(pid, reason.clone());
-            vm.hold(Hold::Shared, Some(reason.clone()));
-            served.restore(Hold::Shared, reason, |_| ())?;
+            served.hold_unserved(pid, reason)?;
         }
         if vm.is_pinned() && !was_pinned {
             // A region of pages of 1 GiB pins its VM, of which pages may be far.

@@ -347,11 +347,11 @@ impl Disk {
                     if direction == Direction::Read
                         && matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported) =>
                 {
-                    moved.extend((first..).zip(group).map(|(index, piece)| {
-                        self.read_without_ring(*piece, |bytes| {
-                            done(index, bytes);
-                        })
-                    }));
+                    moved.extend(
+                        (first..)
+                            .zip(group)
+                            .map(|(index, piece)| self.read_without_ring(*piece, |bytes| done(index, bytes))),
+                    );
                 }
                 Err(error) => {
                     let again = || Moved::Failed(io::Error::new(error.kind(), error.to_string()));

@@ -269,20 +269,22 @@ mod tests {
         guest.hits(truth)
     }
 
+    fn ours_is_near_the_oracle_and_whole_pages_are_not(truth: &Truth) {
+        let (oracle, _) = truth.oracle();
+        let (ours, whole) = (served(Way::Ours, truth), served(Way::Whole, truth));
+        assert!(oracle - ours < 0.03 && oracle - whole > 0.3, "{oracle} {ours} {whole}");
+    }
+
     #[test]
     fn on_bloated_memory_ours_is_within_3_points_of_the_oracle_where_whole_pages_lose_30() {
         let truth = Truth::new(400, 50, 0.0, &mut SplitMix64::new(3));
-        let (oracle, _) = truth.oracle();
-        let (ours, whole) = (served(Way::Ours, &truth), served(Way::Whole, &truth));
-        assert!(oracle - ours < 0.03 && oracle - whole > 0.3, "{oracle} {ours} {whole}");
+        ours_is_near_the_oracle_and_whole_pages_are_not(&truth);
     }
 
     #[test]
     fn stray_accesses_that_touch_every_huge_page_cost_ours_less_than_3_points() {
         let truth = Truth::new(400, 50, 1.0, &mut SplitMix64::new(3));
-        let (oracle, _) = truth.oracle();
-        let (ours, whole) = (served(Way::Ours, &truth), served(Way::Whole, &truth));
-        assert!(oracle - ours < 0.03 && oracle - whole > 0.3, "{oracle} {ours} {whole}");
+        ours_is_near_the_oracle_and_whole_pages_are_not(&truth);
         let mut even = Guest::new(Way::Ours, 400, 7);
         let truth = Truth::new(400, 0, 1.0, &mut SplitMix64::new(3));
         (0..40).for_each(|_| even.cycle(&truth));
