@@ -232,6 +232,10 @@ fn settings_that_name_another_cluster_or_none_are_said_and_cost_no_page() {
         if event == "remote-other" {
             let waits = |e: &ballast_api::Event| e.kind == "store-late";
             until("the guest waits", || daemon.api.events().is_ok_and(|events| events.iter().any(waits)));
+        } else {
+            let program = Some(env!("CARGO_BIN_EXE_ballastd").to_owned());
+            daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("it begins");
+            until("an upgrade ends well", || daemon.api.upgrade().is_ok_and(|now| now.stage == UpgradeStage::Done));
         }
         let vm = daemon.vm("victim");
         assert!(vm.far_remote_bytes > 0 && vm.poisoned_bytes == 0, "{vm:?}");

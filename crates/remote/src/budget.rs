@@ -2,8 +2,9 @@
 //!
 //! Before: an operator says how much memory far pages may take on other machines. After: a store puts pages only while
 //! they fit, and operators see an estimate of what is used.
-//! Threads: any, without locks; sums may be off for a moment. Units: pages, at the mean size of the pages that were
-//! put.
+//! Threads: any, without locks; sums may be off for a moment. Units: pages, at the mean size of those that were put or
+//! read lately. As long as these are few, pages of an earlier engine count as if they filled 15/16 of the budget, at
+//! most: that engine kept to it.
 //! Promise: dropping a store subtracts all pages that it counted. Freed pages count until their keys are unlinked, but
 //! they do not limit the puts of their own store, except those that a node has refused to unlink.
 
@@ -14,29 +15,54 @@ use ballast_base::{Bytes, PAGE_SIZE};
 
 /// Memory that a server needs for a page in addition to its value: the key, and its own tables.
 const KEY_BYTES: u64 = 128;
+/// Bytes of a page that does not compress.
+const PAGE_MOST: u64 = PAGE_SIZE as u64 + KEY_BYTES;
+/// Sizes that the mean needs. Above the second number half of them are forgotten, so that it follows the guests.
+const ENOUGH: u64 = 1024;
+const MANY: u64 = 1 << 20;
 
 /// Budget of all stores of a process in the cluster.
 #[derive(Debug)]
 pub struct RemoteBudget {
     limit: Bytes,
     pages: AtomicU64,
-    /// Pages ever put and their bytes, for the mean size.
-    put_pages: AtomicU64,
-    put_bytes: AtomicU64,
+    /// Pages that an earlier engine put.
+    inherited: AtomicU64,
+    /// Sizes that were seen, and their sum.
+    seen: AtomicU64,
+    seen_bytes: AtomicU64,
 }
 
 impl RemoteBudget {
     /// Creates a budget of this size. It covers keys and the servers' tables.
     pub fn new(limit: Bytes) -> Arc<Self> {
-        let [pages, put_pages, put_bytes] = [0; 3].map(AtomicU64::new);
-        Arc::new(Self { limit, pages, put_pages, put_bytes })
+        let [pages, inherited, seen, seen_bytes] = [0; 4].map(AtomicU64::new);
+        Arc::new(Self { limit, pages, inherited, seen, seen_bytes })
     }
 
     /// Returns the estimated size of this many pages.
     pub(crate) fn bytes(&self, pages: u64) -> u64 {
-        let (put, bytes) = (self.put_pages.load(Relaxed), self.put_bytes.load(Relaxed));
-        let mean = bytes.checked_div(put).unwrap_or(PAGE_SIZE as u64 + KEY_BYTES);
+        let (seen, bytes) = (self.seen.load(Relaxed), self.seen_bytes.load(Relaxed));
+        let inherited = self.inherited.load(Relaxed);
+        let mean = match bytes.checked_div(seen) {
+            Some(mean) if seen >= ENOUGH || inherited == 0 => mean,
+            _ => {
+                let room = self.limit.0 - self.limit.0 / 16;
+                room.checked_div(inherited).map_or(PAGE_MOST, |fit| fit.min(PAGE_MOST))
+            }
+        };
         pages.saturating_mul(mean)
+    }
+
+    /// A value of this many bytes was put or read, or several of these together.
+    pub(crate) fn saw(&self, count: u64, values: u64) {
+        self.seen_bytes.fetch_add(values + count * KEY_BYTES, Relaxed);
+        let seen = self.seen.fetch_add(count, Relaxed) + count;
+        // One thread halves both.
+        if seen > MANY && self.seen.compare_exchange(seen, seen / 2, Relaxed, Relaxed).is_ok() {
+            // It never fails: the closure returns a value.
+            let _ = self.seen_bytes.fetch_update(Relaxed, Relaxed, |bytes| Some(bytes / 2));
+        }
     }
 
     /// Returns the estimated size of all pages in the cluster.
@@ -79,13 +105,17 @@ impl Share {
 
     /// Counts pages that were put, with values of this many bytes together.
     pub fn put(&self, count: u64, values: u64) {
-        self.budget.put_pages.fetch_add(count, Relaxed);
-        self.budget.put_bytes.fetch_add(values + count * KEY_BYTES, Relaxed);
+        self.budget.saw(count, values);
         self.add(count);
     }
 
-    /// Counts pages that the cluster already has.
-    pub fn add(&self, count: u64) {
+    /// Counts pages that the cluster has of an earlier engine.
+    pub fn inherit(&self, count: u64) {
+        self.budget.inherited.fetch_add(count, Relaxed);
+        self.add(count);
+    }
+
+    fn add(&self, count: u64) {
         self.pages.fetch_add(count, Relaxed);
         self.budget.pages.fetch_add(count, Relaxed);
     }
@@ -125,5 +155,20 @@ mod tests {
         assert_eq!(budget.used(), Bytes(5 * 1128));
         let (room, waiting) = ((1 << 20) / 1128 - 5, 2);
         assert!(other.has_room(room, 0) && !other.has_room(room + 1, 0) && other.has_room(room + 2, waiting));
+    }
+    #[test]
+    fn pages_of_an_earlier_engine_leave_room_until_the_size_of_pages_is_known_and_then_count_with_it() {
+        let limit = 1 << 30;
+        let budget = RemoteBudget::new(Bytes(limit));
+        let (fits, one) = (limit / 1128 * 2 / 3, Share::new(budget.clone()));
+        one.inherit(fits);
+        assert!(one.has_room(512, 0), "its engine kept to the budget");
+        assert!(budget.used().0 <= limit - limit / 16);
+        budget.saw(ENOUGH, ENOUGH * 1000);
+        assert_eq!(budget.used(), Bytes(fits * 1128));
+        assert!(one.has_room(limit / 1128 - fits, 0) && !one.has_room(limit / 1128 - fits + 1, 0));
+        // Pages do not compress any more.
+        (0..4 * MANY).step_by(512).for_each(|_| budget.saw(512, 512 * 4096));
+        assert!(budget.used().0 > fits * 4000, "{}", budget.used().0 / fits);
     }
 }

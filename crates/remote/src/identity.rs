@@ -18,9 +18,10 @@
 //! | nothing | no | Y | it is nobody's: absent | keeps Y, goes on |
 //! | nothing | no | nothing, under all keys | the same | makes Y, keeps it, goes on |
 //! | nothing | by an older engine | the VM's lease, or a page of it | as if it kept what is there | the same |
-//! | nothing | by an older engine | neither | unknown | refused |
+//! | nothing | by an older engine | neither | unknown, and an event | refused |
 //!
-//! A cluster that was emptied looks like another one. Only operators know, and say so by giving it the identity again.
+//! A cluster that was emptied looks like another one. Only operators know, and say so by giving it the identity, or the
+//! VM's lease, again.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -39,6 +40,8 @@ use crate::slot::slot_of;
 
 /// Keys of an identity.
 const KEYS: usize = 16;
+/// Pages of a VM that are asked for to find out whether a cluster has it.
+pub(crate) const PROOFS: usize = 16;
 /// Longest time that one node may take, and all of them together.
 const TIMEOUT: Duration = Duration::from_secs(1);
 const ALL: Duration = Duration::from_secs(5);
@@ -83,6 +86,8 @@ pub(crate) struct Home {
     has_pages: AtomicBool,
     /// And no identity is kept: an older engine put them.
     unproved: AtomicBool,
+    /// Keys of some of these pages.
+    proofs: Mutex<Vec<Vec<u8>>>,
     /// What operators were told, while it is so.
     elsewhere: Mutex<Option<String>>,
 }
@@ -105,6 +110,7 @@ impl Home {
             tell,
             has_pages: AtomicBool::new(false),
             unproved: AtomicBool::new(false),
+            proofs: Mutex::default(),
             elsewhere: Mutex::default(),
         }
     }
@@ -121,9 +127,16 @@ impl Home {
         self.has_pages.store(false, Ordering::Release);
     }
 
-    /// All words are known: some name pages, or none does, and no other engine puts any.
-    pub fn is_named(&self, any: bool) {
+    /// All words are known, and no other engine puts any pages: these keys are some of those that words name.
+    pub fn is_named(&self, some: Vec<Vec<u8>>) {
+        let any = !some.is_empty();
+        *lock(&self.proofs) = some;
         if any { self.has_pages() } else { self.has_no_pages() }
+    }
+
+    /// Has this cluster pages of the VM that an older engine put, and no identity yet?
+    pub fn is_proved(&self) -> bool {
+        self.kept.get() == 0 && self.has_pages.load(Ordering::Acquire) && !self.unproved.load(Ordering::Acquire)
     }
 
     /// A page of the VM came from the cluster.
@@ -196,15 +209,19 @@ impl Home {
         Err(self.not_here(kept, said.most()))
     }
 
-    /// Tells operators, once, that this is not the cluster of the VM.
+    /// This is not the cluster of the VM.
     fn not_here(&self, kept: u64, here: Option<u64>) -> String {
         let here = here.map_or_else(|| "none".into(), |here| format!("{here:016x}"));
-        let text = format!(
+        self.say(format!(
             "its pages are in the cluster {kept:016x}, and the one in [remote] is another ({here}), or was emptied: \
              they wait, and no more go there. If it is another one, put the right nodes back within a day. If it was \
              emptied, SET {} {kept:016x} there says so, and its pages are lost",
             String::from_utf8_lossy(&name::identity(0))
-        );
+        ))
+    }
+
+    /// Tells operators, once, where its pages are not.
+    fn say(&self, text: String) -> String {
         let before = lock(&self.elsewhere).replace(text.clone());
         if let Some(tell) = self.tell.as_ref().filter(|_| before.as_ref() != Some(&text)) {
             tell(text.clone());
@@ -212,20 +229,44 @@ impl Home {
         text
     }
 
-    /// An older engine put the VM's pages: into this cluster, if that has its lease.
+    /// An older engine put the VM's pages: into this cluster, if that has its lease or one of some pages.
     fn prove(&self, cluster: &Cluster, map: &SlotMap, until: Instant) -> Result<(), String> {
         let lease = name::lease(self.vm);
-        let has = map.primary(slot_of(&lease)).is_some_and(|addr| {
-            let until = until.min(Instant::now() + TIMEOUT);
-            let asks = Commands::one(&[b"GET", &lease]);
-            cluster.with(addr, until, |link| Ok(link.ask(&asks, until)?.get(0).bytes().is_some())).unwrap_or(false)
-        });
-        if !has {
-            return Err("this cluster has neither the VM's lease nor, so far, one of its pages".into());
+        let mut silent = None;
+        let proofs = lock(&self.proofs).clone();
+        for key in std::iter::once(&lease).chain(&proofs) {
+            match has(cluster, map, key, until) {
+                Ok(true) => {
+                    self.unproved.store(false, Ordering::Release);
+                    *lock(&self.elsewhere) = None;
+                    return Ok(());
+                }
+                Ok(false) => {}
+                Err(why) => silent = Some(why),
+            }
         }
-        self.unproved.store(false, Ordering::Release);
-        Ok(())
+        if let Some(why) = silent {
+            return Err(format!("it is not known whether this cluster has the VM's pages: {why}"));
+        }
+        Err(self.say(format!(
+            "its pages were sent by an older ballastd, and the cluster in [remote] has neither its lease nor any of \
+             some pages: it is another one, or was emptied. They wait, and no more go there. If it is another one, \
+             put the right nodes back within a day. If it was emptied, SET {} 1 there says so, and its pages are lost",
+            String::from_utf8_lossy(&lease)
+        )))
     }
+}
+
+/// Does the key's node have it?
+fn has(cluster: &Cluster, map: &SlotMap, key: &[u8], until: Instant) -> Result<bool, String> {
+    let addr = map.primary(slot_of(key)).ok_or("some slots have no node")?;
+    let until = until.min(Instant::now() + TIMEOUT);
+    let asked = cluster.with(addr, until, |link| {
+        let replies = link.ask(&Commands::one(&[b"GET", key]), until)?;
+        let reply = replies.get(0);
+        reply.error().map_or_else(|| Ok(!reply.is_nil()), |error| Err(std::io::Error::other(error)))
+    });
+    asked.map_err(|error| format!("{addr}: {error}"))
 }
 
 /// What a cluster says under the keys of its identity.

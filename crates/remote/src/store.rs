@@ -28,7 +28,7 @@ use ballast_sys::clock;
 use crate::budget::{RemoteBudget, Share};
 use crate::cluster::Cluster;
 use crate::garbage::Garbage;
-use crate::identity::{Home, Kept, Tell};
+use crate::identity::{self, Home, Kept, Tell};
 use crate::lease::Lease;
 use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
@@ -166,7 +166,10 @@ impl RemoteStore {
         if !self.used.load(Relaxed) {
             return None;
         }
-        let why = self.ensure_lease().err()?;
+        let here = self.home.takes(&self.cluster);
+        // A cluster that cannot be given an identity, because a node is full, may have the VM's pages all the same.
+        let here = if self.home.is_proved() { Ok(()) } else { here };
+        let why = here.and_then(|()| self.lease.ensure(&self.cluster)).err()?;
         Some((self.lease.overdue()?, why))
     }
 
@@ -176,10 +179,12 @@ impl RemoteStore {
         self.lease.ensure(&self.cluster)
     }
 
-    /// Counts pages that are in the cluster already.
-    fn add_pages(&self, count: u64) {
+    /// These pages are in the cluster already.
+    fn inherit(&self, live: &HashSet<(PageKey, Handle)>, waiting: u64) {
+        let count = live.len() as u64 + waiting;
         self.used.fetch_or(count > 0, Relaxed);
-        self.share.add(count);
+        self.share.inherit(count);
+        self.home.is_named(name::keys(live.iter().take(identity::PROOFS).copied()));
     }
 
     /// Records the reason of a refused put.
@@ -253,6 +258,7 @@ impl RemoteStore {
         let asked = request::run(&self.cluster, Verb::Get, &names, |timeout| timeout, &mut |at, found| match found {
             Found::Value(bytes) if opens(at, bytes, &mut out[at]) => {
                 self.home.found();
+                self.share.budget().saw(1, bytes.len() as u64);
                 outcomes[at] = GetOutcome::Found;
             }
             // A replica may have it undamaged.
@@ -273,7 +279,10 @@ impl RemoteStore {
             let loses = |map: &_| self.home.loses(&self.cluster, map);
             let mut opens = |value: &[u8]| opens(at, value, &mut out[at]);
             outcomes[at] = match loss::verdict(&self.cluster, &names[at], &mut opens, &loses) {
-                Verdict::Found => GetOutcome::Found,
+                Verdict::Found => {
+                    self.home.found();
+                    GetOutcome::Found
+                }
                 Verdict::Damaged => GetOutcome::Corrupt,
                 Verdict::Lost => GetOutcome::Absent,
                 Verdict::Unknown(why) => {
@@ -366,8 +375,7 @@ impl Store for RemoteStore {
         let kept_blobs = live.len() as u64;
         self.garbage.forget_freed();
         self.share.sub(self.share.pages());
-        self.add_pages(kept_blobs);
-        self.home.is_named(!live.is_empty());
+        self.inherit(&live, 0);
         self.garbage.begin_sweep(live, newest);
         Ok(Recovered { kept_blobs, ..Recovered::default() })
     }
@@ -384,8 +392,7 @@ impl Store for RemoteStore {
         self.seal_alone();
         let Some(newest) = self.draw().or(Handle::new(Handle::MAX)) else { return };
         let live: HashSet<_> = live.collect();
-        self.home.is_named(!live.is_empty());
-        self.add_pages(live.len() as u64 + self.garbage.waiting_beside(&live));
+        self.inherit(&live, self.garbage.waiting_beside(&live));
         self.garbage.begin_sweep(live, newest);
     }
 

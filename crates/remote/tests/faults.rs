@@ -239,6 +239,14 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
     next.follow(&mut std::iter::empty());
     assert_eq!(next.keep_lease(), None);
     assert!(ttl() > 60_000, "a full node renews it");
+    // Also that of pages of an older engine, in a cluster that is too full for an identity.
+    let identities = "for _,k in ipairs(redis.call('KEYS','bl{cluster*')) do redis.call('DEL',k) end";
+    valkey.say(0, &["EVAL", identities, "0"]).expect("EVAL");
+    valkey.say(0, &["PEXPIRE", &lease, "60000"]).expect("PEXPIRE");
+    let older = another(&ours, &Arc::default());
+    older.follow(&mut std::iter::empty());
+    assert_eq!(older.keep_lease(), None);
+    assert!(ttl() > 60_000, "it is renewed without an identity");
     set("maxmemory", "0");
     // The lease runs out while writes are refused.
     valkey.say(0, &["DEL", &lease]).expect("DEL");

@@ -50,7 +50,8 @@ impl Engine {
         let mut numbers = vec![RAM_STORE];
         numbers.extend(file.map(|_| FILE_STORE));
         numbers.extend(group.map(|_| GROUP_STORE));
-        numbers.extend(self.host.remote.as_ref().map(|_| REMOTE_STORE));
+        // Without a cluster in the settings its pages wait (`missing`).
+        numbers.extend((self.host.remote.is_some() || state.cluster() != 0).then_some(REMOTE_STORE));
         let seen = inspect(&state, &numbers)?;
         let Inspected { words, far, moving } = seen;
         tracing::info!(vm = state.name(), words, far, moving, "looked through: this engine could serve it");
