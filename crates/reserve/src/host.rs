@@ -7,9 +7,13 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use ballast_base::{Bytes, GIB, HUGE_SIZE, KIB, PAGE_SIZE};
-use ballast_sys::meminfo;
+use ballast_sys::{hugetlb, meminfo};
+
+/// How long another process may take to change the number of pages.
+const LOCKED_WITHIN: Duration = Duration::from_secs(1);
 
 /// The huge pages of which a pool consists.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -178,14 +182,10 @@ impl Host {
         Ok(now as i64 - before as i64)
     }
 
-    /// Takes the lock under which other processes change the number, too.
+    /// Takes the lock under which other processes change the number, too. The pool's owner does not wait long: VMs
+    /// that want memory wait for it.
     fn lock(&self) -> io::Result<Option<std::fs::File>> {
-        let lock =
-            std::fs::File::open(self.root.join("sys/kernel/mm").join(self.page.kernel()).join("nr_hugepages")).ok();
-        if let Some(lock) = &lock {
-            rustix::fs::flock(lock, rustix::fs::FlockOperation::LockExclusive)?;
-        }
-        Ok(lock)
+        hugetlb::lock_numbers(&self.root, LOCKED_WITHIN)
     }
 
     /// Makes the kernel reserve this number of pages in all. Returns the number that it has now.
@@ -345,6 +345,19 @@ pub(crate) mod tests {
         add("proc/meminfo", "Hugepagesize:       2048 kB\n");
         assert_eq!(host.pages(2).expect("pages"), Pages { total: 32, free: 3, surplus: 1 });
         assert_eq!(host.pages(0).expect("pages"), Pages { total: 0, free: 0, surplus: 0 }, "from files of its own");
+    }
+
+    #[test]
+    fn a_user_who_locks_the_kernels_file_holds_nobody_up() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let host = two_nodes(dir.path(), [1 << 30, 3 << 30]);
+        let kernels = dir.path().join("sys/kernel/mm").join(PAGES);
+        std::fs::create_dir_all(&kernels).expect("make");
+        std::fs::create_dir(dir.path().join("run")).expect("make");
+        std::fs::write(kernels.join("nr_hugepages"), "0\n").expect("write");
+        let file = std::fs::File::open(kernels.join("nr_hugepages")).expect("every user may read it");
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).expect("lock");
+        assert_eq!(host.change_pages(0, 2).expect("change"), 2);
     }
 
     #[test]

@@ -6,6 +6,8 @@
 //! Promise: nothing is allocated, nothing is written, and no page stays mapped here.
 
 use std::io;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use ballast_base::Hva;
 
@@ -75,6 +77,34 @@ impl Presence {
     }
 }
 
+/// Takes the lock under which this program's processes change the host's numbers of huge pages; it lasts as long as the
+/// file. It is in a file that only root can open: the kernel's own files can be read, and so be locked, by every user.
+/// `None`: the host with this root has no `/run`.
+///
+/// # Errors
+/// Another process of root has it for longer than `within`, or it cannot be opened.
+pub fn lock_numbers(root: &Path, within: Duration) -> io::Result<Option<std::fs::File>> {
+    use rustix::fs::{FlockOperation, flock};
+    use std::os::unix::fs::OpenOptionsExt;
+    const AGAIN_AFTER: Duration = Duration::from_millis(5);
+    let path = root.join("run/ballast-hugepages.lock");
+    let file = match std::fs::File::options().write(true).create(true).truncate(false).mode(0o600).open(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))?,
+    };
+    let begun = Instant::now();
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(Some(file)),
+            Err(rustix::io::Errno::WOULDBLOCK) if begun.elapsed() < within => std::thread::sleep(AGAIN_AFTER),
+            Err(error) => {
+                let text = format!("{}: another process changes the host's huge pages: {error}", path.display());
+                return Err(io::Error::new(io::Error::from(error).kind(), text));
+            }
+        }
+    }
+}
+
 /// More huge pages for the host's pool while this value lives, for tests and benches. Drop returns them.
 #[derive(Debug)]
 pub struct PoolLoan {
@@ -119,9 +149,10 @@ impl PoolLoan {
 
     /// Returns how much more it is now: the kernel reserves as many pages as it can.
     fn change(setting: &str, to: impl Fn(u64) -> u64) -> io::Result<u64> {
-        let file = std::fs::File::options().read(true).write(true).open(setting)?;
-        // Several test programs may change it at once; the lock ends with the descriptor.
-        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)?;
+        // A user that may not change it is told so, not that there is a lock.
+        std::fs::File::options().write(true).open(setting)?;
+        // Several test programs may change it at once.
+        let _lock = lock_numbers(Path::new("/"), Duration::from_secs(60))?;
         let before = Self::read(setting)?;
         std::fs::write(setting, to(before).to_string())?;
         Ok(Self::read(setting)?.saturating_sub(before))
@@ -143,6 +174,20 @@ mod tests {
     use ballast_base::{Bytes, HUGE_SIZE};
     use ballast_needs::skip;
     use std::sync::atomic::Ordering;
+
+    #[test]
+    fn numbers_are_changed_by_one_process_at_a_time_and_only_root_can_hold_the_others_up() {
+        use std::os::unix::fs::PermissionsExt;
+        let root = tempfile::tempdir().expect("a directory");
+        assert!(lock_numbers(root.path(), Duration::ZERO).expect("asked").is_none(), "there is nowhere to put it");
+        std::fs::create_dir(root.path().join("run")).expect("make");
+        let first = lock_numbers(root.path(), Duration::ZERO).expect("locked").expect("a file");
+        assert_eq!(first.metadata().expect("made").permissions().mode() & 0o777, 0o600);
+        let said = lock_numbers(root.path(), Duration::ZERO).expect_err("another one has it").to_string();
+        assert!(said.contains("ballast-hugepages.lock: another process"), "{said}");
+        drop(first);
+        assert!(lock_numbers(root.path(), Duration::ZERO).expect("locked").is_some());
+    }
 
     #[test]
     fn pages_and_holes_of_a_huge_page_file_are_told_apart_and_stay_what_they_are() {
