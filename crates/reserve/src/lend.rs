@@ -7,7 +7,7 @@
 use std::io;
 
 use ballast_base::Bytes;
-use ballast_pool::{Kind, SliceState};
+use ballast_pool::{Kind, NodeIdx, NodeSpec, SliceState};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{During, Error};
@@ -89,29 +89,31 @@ impl Reserve {
         let each = bytes.0.div_ceil(page.bytes()).div_ceil(nodes.len().max(1) as u64);
         let each = u32::try_from(each).map_err(|_| Error::Request(format!("{bytes} is more than the pool can be")))?;
         self.notes.clear();
-        self.begin()?;
-        for (at, spec) in nodes {
-            let Some(live) = &mut self.live else { break };
-            let lent = live.pool.stats(at).map_or(0, |stats| stats.lent);
-            if lent >= each {
-                self.add(spec.numa, lent - each)?;
-                continue;
-            }
-            let extents = live.pool.lend(at, Kind::Hugetlb, each - lent);
-            for brick in extents.iter().flat_map(|extent| live.pool.bricks(*extent)).collect::<Vec<_>>() {
-                live.empty(brick, |state| state == SliceState::Borrow)?;
-            }
-            let went: u32 = extents.iter().map(|extent| extent.slices).sum();
-            // The kernel releases a held page when its holder frees it.
-            self.host.change_pages(spec.numa, -i64::from(went)).during("Lending huge pages")?;
-            if went < each - lent {
-                let (now, want) = (page.size(lent + went), page.size(each));
-                self.notes.push(format!(
-                    "node {}: {now} of {want} are lent: the rest is in use, or in files that VMs use",
-                    spec.numa
-                ));
-            }
+        self.change(|reserve| nodes.iter().try_for_each(|(at, spec)| reserve.lend_of(*at, *spec, each)))
+    }
+
+    /// Lends this number of slices of a node, or takes back what is lent beyond it.
+    fn lend_of(&mut self, at: NodeIdx, spec: NodeSpec, each: u32) -> Result<(), Error> {
+        let page = self.host.page();
+        let Some(live) = &mut self.live else { return Ok(()) };
+        let lent = live.pool.stats(at).map_or(0, |stats| stats.lent);
+        if lent >= each {
+            return self.add(spec.numa, lent - each);
         }
-        self.end()
+        let extents = live.pool.lend(at, Kind::Hugetlb, each - lent);
+        for brick in extents.iter().flat_map(|extent| live.pool.bricks(*extent)).collect::<Vec<_>>() {
+            live.empty(brick, |state| state == SliceState::Borrow)?;
+        }
+        let went: u32 = extents.iter().map(|extent| extent.slices).sum();
+        // The kernel releases a held page when its holder frees it.
+        self.host.change_pages(spec.numa, -i64::from(went)).during("Lending huge pages")?;
+        if went < each - lent {
+            let (now, want) = (page.size(lent + went), page.size(each));
+            self.notes.push(format!(
+                "node {}: {now} of {want} are lent: the rest is in use, or in files that VMs use",
+                spec.numa
+            ));
+        }
+        Ok(())
     }
 }

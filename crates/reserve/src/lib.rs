@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 
 pub mod balance;
+mod change;
 mod error;
 pub mod failed;
 mod failure;
@@ -36,6 +37,7 @@ pub mod host;
 mod journal;
 mod lend;
 mod live;
+mod origin;
 pub mod overview;
 mod owed;
 pub mod refill;

@@ -86,11 +86,11 @@ impl Reserve {
             let beyond = self.host.pages(numa).during("Asking for huge pages")?.surplus + self.owes(numa)?;
             let more = wanted.min(room).min(most.saturating_sub(beyond));
             if more > 0 {
-                self.begin()?;
-                let got = self.host.change_pages(numa, more as i64).during("Reserving huge pages")?.max(0);
-                self.owe(numa, got)?;
-                self.end()?;
-                room -= (got as u64).min(room);
+                self.change(|reserve| {
+                    let got = reserve.host.change_pages(numa, more as i64).during("Reserving huge pages")?.max(0);
+                    room -= (got as u64).min(room);
+                    reserve.owe(numa, got)
+                })?;
             }
         }
         Ok(())
@@ -109,10 +109,10 @@ impl Reserve {
             let free = self.host.pages(numa).during("Asking for huge pages")?.free;
             let back = if missing == 0 { owed } else { owed.min(free.saturating_sub(missing)) };
             if back > 0 {
-                self.begin()?;
-                self.host.change_pages(numa, -(back as i64)).during("Giving huge pages back")?;
-                self.owe(numa, -(back as i64))?;
-                self.end()?;
+                self.change(|reserve| {
+                    reserve.host.change_pages(numa, -(back as i64)).during("Giving huge pages back")?;
+                    reserve.owe(numa, -(back as i64))
+                })?;
             }
         }
         Ok(())

@@ -19,14 +19,12 @@ use ballast_pool::{
     Class, Extent, FRAME_SLICES, Invalid, Kind, Layout, Mode, NodeSpec, Pool, Request, SliceState, VmId,
 };
 
-use serde::{Deserialize, Serialize};
-
 use crate::balance::{self, NodeMemory, Want};
 use crate::error::{During, Error};
 use crate::failure::Failure;
 use crate::files::Files;
 use crate::host::{Host, Page};
-use crate::journal::{self, Journal, Others};
+use crate::journal::{self, Journal};
 use crate::live::Live;
 use crate::refill::{Done, Job};
 use crate::shared::{self, Shared};
@@ -78,69 +76,24 @@ impl Reserve {
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS) => return Err(Error::Taken(dir.into())),
             locked => locked.map_err(io::Error::from).during("Locking the pool's directory")?,
         }
-        let live = shared::open(&dir.join("state"))?.map(|pool| Live::new(dir, pool, host.page())).transpose()?;
-        let journal = Journal::at(dir);
         let mut reserve = Self {
             dir: dir.into(),
+            journal: Journal::at(dir),
             host,
-            journal,
-            live,
+            live: None,
             notes: Vec::new(),
             failed_pages: 0,
             failures: Vec::new(),
             in_vain: 0,
             _lock: lock,
         };
-        if reserve.live.is_some() && !reserve.is_of_these_files()? {
-            reserve.forget()?;
-        }
+        // First of all: the state of another boot may be unreadable, and its pages may be of a size that is gone.
+        reserve.forget_other_boot()?;
+        let pool = shared::open(&dir.join("state"))?;
+        reserve.live = pool.map(|pool| Live::new(dir, pool, reserve.host.page())).transpose()?;
+        reserve.forget_lost_files()?;
         reserve.recover()?;
         Ok(reserve)
-    }
-
-    /// Returns whether the files are those that the state describes. The files are gone when the host has rebooted, or
-    /// their file system was unmounted. The state may lie on a disk and survive both.
-    fn is_of_these_files(&self) -> Result<bool, Error> {
-        let origin: Option<Origin> =
-            journal::load(&self.dir.join("origin.json")).during("Reading the pool's origin")?;
-        let boot = boot().during("Asking for the host's boot id")?;
-        Ok(origin.is_some_and(|origin| {
-            origin.boot == boot && self.dir.join(self.host.page().files()).join(origin.mark).exists()
-        }))
-    }
-
-    /// Forgets a pool whose files are gone. Its pages are free, or belong to a VM that still has them open.
-    fn forget(&mut self) -> Result<(), Error> {
-        let origin: Option<Origin> =
-            journal::load(&self.dir.join("origin.json")).during("Reading the pool's origin")?;
-        if origin.is_some_and(|origin| boot().is_ok_and(|boot| boot == origin.boot)) {
-            for numa in self.host.nodes().during("Asking for the host's nodes")? {
-                let less = -i64::from(self.has(numa)) - self.owes(numa)? as i64;
-                self.host.change_pages(numa, less).during("Giving huge pages back")?;
-            }
-        }
-        self.live = None;
-        for file in ["journal.json", "owed.json", "lending.json", "names.json", "state", "origin.json"] {
-            journal::remove(&self.dir.join(file)).during("Forgetting a pool")?;
-        }
-        self.notes = vec!["the files of the pool were gone, and it was forgotten: reserve it again".into()];
-        Ok(())
-    }
-
-    /// Makes the memory match the state.
-    fn recover(&mut self) -> Result<(), Error> {
-        let Some(others) = self.journal.pending().during("Reading the pool's journal")? else { return Ok(()) };
-        if let Some(live) = &mut self.live {
-            for number in live.files.numbers().during("Listing the pool's files")? {
-                live.empty(live.brick(number), |state| matches!(state, SliceState::Hole | SliceState::Borrow))?;
-            }
-        }
-        for (numa, count) in &others.0 {
-            let total = count + u64::from(self.has(*numa));
-            self.host.set_pages(*numa, total).during("Setting the number of huge pages")?;
-        }
-        self.owe_nothing()?;
-        self.end()
     }
 
     /// Grows the pool to this part of the host. A pool that is larger does not shrink; use `lend` for that.
@@ -155,7 +108,13 @@ impl Reserve {
             return Err(Error::Request(format!("there is no node {node}; the host has {nodes:?}")));
         }
         self.make(&nodes, brick)?;
-        let asked: Vec<u32> = nodes.into_iter().filter(|numa| node.is_none_or(|node| node == *numa)).collect();
+        let Some(live) = &self.live else { return Ok(()) };
+        if let Some(node) = node {
+            live.node(node)?;
+        }
+        // The state has no place for memory that was added to the host after the pool was created.
+        let (here, late): (Vec<u32>, Vec<u32>) = nodes.into_iter().partition(|numa| live.node(*numa).is_ok());
+        let asked: Vec<u32> = here.into_iter().filter(|numa| node.is_none_or(|node| node == *numa)).collect();
         let rooms = asked.iter().map(|numa| {
             let memory = self.host.memory(*numa).during("Asking for a node's memory")?;
             Ok(NodeMemory { numa: *numa, has: self.has(*numa), memory })
@@ -164,11 +123,9 @@ impl Reserve {
         let available = self.host.available().during("Asking for the host's memory")?;
         let shares = balance::divide(want, &rooms, available, self.host.page());
         self.notes = shares.notes;
-        self.begin()?;
-        for (numa, more) in shares.more {
-            self.add(numa, more)?;
-        }
-        self.end()
+        let late = late.iter().filter(|_| node.is_none());
+        self.notes.extend(late.map(|numa| format!("node {numa} is younger than the pool, and gives it nothing")));
+        self.change(|reserve| shares.more.iter().try_for_each(|(numa, more)| reserve.add(*numa, *more)))
     }
 
     /// Creates the pool, if there is none.
@@ -202,14 +159,7 @@ impl Reserve {
         const WHAT: &str = "Making the pool's file system (hugetlbfs)";
         let files = self.dir.join(self.host.page().files());
         Files::open(&files, page, page.size(layout.brick_slices())).during(WHAT)?;
-        let mut mark = [0; 8];
-        rustix::rand::getrandom(&mut mark, rustix::rand::GetRandomFlags::empty())
-            .map_err(io::Error::from)
-            .during(WHAT)?;
-        let mark = format!("origin-{:016x}", u64::from_le_bytes(mark));
-        File::create(files.join(&mark)).during(WHAT)?;
-        let origin = Origin { boot: boot().during("Asking for the host's boot id")?, mark };
-        journal::store(&self.dir.join("origin.json"), &origin).during(WHAT)?;
+        self.mark_files(&files)?;
         self.live = Some(Live::new(&self.dir, shared::create(&self.dir.join("state"), &layout)?, page)?);
         Ok(())
     }
@@ -249,22 +199,6 @@ impl Reserve {
         let Some(live) = &self.live else { return 0 };
         let stats = live.node(numa).ok().and_then(|node| live.pool.stats(node));
         stats.map_or(0, |stats| stats.slices - stats.holes - stats.lent)
-    }
-
-    /// Notes the number of huge pages that do not belong to the pool.
-    pub(crate) fn begin(&mut self) -> Result<(), Error> {
-        let nodes = self.host.nodes().during("Asking for the host's nodes")?;
-        let other = |numa: u32| {
-            let pages = self.host.pages(numa).during("Asking for huge pages")?;
-            Ok((numa, pages.total.saturating_sub(u64::from(self.has(numa)) + self.owes(numa)?)))
-        };
-        let others = Others(nodes.into_iter().map(other).collect::<Result<_, Error>>()?);
-        self.journal.begin(&others).during("Writing the pool's journal")
-    }
-
-    /// Notes that the change is done.
-    pub(crate) fn end(&mut self) -> Result<(), Error> {
-        self.journal.end().during("Ending the pool's journal")
     }
 
     /// Gives a VM memory of these nodes.
@@ -380,17 +314,6 @@ impl Reserve {
     pub fn validate(&self) -> Result<(), ballast_pool::Damage> {
         self.live.as_ref().map_or(Ok(()), |live| live.pool.validate())
     }
-}
-
-/// Identity of the files of a state: the boot ID of the host, and the name of a mark file among them.
-#[derive(Debug, Serialize, Deserialize)]
-struct Origin {
-    boot: String,
-    mark: String,
-}
-
-fn boot() -> io::Result<String> {
-    Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
 }
 
 /// A transition by which slices become the pool's.

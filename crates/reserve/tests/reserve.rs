@@ -11,7 +11,7 @@ use ballast_pool::Mode;
 use ballast_reserve::{Grant, Reserve, Want};
 use ballast_sys::Mapping;
 
-use common::{Place, SECRET, grant, map, sum, zero_all};
+use common::{Place, SECRET, grant, map, sum, two_nodes, zero_all};
 
 /// Leave a secret in each page, and return how many words were not zero.
 fn search_and_mark(map: &Mapping) -> usize {
@@ -193,27 +193,6 @@ fn bad_requests_are_refused_by_name() {
     let grown = reserve.grow(Want::Percent(1), None, Some(Bytes(32 * MIB))).expect_err("no brick").to_string();
     assert!(grown.contains("they cannot become 32 MiB"), "{grown}");
     assert!(reserve.overview().tenants.is_empty());
-}
-
-/// The kernel's files of a host with two nodes; the second one has less to spare.
-fn two_nodes(root: &std::path::Path) -> ballast_reserve::Host {
-    let write = |file: &str, text: &str| {
-        let file = root.join(file);
-        std::fs::create_dir_all(file.parent().expect("a folder")).expect("make");
-        std::fs::write(file, text).expect("write");
-    };
-    write("sys/devices/system/node/has_memory", "0-1\n");
-    write("proc/meminfo", "MemAvailable: 12582912 kB\n");
-    for (node, free) in [(0, 8 << 20), (1, 3 << 20)] {
-        let dir = format!("sys/devices/system/node/node{node}");
-        let line = |key: &str, kib: u64| format!("Node {node} {key}: {kib} kB\n");
-        let all = [("MemTotal", 16 << 20), ("MemFree", free), ("Active(file)", 0), ("Inactive(file)", 1 << 20)];
-        write(&format!("{dir}/meminfo"), &all.map(|(key, kib)| line(key, kib)).concat());
-        for (file, count) in [("nr_hugepages", 5), ("free_hugepages", 5), ("surplus_hugepages", 0)] {
-            write(&format!("{dir}/hugepages/hugepages-2048kB/{file}"), &format!("{count}\n"));
-        }
-    }
-    ballast_reserve::Host::at(root)
 }
 
 #[test]

@@ -158,6 +158,27 @@ pub fn settle(reserve: &mut Reserve) {
     reserve.tend().expect("tend");
 }
 
+/// The kernel's files of a host with two nodes; the second one has less to spare.
+pub fn two_nodes(root: &Path) -> Host {
+    let write = |file: &str, text: &str| {
+        let file = root.join(file);
+        std::fs::create_dir_all(file.parent().expect("a folder")).expect("make");
+        std::fs::write(file, text).expect("write");
+    };
+    write("sys/devices/system/node/has_memory", "0-1\n");
+    write("proc/meminfo", "MemAvailable: 12582912 kB\n");
+    for (node, free) in [(0, 8 << 20), (1, 3 << 20)] {
+        let dir = format!("sys/devices/system/node/node{node}");
+        let line = |key: &str, kib: u64| format!("Node {node} {key}: {kib} kB\n");
+        let all = [("MemTotal", 16 << 20), ("MemFree", free), ("Active(file)", 0), ("Inactive(file)", 1 << 20)];
+        write(&format!("{dir}/meminfo"), &all.map(|(key, kib)| line(key, kib)).concat());
+        for (file, count) in [("nr_hugepages", 5), ("free_hugepages", 5), ("surplus_hugepages", 0)] {
+            write(&format!("{dir}/hugepages/hugepages-2048kB/{file}"), &format!("{count}\n"));
+        }
+    }
+    Host::at(root)
+}
+
 /// Bytes of all nodes.
 pub fn sum(reserve: &Reserve, of: impl Fn(&ballast_reserve::Node) -> Bytes) -> u64 {
     reserve.overview().nodes.iter().map(|node| of(node).0).sum()
