@@ -31,7 +31,7 @@ use crate::settings::Pooling;
 
 /// Time between checks for VMs that are gone.
 const POLL_EVERY: Duration = Duration::from_millis(200);
-/// Time between tries to zero slices whose pages another process holds.
+/// Time between tries to zero slices whose pages another process holds, and to open and to listen if that failed.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
 /// How long an operator waits for a pool that the engine which this one follows is about to leave.
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
@@ -49,6 +49,8 @@ pub struct PoolService {
     state: Mutex<State>,
     /// Notified when slices become dirty or zeroed.
     changed: Condvar,
+    /// Why VMMs cannot ask, although this engine has the pool.
+    silent: Mutex<Option<String>>,
     /// Another engine has it and does not leave it.
     is_elsewhere: AtomicBool,
     asking: AtomicUsize,
@@ -66,18 +68,27 @@ enum State {
 impl PoolService {
     /// Begin to take the pool.
     pub fn start(place: Option<Pooling>, events: Arc<Events>) -> io::Result<Arc<Self>> {
-        let state = match &place {
-            Some(_) => State::Coming("it is being opened".into()),
-            None => State::Without("the keeper is older than the pool".into()),
-        };
-        let (state, changed) = (Mutex::new(state), Condvar::new());
-        let service =
-            Arc::new(Self { place, state, changed, is_elsewhere: AtomicBool::new(false), asking: AtomicUsize::new(0) });
+        let service = Self::new(place);
         if service.place.is_some() {
             let service = service.clone();
             std::thread::Builder::new().name("pool".into()).spawn(move || service.work(&events))?;
         }
         Ok(service)
+    }
+
+    fn new(place: Option<Pooling>) -> Arc<Self> {
+        let state = match &place {
+            Some(_) => State::Coming("it is being opened".into()),
+            None => State::Without("the keeper is older than the pool".into()),
+        };
+        Arc::new(Self {
+            place,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            silent: Mutex::default(),
+            is_elsewhere: AtomicBool::new(false),
+            asking: AtomicUsize::new(0),
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -106,13 +117,19 @@ impl PoolService {
         };
         *self.lock() = State::Ours(Box::new(parts));
         self.changed.notify_all();
-        if let Err(error) = self.listen(place) {
-            events.add(None, "pool-unavailable", format!("VMs get no memory of the pool: {error:#}"));
-        }
         let (mut looked, mut again, mut lenders) =
             (None::<Instant>, Instant::now(), [(); 2].map(|()| Lender::default()));
+        let (mut listens, mut missing, mut completed) = (false, Vec::new(), None::<Instant>);
         loop {
-            if let Err(error) = self.round(&mut looked, &mut again, &mut lenders, events)
+            if completed.is_none_or(|at| at.elapsed() >= AGAIN_EVERY) {
+                completed = Some(Instant::now());
+                let before = std::mem::replace(&mut missing, self.complete(place, &mut listens));
+                for why in missing.iter().filter(|why| !before.contains(why)) {
+                    events.add(None, "pool-unavailable", why.clone());
+                }
+            }
+            let wait = (!missing.is_empty()).then_some(AGAIN_EVERY);
+            if let Err(error) = self.round(&mut looked, &mut again, wait, &mut lenders, events)
                 && said != error.to_string()
             {
                 said = error.to_string();
@@ -121,11 +138,27 @@ impl PoolService {
         }
     }
 
-    /// Check for VMs that are gone, if it is time, and zero one slice, or wait.
+    /// Open a part that could not be opened, and listen, if that is still to be done. Returns what could not be done.
+    fn complete(self: &Arc<Self>, place: &Pooling, listens: &mut bool) -> Vec<String> {
+        let mut missing = Vec::new();
+        if let State::Ours(parts) = &mut *self.lock() {
+            missing.extend(parts.complete(&place.dir));
+        }
+        if !*listens {
+            let failed = self.listen(place).err().map(|error| format!("VMs get no memory of the pool: {error:#}"));
+            *listens = failed.is_none();
+            missing.extend(failed.clone());
+            *self.silent.lock().unwrap_or_else(PoisonError::into_inner) = failed;
+        }
+        missing
+    }
+
+    /// Check for VMs that are gone, if it is time, and zero one slice, or wait, for this long at most.
     fn round(
         &self,
         looked: &mut Option<Instant>,
         again: &mut Instant,
+        wait: Option<Duration>,
         lenders: &mut [Lender; 2],
         events: &Events,
     ) -> Result<(), Error> {
@@ -133,14 +166,14 @@ impl PoolService {
         let State::Ours(parts) = &mut *state else { return Ok(()) };
         if looked.is_none_or(|at| at.elapsed() >= POLL_EVERY) {
             *looked = Some(Instant::now());
-            for (reserve, lender) in parts.each().into_iter().zip(lenders) {
+            for (page, reserve) in parts.each() {
                 reserve.tend()?;
-                if let Some(lent) = lender.adjust(reserve, clock::monotonic_ns() / 1_000_000)? {
+                if let Some(lent) = lenders[page as usize].adjust(reserve, clock::monotonic_ns() / 1_000_000)? {
                     events.add(None, "pool-lent", lent);
                 }
             }
         }
-        for failure in parts.each().into_iter().flat_map(Reserve::take_failures) {
+        for failure in parts.each().flat_map(|(_, reserve)| reserve.take_failures()) {
             events.add(failure.owner.clone().map(|(name, _)| name), "pool-memory-failed", failure.to_string());
         }
         let is_due = again.elapsed() >= AGAIN_EVERY;
@@ -151,7 +184,10 @@ impl PoolService {
         if jobs.is_empty() {
             match parts.is_at_rest()? {
                 // No VM has memory of it, and there is nothing to do: a thread that changes that notifies.
-                true => drop(self.changed.wait(state)),
+                true => match wait {
+                    None => drop(self.changed.wait(state)),
+                    Some(most) => drop(self.changed.wait_timeout(state, most)),
+                },
                 false => drop(self.changed.wait_timeout(state, POLL_EVERY)),
             }
             return Ok(());
@@ -161,10 +197,12 @@ impl PoolService {
         while let Some((page, job)) = jobs.next() {
             let done = job.run();
             let State::Ours(parts) = &mut *self.lock() else { return Ok(()) };
-            let is_ready = parts.of(page).finish(done);
+            // It was there when the job began, and no part goes.
+            let Ok(part) = parts.of(page) else { continue };
+            let is_ready = part.finish(done);
             if let Some(found_a_page) = jobs.done(page, is_ready) {
                 // The other jobs are done in any case: one that is dropped is never done.
-                failed = failed.and(parts.of(page).replenish(found_a_page));
+                failed = failed.and(part.replenish(found_a_page));
             }
         }
         self.changed.notify_all();
@@ -237,7 +275,7 @@ impl PoolService {
         let mut state = self.lock();
         loop {
             let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
-            let reserve = parts.of(page);
+            let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
             // A VM may have ended since the last check.
             let error = match reserve.grant(&take.name, take.size, mode, &take.nodes) {
                 Ok(grant) => {
@@ -274,16 +312,22 @@ impl PoolService {
         match &mut *self.lock_when_left() {
             State::Ours(parts) => {
                 // While no VM has memory of it, no other thread checks.
-                for reserve in parts.each() {
+                for (_, reserve) in parts.each() {
                     if let Err(error) = reserve.find_failures() {
                         tracing::warn!("Looking for failed memory of the pool: {error}");
                     }
                 }
                 self.changed.notify_all();
-                parts.stat()
+                self.stat_of(parts)
             }
             State::Coming(why) | State::Without(why) => PoolStat { notes: vec![why.clone()], ..PoolStat::default() },
         }
+    }
+
+    fn stat_of(&self, parts: &Parts) -> PoolStat {
+        let mut stat = parts.stat();
+        stat.notes.extend(self.silent.lock().unwrap_or_else(PoisonError::into_inner).clone());
+        stat
     }
 
     /// Reserve more of the host.
@@ -324,9 +368,9 @@ impl PoolService {
         let mut state = self.lock_when_left();
         match &mut *state {
             State::Ours(parts) => {
-                what(parts.of(page)).map_err(|error| error.to_string())?;
+                what(parts.of(page)?).map_err(|error| error.to_string())?;
                 self.changed.notify_all();
-                Ok(parts.stat())
+                Ok(self.stat_of(parts))
             }
             State::Coming(why) | State::Without(why) => Err(format!("This engine has not got the pool: {why}")),
         }
@@ -342,5 +386,40 @@ impl PoolService {
             // A folder that nothing is mounted on is of the same device as its parent.
             files == Some(file.dev) && files != device(&dir)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_that_cannot_be_opened_and_a_socket_that_cannot_be_made_are_tried_again_and_the_other_part_works() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| dir.path().join(name);
+        let place = Pooling { dir: at("pool"), socket: at("later/pool.sock"), gid: None };
+        std::fs::create_dir_all(at("pool/gib")).expect("make");
+        std::fs::write(at("pool/gib/state"), "no state").expect("write");
+        let service = PoolService::new(Some(place.clone()));
+        *service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("one part is enough")));
+        let mut listens = false;
+        for _ in 0..2 {
+            let missing = service.complete(&place, &mut listens);
+            assert!(missing[0].contains("pages of 1 GiB cannot be used: the state of the pool"), "{missing:?}");
+            assert!(missing[1].contains("Listening on") && !listens, "{missing:?}");
+        }
+        let stat = service.stat();
+        assert!(stat.notes.iter().any(|note| note.contains("Listening on")), "{stat:?}");
+        assert!(stat.gib.is_some_and(|gib| gib.notes[0].contains("cannot be used")));
+        let mut lend = LendRequest { when_short: true, ..LendRequest::default() };
+        let said = |lend: &LendRequest| service.lend(lend).expect_err("there is nothing to lend");
+        assert!(said(&lend).contains("nothing is reserved"), "the other part does not work");
+        lend.pages = PoolPages::Gib;
+        assert!(said(&lend).contains("cannot be used"));
+        std::fs::remove_file(at("pool/gib/state")).expect("remove");
+        std::fs::create_dir(at("later")).expect("make");
+        assert_eq!(service.complete(&place, &mut listens), Vec::<String>::new());
+        assert!(at("later/pool.sock").exists());
+        assert!(listens && service.stat().notes.is_empty() && said(&lend).contains("nothing is reserved"));
     }
 }

@@ -1,8 +1,9 @@
 //! The two parts of the pool, one for each size of huge pages: their directories, their work, and what the API shows.
 //!
 //! Before: `pool` opens the pool. After: it asks the part whose pages a request is about.
-//! Threads: the lock of `pool` is held, but for jobs, which run without it. Promise: pages of 2 MiB are zeroed first:
-//! to zero one of 1 GiB takes 100 ms or more, for which no VM on pages of 2 MiB waits twice.
+//! Threads: the lock of `pool` is held, but for jobs, which run without it. Promise: a part that cannot be opened does
+//! not keep the other one from VMs. Pages of 2 MiB are zeroed first: to zero one of 1 GiB takes 100 ms or more, for
+//! which no VM on pages of 2 MiB waits twice.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -13,9 +14,12 @@ use ballast_reserve::{Error, Host, Job, Page, Reserve};
 /// The parts.
 #[derive(Debug)]
 pub(super) struct Parts {
-    huge: Reserve,
-    gib: Reserve,
+    huge: Part,
+    gib: Part,
 }
+
+/// A part, or why it cannot be used.
+type Part = Result<Reserve, String>;
 
 /// Slices to fill with zeros, those that found no page before first.
 #[derive(Debug, Default)]
@@ -34,26 +38,47 @@ impl Parts {
         }
     }
 
-    /// Opens both.
+    /// Opens both, or the one that can be used.
     ///
     /// # Errors
-    /// Those of [`Reserve::open`].
+    /// Those of [`Reserve::open`]: another engine has a part, or none can be used.
     pub fn open(pool: &Path) -> Result<Self, Error> {
-        let open = |page| Reserve::open(&Self::dir(pool, page), Host::default().with(page));
-        Ok(Self { huge: open(Page::Huge)?, gib: open(Page::Gib)? })
-    }
-
-    /// The part with these pages.
-    pub fn of(&mut self, page: Page) -> &mut Reserve {
-        match page {
-            Page::Huge => &mut self.huge,
-            Page::Gib => &mut self.gib,
+        let open = |page| match open(pool, page) {
+            Err(error @ Error::Taken(_)) => Err(error),
+            part => Ok(part),
+        };
+        match (open(Page::Huge)?, open(Page::Gib)?) {
+            (Err(error), Err(_)) => Err(error),
+            (huge, gib) => Ok(Self { huge: huge.map_err(why(Page::Huge)), gib: gib.map_err(why(Page::Gib)) }),
         }
     }
 
-    /// Both.
-    pub fn each(&mut self) -> [&mut Reserve; 2] {
-        [&mut self.huge, &mut self.gib]
+    /// Tries to open a part again that could not be used. Returns why it still cannot be.
+    pub fn complete(&mut self, pool: &Path) -> Option<String> {
+        for (page, part) in Page::BOTH.into_iter().zip([&mut self.huge, &mut self.gib]) {
+            if part.is_err() {
+                *part = open(pool, page).map_err(why(page));
+            }
+        }
+        [&self.huge, &self.gib].into_iter().find_map(|part| part.as_ref().err().cloned())
+    }
+
+    /// The part with these pages.
+    ///
+    /// # Errors
+    /// It cannot be used.
+    pub fn of(&mut self, page: Page) -> Result<&mut Reserve, String> {
+        let part = match page {
+            Page::Huge => &mut self.huge,
+            Page::Gib => &mut self.gib,
+        };
+        part.as_mut().map_err(|why| why.clone())
+    }
+
+    /// Those that can be used.
+    pub fn each(&mut self) -> impl Iterator<Item = (Page, &mut Reserve)> {
+        let parts = Page::BOTH.into_iter().zip([&mut self.huge, &mut self.gib]);
+        parts.filter_map(|(page, part)| Some((page, part.as_mut().ok()?)))
     }
 
     /// Returns whether nothing must be checked, zeroed or lent until the next request.
@@ -61,9 +86,8 @@ impl Parts {
     /// # Errors
     /// What may be lent cannot be read.
     pub fn is_at_rest(&self) -> Result<bool, Error> {
-        [&self.huge, &self.gib]
-            .iter()
-            .try_fold(true, |rest, part| Ok(rest && part.is_at_rest() && part.lending()?.is_none()))
+        let mut parts = [&self.huge, &self.gib].into_iter().flatten();
+        parts.try_fold(true, |rest, part| Ok(rest && part.is_at_rest() && part.lending()?.is_none()))
     }
 
     /// What there is to zero: one slice, and if `again`, all that found no page before.
@@ -72,13 +96,13 @@ impl Parts {
     /// The file of the only slice cannot be opened.
     pub fn jobs(&mut self, again: bool) -> Result<Jobs, Error> {
         let mut all = Jobs::default();
-        for (page, again_of) in Page::BOTH.into_iter().zip(&mut all.again).filter(|_| again) {
-            let jobs = self.of(page).jobs_again();
-            again_of.0 = jobs.len();
+        for (page, part) in self.each().filter(|_| again) {
+            let jobs = part.jobs_again();
+            all.again[page as usize].0 = jobs.len();
             all.jobs.extend(jobs.into_iter().map(|job| (page, job)));
         }
-        for page in Page::BOTH {
-            match self.of(page).next_job() {
+        for (page, part) in self.each() {
+            match part.next_job() {
                 Ok(None) => {}
                 Ok(Some(job)) => {
                     all.jobs.push_back((page, job));
@@ -124,7 +148,19 @@ impl Jobs {
     }
 }
 
-fn stat(reserve: &Reserve) -> PoolStat {
+fn open(pool: &Path, page: Page) -> Result<Reserve, Error> {
+    Reserve::open(&Parts::dir(pool, page), Host::default().with(page))
+}
+
+fn why(page: Page) -> impl Fn(Error) -> String {
+    move |error| format!("the pool's part of pages of {page} cannot be used: {error}")
+}
+
+fn stat(part: &Part) -> PoolStat {
+    let reserve = match part {
+        Ok(reserve) => reserve,
+        Err(why) => return PoolStat { notes: vec![why.clone()], ..PoolStat::default() },
+    };
     let overview = reserve.overview();
     let node = |node: ballast_reserve::Node| PoolNode {
         numa: node.numa,
