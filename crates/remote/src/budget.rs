@@ -3,7 +3,7 @@
 //! Before: an operator says how much memory far pages may take on other machines. After: a store puts pages only while
 //! they fit, and operators see an estimate of what is used.
 //! Threads: any, without locks; sums may be off for a moment. Units: pages, at the mean size of those that were put or
-//! read lately. As long as these are few, pages of an earlier engine count as if they filled 15/16 of the budget, at
+//! read recently. As long as these are few, pages of an earlier engine count as if they filled 15/16 of the budget, at
 //! most: that engine kept to it.
 //! Promise: dropping a store subtracts all pages that it counted. Freed pages count until their keys are unlinked, but
 //! they do not limit the puts of their own store, except those that a node has refused to unlink.
