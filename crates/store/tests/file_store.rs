@@ -100,6 +100,11 @@ fn put_run(store: &FileStore, first: u64, pages: &[PageBytes]) -> Vec<Handle> {
     stored.collect()
 }
 
+fn must_hold_and_free(store: &FileStore, page: u64, handle: Handle) {
+    must_hold(store, page, handle, &pages::incompressible(page));
+    store.free(key(page), handle);
+}
+
 fn must_be_empty(made: &Made) {
     made.store.tidy();
     assert_eq!((made.store.usage().pages, made.store.usage().bytes, made.budget.used().0), (0, 0, 0));
@@ -293,6 +298,33 @@ fn a_put_that_takes_too_long_is_refused_and_its_block_comes_back_when_it_is_over
         let handle = put(&made.store, 3, &pages::incompressible(3));
         must_hold(&made.store, 3, handle, &pages::incompressible(3));
         made.store.free(key(3), handle);
+        made.store.tidy();
+    }
+    must_be_empty(&made);
+}
+
+#[test]
+fn after_a_write_that_takes_too_long_a_call_begins_no_more_and_what_it_took_comes_back() {
+    let Some(made) = made(64 * MIB) else { return };
+    // Every other block is free: no two of the next pages go together.
+    let handles: Vec<_> = (0..80).map(|page| put(&made.store, page, &pages::incompressible(page))).collect();
+    (0..80).step_by(2).for_each(|page| made.store.free(key(page), handles[page as usize]));
+    made.faults.fail_writes(1, DiskFault::Late);
+    let mut outcomes = Vec::new();
+    made.store.put_run(key(100), &run_of(100..140), &mut outcomes);
+    assert_eq!(outcomes[0], PutOutcome::Busy, "it is late");
+    assert!(outcomes[8..].iter().all(|outcome| *outcome == PutOutcome::Busy), "eight are under way at a time");
+    assert_eq!(made.store.usage_detail().last_refusal, Some(Refusal::Late));
+    for (page, outcome) in (100..).zip(outcomes) {
+        if let PutOutcome::Stored(handle) = outcome {
+            must_hold_and_free(&made.store, page, handle);
+        }
+    }
+    (1..80).step_by(2).for_each(|page| must_hold_and_free(&made.store, page, handles[page as usize]));
+    // This thread's ring learns of the end of late writes while it does other ones.
+    while made.store.usage().bytes > 0 {
+        let handle = put(&made.store, 3, &pages::incompressible(3));
+        must_hold_and_free(&made.store, 3, handle);
         made.store.tidy();
     }
     must_be_empty(&made);

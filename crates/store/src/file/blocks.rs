@@ -251,6 +251,10 @@ impl Inner {
                     inner.late.fetch_add(1, Ordering::AcqRel);
                     inner.limits.refuse(Refusal::Late)
                 }
+                (Moved::Unbegun, _) => {
+                    inner.allocator.free(taken.place);
+                    inner.limits.refuse(Refusal::Late)
+                }
                 (Moved::Done, _) => inner.limits.refuse(Refusal::Late),
             };
         }
@@ -307,7 +311,7 @@ impl Inner {
             let again = |wanted: &&Wanted| match &moved {
                 Moved::Done => outcomes[wanted.index] == GetOutcome::Corrupt,
                 Moved::Failed(_) => piece.len() > 1,
-                Moved::Late => false,
+                Moved::Late | Moved::Unbegun => false,
             };
             let again: Vec<&[Wanted]> = piece.iter().filter(again).map(std::slice::from_ref).collect();
             if !again.is_empty() {
@@ -341,7 +345,7 @@ impl Inner {
                     Moved::Failed(error) if piece.len() == 1 => {
                         outcomes[wanted.index] = self.read_failed(wanted.block, error);
                     }
-                    Moved::Failed(_) | Moved::Late => outcomes[wanted.index] = GetOutcome::Busy,
+                    Moved::Failed(_) | Moved::Late | Moved::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
                 }
             }
         }

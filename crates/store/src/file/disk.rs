@@ -32,7 +32,8 @@ const RING_TRANSFERS: u32 = 2 * AT_ONCE as u32;
 const BUFFERS: [(usize, usize); 2] = [(PAGE_SIZE, AT_ONCE), (PIECE_BLOCKS * PAGE_SIZE, AT_ONCE)];
 /// How long a fault worker waits for a page before it serves others and asks again. A healthy device is faster.
 const READ_TIMEOUT: Duration = Duration::from_millis(100);
-/// Reclaim has time, and an abandoned write blocks its block until it is over.
+/// Reclaim has time, and an abandoned write blocks its block until it is over. After one that is late, a call waits for
+/// none of its others, and begins no more.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often the kernel may return "interrupted" or "not now" before that is an error.
 const TRIES: usize = 16;
@@ -44,6 +45,8 @@ pub(crate) enum Moved {
     Done,
     /// It was not over in time. Its completion was left with the ring.
     Late,
+    /// It was not begun, because one before it was late.
+    Unbegun,
     /// The kernel refused, with this error.
     Failed(io::Error),
 }
@@ -199,18 +202,23 @@ impl Disk {
         }
     }
 
-    /// Wait until `bytes` are moved. Returns the buffer, unless it was too late for that.
+    /// Wait until `bytes` are moved, after a late piece only if they are. Returns the buffer, unless it was too late for
+    /// that.
     fn finish(
         &self,
         transfers: &mut Transfers,
         direction: Direction,
         begun: Result<Begun, io::Error>,
-        bytes: usize,
+        (bytes, after_late): (usize, bool),
         when_late: impl FnOnce() + Send + 'static,
     ) -> Result<Buffer, Moved> {
         let mut begun = begun.map_err(Moved::Failed)?;
         for _ in 0..TRIES {
-            let timeout = if direction == Direction::Read { READ_TIMEOUT } else { WRITE_TIMEOUT };
+            let timeout = match direction {
+                Direction::Read => READ_TIMEOUT,
+                Direction::Write if after_late => Duration::ZERO,
+                Direction::Write => WRITE_TIMEOUT,
+            };
             let over = if begun.late { None } else { transfers.ring.wait(&begun.ticket, timeout) };
             let Some((mut transfer, result)) = over else {
                 transfers.ring.abandon(begun.ticket, when_late);
@@ -304,6 +312,10 @@ impl Disk {
         let mut moved = Vec::with_capacity(pieces.len());
         for group in pieces.chunks(AT_ONCE) {
             let first = moved.len();
+            if direction == Direction::Write && moved.iter().any(|moved| matches!(moved, Moved::Late)) {
+                moved.resize_with(pieces.len(), || Moved::Unbegun);
+                break;
+            }
             let refused = self.faults.as_ref().is_some_and(|faults| faults.no_rings.load(Ordering::Relaxed));
             let ring = if refused { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(()) };
             let with_ring = |transfers: &mut Transfers| {
@@ -327,9 +339,11 @@ impl Disk {
                     meanwhile();
                 }
                 let mut outcomes = Vec::with_capacity(group.len());
+                let mut after_late = false;
                 for (index, (begun, (_, pages))) in begun.into_iter().zip(group).enumerate() {
                     let bytes = pages * PAGE_SIZE;
-                    outcomes.push(match self.finish(transfers, direction, begun, bytes, when_late(first + index)) {
+                    let when_late = when_late(first + index);
+                    outcomes.push(match self.finish(transfers, direction, begun, (bytes, after_late), when_late) {
                         Ok(buffer) => {
                             done(first + index, &buffer.as_slice()[..bytes]);
                             transfers.put_back(buffer);
@@ -337,6 +351,7 @@ impl Disk {
                         }
                         Err(moved) => moved,
                     });
+                    after_late |= matches!(outcomes.last(), Some(Moved::Late));
                 }
                 outcomes
             };
