@@ -321,7 +321,7 @@ fn after_a_write_that_takes_too_long_a_call_begins_no_more_and_what_it_took_come
         }
     }
     (1..80).step_by(2).for_each(|page| must_hold_and_free(&made.store, page, handles[page as usize]));
-    // This thread's ring learns of the end of late writes while it does other ones.
+    // This thread's ring learns that late writes are over while it does other ones.
     while made.store.usage().bytes > 0 {
         let handle = put(&made.store, 3, &pages::incompressible(3));
         must_hold_and_free(&made.store, 3, handle);

@@ -202,8 +202,7 @@ impl Disk {
         }
     }
 
-    /// Wait until `bytes` are moved, after a late piece only if they are. Returns the buffer, unless it was too late for
-    /// that.
+    /// Wait until `bytes` are moved; after a late piece, not at all. Returns the buffer, unless it was late.
     fn finish(
         &self,
         transfers: &mut Transfers,
