@@ -20,20 +20,34 @@ use rustix::process::{PidfdFlags, getpid, pidfd_open};
 /// # Safety
 /// Each range is inside mappings that are `MAP_SHARED` and stay mapped during the call, so that nothing is lost.
 pub unsafe fn zap(ranges: &[(usize, usize)]) -> Vec<(usize, io::Error)> {
-    const MOST: usize = libc::UIO_MAXIOV as usize;
     let mut failed = Vec::new();
-    for (done, some) in (0..).step_by(MOST).zip(ranges.chunks(MOST)) {
+    let mut done = 0;
+    while let some @ [_, ..] = first(&ranges[done..]) {
         // SAFETY: the caller's promise, twice: a second zap changes nothing.
         unsafe {
-            if some.len() > 1 && together(some) {
-                continue;
-            }
-            for (index, range) in some.iter().enumerate() {
-                failed.extend(alone(*range).err().map(|error| (done + index, error)));
+            if some.len() == 1 || !together(some) {
+                for (index, range) in some.iter().enumerate() {
+                    failed.extend(alone(*range).err().map(|error| (done + index, error)));
+                }
             }
         }
+        done += some.len();
     }
     failed
+}
+
+/// As many of these ranges as one call takes; one at least, if there is one.
+fn first(ranges: &[(usize, usize)]) -> &[(usize, usize)] {
+    /// The kernel cuts the ranges of a call off at 2 GiB less a page in all. This is less, and a multiple of any page.
+    const MOST_BYTES: usize = 1 << 30;
+    const MOST: usize = libc::UIO_MAXIOV as usize;
+    let mut bytes = 0usize;
+    let fits = |range: &&(usize, usize)| {
+        bytes = bytes.saturating_add(range.1);
+        bytes <= MOST_BYTES
+    };
+    let count = ranges.iter().take(MOST).take_while(fits).count();
+    &ranges[..count.max(1).min(ranges.len())]
 }
 
 /// Zap all in one call. Returns false if the kernel refuses (before Linux 6.13 it does), or did not do all of it.
@@ -71,6 +85,23 @@ mod tests {
 
     use super::*;
     use crate::Mapping;
+
+    #[test]
+    fn no_call_has_more_ranges_or_bytes_than_the_kernel_takes_and_each_range_is_in_one() {
+        const GIB: usize = 1 << 30;
+        let cases = [vec![(0, PAGE_SIZE); 3000], vec![(0, GIB / 2); 9], vec![(0, 3 * GIB), (0, 1), (0, usize::MAX)]];
+        let calls = cases.map(|ranges| {
+            let mut rest = &ranges[..];
+            let lens = std::iter::from_fn(|| {
+                let some = first(rest);
+                rest = &rest[some.len()..];
+                assert!(some.len() <= 1 || some.iter().map(|range| range.1).sum::<usize>() < 0x7fff_f000);
+                Some(some.len()).filter(|len| *len > 0)
+            });
+            lens.collect::<Vec<_>>()
+        });
+        assert_eq!(calls, [vec![1024, 1024, 952], vec![2, 2, 2, 2, 1], vec![1, 1, 1]]);
+    }
 
     #[test]
     fn valid_ranges_are_zapped_and_the_others_are_returned() {
