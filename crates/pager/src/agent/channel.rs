@@ -2,41 +2,42 @@
 //!
 //! Before: a VMM listens on the socket of its process id. After: bytes from and to the guest, as far as either side
 //! takes them.
-//! Threads: the listener notes that there is input; all else is the task of the VM's. Promise: nothing here waits;
+//! Threads: a fault worker notes that there is input; all else is the task of the VM's. Promise: nothing here waits;
 //! output that the guest does not take is dropped beyond a bound; only the VMM's own process is talked to.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::time::Instant;
 
 use ballast_guest::socket_name;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::told::Told;
-use crate::run::listener::{Listener, Rearm, Source, Watched};
+use crate::run::queue::{GroupId, Next};
+use crate::run::serve::{After, Placement, Serve};
+use crate::run::servers::{Served, Servers};
 
 /// Most bytes that wait until the guest takes them: some of the longest messages.
 const BEHIND: usize = 256 << 10;
 
-/// The listener's part.
-struct Socket {
-    fd: OwnedFd,
-    told: Arc<Told>,
-    /// There is input; the listener ignores more of it until this is dropped.
-    input: Mutex<Option<Rearm>>,
-}
+/// Notifies the task of input.
+struct Port(Arc<Told>);
 
-impl Source for Socket {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+impl Serve for Port {
+    fn serve(&mut self, _now: Instant, _until: Instant) -> After {
+        self.0.notifier.notify();
+        // The workers of CPUs are for faults.
+        After { placement: Placement::Roam, ..After::next(Next::Idle) }
     }
 
-    fn ready(&self, then: Rearm) {
-        *self.input.lock().expect("no panic while held") = Some(then);
-        self.told.notifier.notify();
+    fn panicked(&mut self, _times: u32) -> bool {
+        true
     }
+
+    fn end(&mut self) {}
 }
 
 /// Result of a read.
@@ -52,9 +53,15 @@ pub(crate) enum Read {
 
 /// A connection to the port of an agent.
 pub(crate) struct Channel {
-    socket: Arc<Socket>,
-    _watched: Watched,
+    socket: Arc<OwnedFd>,
+    served: Served,
     out: Vec<u8>,
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        self.served.close();
+    }
 }
 
 impl std::fmt::Debug for Channel {
@@ -64,10 +71,10 @@ impl std::fmt::Debug for Channel {
 }
 
 impl Channel {
-    /// Connects to the port of this VMM; `None` if it has none, or its queue is full.
+    /// Connects to the port of this VMM, for the VM of this group; `None` if it has none, or its queue is full.
     ///
     /// # Errors Another process listens there, or the kernel gives no descriptor.
-    pub fn connect(pid: u32, told: &Arc<Told>) -> io::Result<Option<Self>> {
+    pub fn connect(pid: u32, group: GroupId, told: &Arc<Told>) -> io::Result<Option<Self>> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         let address = SocketAddrUnix::new_abstract_name(socket_name(pid).as_bytes())?;
@@ -85,9 +92,9 @@ impl Channel {
             let text = format!("process {its} of user {peers} listens on the socket of the agent of process {pid}");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
         }
-        let socket = Arc::new(Socket { fd, told: told.clone(), input: Mutex::default() });
-        let watched = Listener::of_process()?.watch(socket.clone())?;
-        Ok(Some(Self { socket, _watched: watched, out: Vec::new() }))
+        let (socket, told) = (Arc::new(fd), told.clone());
+        let served = Servers::of_process()?.add(group, socket.clone(), |_| Box::new(Port(told)))?;
+        Ok(Some(Self { socket, served, out: Vec::new() }))
     }
 
     /// Reads bytes of the guest.
@@ -96,15 +103,11 @@ impl Channel {
     /// The socket is broken.
     pub fn read(&mut self, buffer: &mut [u8]) -> io::Result<Read> {
         loop {
-            return match rustix::net::recv(&self.socket.fd, &mut *buffer, RecvFlags::empty()) {
+            return match rustix::net::recv(&*self.socket, &mut *buffer, RecvFlags::empty()) {
                 Ok((0, _)) => Ok(Read::Gone),
                 Ok((count, _)) => Ok(Read::Bytes(count.min(buffer.len()))),
                 Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => {
-                    // The listener watches it again, and reports input that came meanwhile at once.
-                    drop(self.socket.input.lock().expect("no panic while held").take());
-                    Ok(Read::Nothing)
-                }
+                Err(Errno::AGAIN) => Ok(Read::Nothing),
                 Err(error) => Err(error.into()),
             };
         }
@@ -126,7 +129,7 @@ impl Channel {
     pub fn flush(&mut self) -> io::Result<()> {
         let mut sent = 0;
         while sent < self.out.len() {
-            match rustix::net::send(&self.socket.fd, &self.out[sent..], SendFlags::NOSIGNAL) {
+            match rustix::net::send(&*self.socket, &self.out[sent..], SendFlags::NOSIGNAL) {
                 Ok(count) => sent += count,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => break,
@@ -141,6 +144,7 @@ impl Channel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::pool::Pool;
     use std::io::Write;
     use std::os::linux::net::SocketAddrExt;
     use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
@@ -150,8 +154,9 @@ mod tests {
         let pid = std::process::id();
         let name = SocketAddr::from_abstract_name(socket_name(pid)).expect("a name");
         let (port, told) = (UnixListener::bind_addr(&name).expect("no other listener"), Arc::default());
+        let group = Pool::of_process().add_group();
         let connect = || -> (Channel, UnixStream) {
-            let channel = Channel::connect(pid, &told).expect("this process listens").expect("a port");
+            let channel = Channel::connect(pid, group, &told).expect("this process listens").expect("a port");
             (channel, port.accept().expect("it has connected").0)
         };
         let descriptors = || std::fs::read_dir("/proc/self/fd").expect("descriptors").count();

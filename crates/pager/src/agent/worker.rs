@@ -161,7 +161,7 @@ impl AgentWorker {
     /// Is there a port? Then say hello.
     fn connect(&mut self, now: Instant) -> bool {
         for view in self.vm.views() {
-            match Channel::connect(view.pid, &self.told) {
+            match Channel::connect(view.pid, self.vm.group(), &self.told) {
                 Ok(Some(channel)) => return self.begin(channel, now),
                 Ok(None) => {}
                 Err(error) => self.failed(&error),

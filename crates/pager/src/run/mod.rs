@@ -5,13 +5,12 @@
 //! do costs no thread and no wake-up. However many tasks of one VM are ready, they delay another VM's by a piece of
 //! work each at most.
 //!
-//! [`queue`] decides which task runs next, without a thread or a clock; [`pool`] has the threads; [`listener`] waits
-//! for messages of clients. [`servers`] are the workers that guests wait for, one for each CPU; [`set`] is the set of
-//! descriptors that one of them serves, with the `input` that it waits for, and [`serve`] the trait that they
-//! implement. Nothing here knows what a VM is.
+//! [`queue`] decides which task runs next, without a thread or a clock; [`pool`] has the threads. [`servers`] are the
+//! workers that guests wait for, one for each CPU, and one for messages of clients; [`set`] is the set of descriptors
+//! that one of them serves, with the `input` that it waits for, and [`serve`] the trait that they implement. Nothing
+//! here knows what a VM is.
 
 mod input;
-pub mod listener;
 pub mod pool;
 pub mod queue;
 pub mod serve;

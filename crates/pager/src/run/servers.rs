@@ -1,5 +1,5 @@
-//! Servers: a worker per CPU for the descriptors of all VMs whose input a guest waits for. One VM cannot stop the
-//! others.
+//! Servers: a worker per CPU for the descriptors of all VMs whose input a guest waits for, and one for messages of all
+//! clients. One VM cannot stop the others.
 //!
 //! Before: [`Servers::add`] gives it a descriptor with its [`Serve`]. After: the worker of the CPU where it is wanted
 //! visits it whenever there is input, until [`Served::close`].
@@ -101,7 +101,14 @@ impl Served {
     /// Waits until that is so. It must have been closed.
     pub fn wait(&self) {
         if !self.is_over() {
-            blocking(|| self.0.wait());
+            blocking(|| self.0.wait(None));
+        }
+    }
+
+    /// The same until this time at most.
+    pub fn wait_until(&self, until: Instant) {
+        if !self.is_over() {
+            blocking(|| self.0.wait(Some(until)));
         }
     }
 }

@@ -158,9 +158,14 @@ impl Slot {
         self.place().is_none()
     }
 
-    /// Wait until it is over.
-    pub fn wait(&self) {
-        drop(self.over.wait_while(self.place(), |place| place.is_some()).expect("no panic while held"));
+    /// Wait until it is over, or until this time.
+    pub fn wait(&self, until: Option<Instant>) {
+        let is_placed = |place: &mut Option<Arc<Set>>| place.is_some();
+        let place = self.place();
+        match until.map(|until| until.saturating_duration_since(Instant::now())) {
+            None => drop(self.over.wait_while(place, is_placed).expect("no panic while held")),
+            Some(left) => drop(self.over.wait_timeout_while(place, left, is_placed).expect("no panic while held")),
+        }
     }
 
     /// Puts it into its first set.

@@ -152,10 +152,10 @@ impl Peer for ClientPeer {
         Ok(match wire::decode(&bytes) {
             Ok(ClientToEngine::Zapped { seq, error, kept }) => {
                 self.zapped(seq, error.map_or(Ok(kept), Err));
-                Heard::Nothing
+                Heard::Reply
             }
             Ok(ClientToEngine::Discard { seq, ranges }) => Heard::Discard { seq, ranges },
-            Ok(ClientToEngine::Pong { .. }) => Heard::Nothing,
+            Ok(ClientToEngine::Pong { .. }) => Heard::Reply,
             Err(error) => Heard::Nonsense(error.to_string()),
         })
     }

@@ -4,11 +4,13 @@
 //! Threads: any. Promise: a client has one under way at a time: no more is read from it meanwhile.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use ballast_base::wire;
 
 use crate::run::pool::Notifier;
+use crate::run::set::Notify;
 use crate::vm::view::View;
 
 /// One of them.
@@ -18,7 +20,18 @@ pub(crate) struct Asked {
     pub seq: u64,
     pub ranges: Vec<wire::Range>,
     /// Lets the client ask again.
-    pub then: crate::run::listener::Rearm,
+    pub then: Rearm,
+}
+
+/// When this is dropped, the client's next message is read.
+#[derive(Debug)]
+pub(crate) struct Rearm(pub Arc<AtomicBool>, pub Notify);
+
+impl Drop for Rearm {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+        self.1.notify();
+    }
 }
 
 /// The discards of one VM.

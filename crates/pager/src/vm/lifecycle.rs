@@ -2,16 +2,20 @@
 //! whether they are to end.
 //!
 //! Before: the VM is open. After: all of them have ended. Threads: any.
-//! Promise: a wait here is for visits that are under way, and for nothing else.
+//! Promise: a wait here is for visits that are under way, and for nothing else. One that a client can make as long as
+//! it likes is waited for for a second.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
-use crate::run::listener::Watched;
 use crate::run::pool::Pool;
 use crate::run::queue::GroupId;
 use crate::run::servers::Served;
 use crate::vm::view::View;
+
+/// Time that taking one message of each client may need at most: it needs microseconds, unless a client keeps it.
+const LONGEST_MESSAGE: Duration = Duration::from_secs(1);
 
 /// The workers of one VM, and whether they are to end.
 #[derive(Debug, Default)]
@@ -20,7 +24,7 @@ pub(crate) struct Lifecycle {
     /// The group of tasks that serve faults.
     serving: OnceLock<GroupId>,
     /// Clients, until they are gone.
-    clients: Mutex<Vec<(Arc<View>, Watched)>>,
+    clients: Mutex<Vec<(Arc<View>, Served)>>,
     /// Userfaultfds of each view, until no worker can be at them any more.
     faults: Mutex<Vec<(Arc<View>, Served)>>,
     /// Discards are carried out.
@@ -69,7 +73,7 @@ impl Lifecycle {
     }
 
     /// Records that the client of this view is listened to.
-    pub fn add_client(&self, view: Arc<View>, client: Watched) {
+    pub fn add_client(&self, view: Arc<View>, client: Served) {
         self.clients.lock().expect("no panic while held").push((view, client));
     }
 
@@ -78,14 +82,16 @@ impl Lifecycle {
         self.clients.lock().expect("no panic while held").iter().any(|(known, _)| Arc::ptr_eq(known, view))
     }
 
-    /// Stops listening to the clients of these views.
+    /// Stops listening to the clients of these views. Waits while a message is being taken, unless a client keeps that
+    /// from ending.
     pub fn forget_clients(&self, which: impl Fn(&View) -> bool) {
         let mut clients = self.clients.lock().expect("no panic while held");
-        let (gone, stay) = std::mem::take(&mut *clients).into_iter().partition(|(view, _)| which(view));
+        let (gone, stay): (Vec<_>, _) = std::mem::take(&mut *clients).into_iter().partition(|(view, _)| which(view));
         *clients = stay;
         drop(clients);
-        // Without the lock, because it waits for the listener.
-        let _: Vec<(Arc<View>, Watched)> = gone;
+        gone.iter().for_each(|(_, client)| client.close());
+        let until = Instant::now() + LONGEST_MESSAGE;
+        gone.iter().for_each(|(_, client)| client.wait_until(until));
     }
 
     /// Records that faults of this view are served.

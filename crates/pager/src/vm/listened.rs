@@ -1,72 +1,121 @@
 //! Messages of the peer of a view: replies to zaps, discards, its end.
 //!
-//! Before: [`Vm::add_view`] has the listener watch the peer's input. After: the peer or the engine is gone.
-//! Threads: the listener takes messages; a task of the VM carries out discards. Units: ranges of the process's
-//! addresses.
-//! Promise: an invalid message is reported and costs the VM nothing: its faults are still served.
+//! Before: [`Vm::add_view`] has the servers (`run/servers.rs`) wait for the peer's input. After: the peer or the engine
+//! is gone.
+//! Threads: the worker that is on no CPU in particular takes messages; a task of the VM carries out discards. Units:
+//! ranges of the process's addresses.
+//! Promise: an invalid message is reported and costs the VM nothing: its faults are still served. A client can have a
+//! `recvmsg` take as long as it likes (it receives from the same socket into memory that nobody fills, or it sends a
+//! descriptor whose close waits). That keeps one thread, and no other VM's messages.
 
-use std::io::ErrorKind;
-use std::os::fd::BorrowedFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::Vm;
-use super::discards::Asked;
-use super::peer::Heard;
-use crate::run::listener::{Rearm, Source};
+use super::discards::{Asked, Rearm};
+use super::peer::{Heard, Peer};
 use crate::run::queue::Next;
+use crate::run::serve::{After, Placement, Serve};
+use crate::run::set::Notify;
 use crate::vm::view::View;
 
 /// Pause before a discard is tried again that met a locked page.
 const LOCKED_PAUSE: Duration = Duration::from_millis(10);
 
-/// A peer that is listened to.
+/// A peer that is listened to. While a message is taken it keeps no VM: a client can make that take for ever.
 pub(super) struct Listened {
-    vm: Arc<Vm>,
-    view: Arc<View>,
-    invalid: AtomicU64,
+    vm: Weak<Vm>,
+    view: Weak<View>,
+    peer: Arc<dyn Peer>,
+    /// A discard of its is under way: its next message is not read before that is over.
+    asked: Arc<AtomicBool>,
+    notify: Notify,
+    invalid: u64,
+}
+
+/// The socket or the process of a peer.
+pub(super) struct Input(pub Arc<dyn Peer>);
+
+impl AsFd for Input {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.input()
+    }
 }
 
 impl Listened {
-    /// The peer of this view.
-    pub fn new(vm: Arc<Vm>, view: Arc<View>) -> Self {
-        Self { vm, view, invalid: AtomicU64::new(0) }
+    /// The peer of this view; `notify` has it visited.
+    pub fn new(vm: &Arc<Vm>, view: &Arc<View>, notify: Notify) -> Self {
+        let (peer, asked) = (view.peer().clone(), Arc::default());
+        Self { vm: Arc::downgrade(vm), view: Arc::downgrade(view), peer, asked, notify, invalid: 0 }
     }
 
-    /// Nothing more will come from it.
-    fn gone(&self, then: Rearm) {
-        then.forget();
-        self.view.peer().disconnect();
-    }
-}
-
-impl Source for Listened {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.view.peer().input()
+    /// The VM and its view, unless either is to be left alone.
+    fn known(&self) -> Option<(Arc<Vm>, Arc<View>)> {
+        self.vm.upgrade().zip(self.view.upgrade()).filter(|(vm, view)| !vm.is_stopping() && !view.is_closed())
     }
 
-    fn ready(&self, then: Rearm) {
-        let (vm, view) = (&self.vm, &self.view);
-        match view.peer().hear() {
-            Ok(Heard::Nothing) => {}
+    /// Deals with what was heard. Returns when to take the next message.
+    fn heard(&mut self, heard: io::Result<Heard>, vm: &Vm, view: Arc<View>) -> Next {
+        match heard {
+            Ok(Heard::Nothing) => return Next::Idle,
+            Ok(Heard::Reply) => {}
             Ok(Heard::Discard { seq, ranges }) => {
-                vm.mail.discards.push(Asked { view: view.clone(), seq, ranges, then });
+                self.asked.store(true, Ordering::Release);
+                let then = Rearm(self.asked.clone(), self.notify.clone());
+                vm.mail.discards.push(Asked { view, seq, ranges, then });
             }
             Ok(Heard::Nonsense(what)) => {
                 // Reported at the 1st, 2nd, 4th, 8th ... time.
-                let invalid = self.invalid.fetch_add(1, Ordering::Relaxed) + 1;
-                if invalid.is_power_of_two() {
+                self.invalid += 1;
+                if self.invalid.is_power_of_two() {
                     vm.report("client-error", format!("The client in process {} sent nonsense: {what}", view.pid));
                 }
             }
-            Ok(Heard::Gone) => self.gone(then),
+            Ok(Heard::Gone) => return self.gone(),
             Err(error) => {
                 vm.report("client-error", format!("Receiving from the client in process {}: {error}", view.pid));
-                self.gone(then);
+                return self.gone();
+            }
+        }
+        Next::Again
+    }
+
+    /// Nothing more will come from it.
+    fn gone(&self) -> Next {
+        self.peer.disconnect();
+        Next::Done
+    }
+}
+
+impl Serve for Listened {
+    fn serve(&mut self, _now: Instant, until: Instant) -> After {
+        loop {
+            let Some(shares) = self.known().map(|(vm, _)| vm.shares()) else { return After::next(Next::Done) };
+            // The workers of CPUs are for faults.
+            let after = |next| After { placement: Placement::Roam, shares, ..After::next(next) };
+            if self.asked.load(Ordering::Acquire) {
+                return after(Next::Idle);
+            }
+            // The thread is not in the list of the VM's state file: it changes nothing of the VM.
+            let heard = self.peer.hear();
+            let Some((vm, view)) = self.known() else { return After::next(Next::Done) };
+            let next = self.heard(heard, &vm, view);
+            if next != Next::Again || Instant::now() >= until {
+                return after(next);
             }
         }
     }
+
+    /// A bug of ours costs one message, not those that follow.
+    fn panicked(&mut self, _times: u32) -> bool {
+        tracing::error!("Taking a message of a client panicked");
+        true
+    }
+
+    fn end(&mut self) {}
 }
 
 /// Carries out the discards of a VM.

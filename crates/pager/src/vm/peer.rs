@@ -91,8 +91,10 @@ pub trait Zap: Debug + Send {
 /// A message of a peer.
 #[derive(Debug)]
 pub enum Heard {
-    /// Nothing for the VM.
+    /// There is no message.
     Nothing,
+    /// A reply, which was taken.
+    Reply,
     /// Memory is about to be freed; the peer waits for [`Peer::discarded`].
     Discard {
         /// The number to be repeated.

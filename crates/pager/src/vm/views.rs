@@ -63,7 +63,7 @@ impl Vm {
         if self.life.has_faults(view) || view.is_closed() {
             return Ok(());
         }
-        let (servers, (_, group)) = (Servers::of_process()?, self.life.pool());
+        let (servers, group) = (Servers::of_process()?, self.group());
         let added = (0..view.shards().count()).try_for_each(|number| {
             let (vm, shard) = (self.clone(), Arc::new(Shard(view.clone(), number)));
             let served = servers.add(group, shard.clone(), |notify| Box::new(FaultServer::new(vm, shard, notify)))?;

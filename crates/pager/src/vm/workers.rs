@@ -14,14 +14,15 @@ use std::time::Instant;
 use ballast_sys::clock::cpu_time;
 
 use super::Vm;
-use super::listened::{DiscardWorker, Listened};
+use super::listened::{DiscardWorker, Input, Listened};
 use crate::agent::worker::AgentWorker;
 use crate::fault::prefetch::PrefetchWorker;
 use crate::reclaim::growth;
 use crate::reclaim::worker::ReclaimWorker;
-use crate::run::listener::Listener;
 use crate::run::pool::{Notifier, Task};
-use crate::run::queue::Next;
+use crate::run::queue::{GroupId, Next};
+use crate::run::serve::Serve;
+use crate::run::servers::Servers;
 use crate::scan::coalesce::CoalesceWorker;
 use crate::scan::worker::TrackWorker;
 use crate::tier::slow::SlowWorker;
@@ -162,6 +163,11 @@ impl Vm {
         Ok(())
     }
 
+    /// The group of its tasks; its descriptors are served in turns of the same group.
+    pub(crate) fn group(&self) -> GroupId {
+        self.life.pool().1
+    }
+
     /// Listens to the peer of a view, unless that is done already.
     pub(super) fn listen(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
         if self.life.has_client(view) {
@@ -169,8 +175,9 @@ impl Vm {
         }
         view.peer().on_answer().connect_to(&self.mail.reclaim);
         view.peer().take_zaps();
-        let listened = Arc::new(Listened::new(self.clone(), view.clone()));
-        self.life.add_client(view.clone(), Listener::of_process()?.watch(listened)?);
+        let listened = |notify| -> Box<dyn Serve> { Box::new(Listened::new(self, view, notify)) };
+        let input = Arc::new(Input(view.peer().clone()));
+        self.life.add_client(view.clone(), Servers::of_process()?.add(self.group(), input, listened)?);
         Ok(())
     }
 
