@@ -9,6 +9,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+use std::time::{Duration, Instant};
 
 /// A lock for reading on a name's byte.
 fn lock_of(name: u64, kind: libc::c_int) -> libc::flock {
@@ -35,14 +36,19 @@ pub fn announce(file: impl AsFd, name: u64) -> io::Result<()> {
     control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_RDLCK))
 }
 
-/// The same, after waiting until no process holds the name exclusively.
+/// The same, after waiting until no process holds the name exclusively, for this long at most: a killed process holds
+/// it until its last thread has left the kernel.
 ///
 /// # Errors
-/// As for [`announce`].
-pub fn announce_after(file: impl AsFd, name: u64) -> io::Result<()> {
+/// As for [`announce`]; `WouldBlock` if a process holds it still.
+pub fn announce_within(file: impl AsFd, name: u64, at_most: Duration) -> io::Result<()> {
+    const PAUSE: Duration = Duration::from_micros(500);
+    let begun = Instant::now();
     loop {
-        match control(&file, libc::F_OFD_SETLKW, &mut lock_of(name, libc::F_RDLCK)) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+        match announce(&file, name) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && begun.elapsed() < at_most => {
+                std::thread::sleep(PAUSE);
+            }
             done => return done,
         }
     }
@@ -109,9 +115,10 @@ mod tests {
         let [one, other] = [(); 2].map(|()| memfd::reopen(file.as_fd(), true).expect("reopen"));
         announce(&one, 0).expect("announce");
         assert!(alone(&one, 0).expect("ask"), "its own is in nobody's way");
-        assert!(announce(&other, 0).is_err());
+        let held = announce_within(&other, 0, Duration::from_millis(2)).expect_err("it is held");
+        assert_eq!(held.kind(), io::ErrorKind::WouldBlock);
         announce(&one, 0).expect("announce again");
-        announce_after(&other, 0).expect("announce");
+        announce_within(&other, 0, Duration::ZERO).expect("announce");
         assert!(!alone(&one, 0).expect("ask"));
         drop(other);
         assert!(alone(&one, 0).expect("ask"));

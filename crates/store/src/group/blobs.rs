@@ -25,8 +25,8 @@ use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store
 
 /// Time between checks which of the missing members are gone.
 const ASK_EVERY: Duration = Duration::from_secs(1);
-/// Another engine lays out a new arena within this.
-const LAID_OUT_WITHIN: Duration = Duration::from_secs(2);
+/// Another engine lays out a new arena, or sweeps one, within this; else it was killed and has not ended yet.
+const LEFT_WITHIN: Duration = Duration::from_secs(1);
 
 /// The contents of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -67,7 +67,8 @@ impl Group {
     /// The group of this arena, whose members are yet to come. A file without a layout becomes an empty arena.
     ///
     /// # Errors
-    /// It is no such arena, or has a layout that this program cannot read.
+    /// It is no such arena, or has a layout that this program cannot read. `WouldBlock`: an engine that was killed has
+    /// it for itself still; later it can be opened.
     pub fn open(arena: impl AsFd, options: RamOptions) -> io::Result<Arc<Self>> {
         let reopen = || memfd::reopen(arena.as_fd(), true);
         let (fd, file) = (reopen()?, reopen()?);
@@ -80,7 +81,9 @@ impl Group {
                 }
                 break;
             }
-            if begun.elapsed() > LAID_OUT_WITHIN {
+            if begun.elapsed() > LEFT_WITHIN {
+                // `WouldBlock` if it was killed while it laid the arena out.
+                presence::announce(&file, ENGINES)?;
                 return Err(io::Error::new(io::ErrorKind::TimedOut, "a process that has a group's new arena keeps it"));
             }
             std::thread::yield_now();
@@ -94,7 +97,7 @@ impl Group {
         let [low, high] = [id.dev, id.ino].map(u64::to_le_bytes);
         seed.iter_mut().zip(low.into_iter().chain(high)).for_each(|(seed, byte)| *seed = byte);
         // Waits for an engine that sweeps, which takes milliseconds.
-        presence::announce_after(&file, ENGINES)?;
+        presence::announce_within(&file, ENGINES, LEFT_WITHIN)?;
         Ok(Arc::new(Self {
             key: RegionKey { vm: VmId(seed), number: u32::MAX }.page(PageIdx(0)),
             file,
