@@ -218,6 +218,12 @@ fn judge(served: &Arc<Served>, kind: Hold, event: &str, reason: Option<String>, 
                 vm.report("restore-failed", format!("Bringing its pages back: {error}"));
             }
         }
+        // It is held, and what is far may not be on its way back: there was no thread for that, or it met an error.
+        (Some(_), true) => {
+            if let Err(error) = served.restore_rest() {
+                tracing::warn!(vm = vm.state.name(), "Bringing its pages back: {error}");
+            }
+        }
         (None, true) if served.release(kind) => vm.report(event, over.into()),
         _ => {}
     }
@@ -230,6 +236,7 @@ mod tests {
     use ballast_handover::state_file::StateFile;
     use ballast_pager::tier::stores::Stores;
     use ballast_pager::vm::region_table::LOST;
+    use ballast_pager::vm::stats::Counter;
     use ballast_pager::vm::{Tuning, Vm};
     use ballast_store::{Budget, RamOptions, RamStore};
 
@@ -278,6 +285,17 @@ mod tests {
         assert_eq!(concludes(&calm), [true, false], "it may hold the VM at any time");
         drop(unplugging);
         served.jobs.close();
+    }
+
+    #[test]
+    fn what_is_far_of_a_vm_that_is_held_already_is_brought_back_if_no_thread_does() {
+        let served = held();
+        served.restore_rest().expect("nothing is far");
+        served.vm.stats().add(Counter::Far, 1);
+        judge(&served, Hold::Shared, "ram-shared", Some("somebody maps it".into()), "over");
+        assert!(served.jobs.has_begun(), "pages stay far while it is held");
+        served.jobs.close();
+        served.restore_rest().expect_err("no thread can begin");
     }
 
     #[test]

@@ -7,11 +7,12 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ballast_api::VmStat;
 use ballast_base::Bytes;
+use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::{Hold, Vm};
 use ballast_store::{GroupMember, RamStore, Store};
 
@@ -45,8 +46,26 @@ pub struct Served {
     pids: Mutex<HashSet<u32>>,
     /// Its processes that are not served everywhere they map its RAM, and why.
     unserved: Mutex<HashMap<u32, String>>,
+    /// Threads that bring all of its pages back.
+    restoring: Arc<AtomicUsize>,
     /// How often a scan for foreign mappers was requested: the hold ends with a scan that began after the last request.
     scans_requested: Mutex<u64>,
+}
+
+/// Counts a thread, until this is dropped.
+struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::AcqRel);
+        Self(count.clone())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 impl Served {
@@ -58,8 +77,20 @@ impl Served {
         file: late::File,
         vmm: String,
     ) -> Self {
-        let (is_damaged, pids, unserved, scans_requested) = Default::default();
-        Self { vm, store, group, file, vmm, jobs: Jobs::default(), is_damaged, pids, unserved, scans_requested }
+        let (is_damaged, pids, unserved, restoring, scans_requested) = Default::default();
+        Self {
+            vm,
+            store,
+            group,
+            file,
+            vmm,
+            jobs: Jobs::default(),
+            is_damaged,
+            pids,
+            unserved,
+            restoring,
+            scans_requested,
+        }
     }
 
     /// RAM that its far pages occupy; for pages that its group stores once, its share.
@@ -147,14 +178,30 @@ impl Served {
         then: impl FnOnce(io::Result<()>) + Send + 'static,
     ) -> io::Result<()> {
         self.vm.hold(kind, Some(reason));
-        let vm = self.vm.clone();
+        let (vm, under_way) = (self.vm.clone(), Counted::new(&self.restoring));
         self.jobs.begin("restore", move || {
             let _listed = vm.state.list_thread();
             let result = vm.restore();
+            drop(under_way);
             if let Err(error) = &result {
                 vm.report("restore-failed", format!("Bringing its pages back: {error}"));
             }
             then(result);
+        })
+    }
+
+    /// Brings back what is far of a VM that is held, unless a thread does: there was none, or it met an error.
+    pub fn restore_rest(&self) -> io::Result<()> {
+        if self.vm.stats().get(Counter::Far) == 0 || self.restoring.load(Ordering::Acquire) > 0 {
+            return Ok(());
+        }
+        let (vm, under_way) = (self.vm.clone(), Counted::new(&self.restoring));
+        self.jobs.begin("restore", move || {
+            let _listed = vm.state.list_thread();
+            if let Err(error) = vm.restore() {
+                tracing::warn!(vm = vm.state.name(), "Bringing its pages back again: {error}");
+            }
+            drop(under_way);
         })
     }
 

@@ -199,6 +199,12 @@ impl Jobs {
         Ok(())
     }
 
+    /// Was a thread started that nothing has begun after?
+    #[cfg(test)]
+    pub fn has_begun(&self) -> bool {
+        !self.0.lock().unwrap_or_else(PoisonError::into_inner).threads.is_empty()
+    }
+
     /// Let nothing begin any more, and wait for what has begun.
     pub fn close(&self) {
         let threads = {
