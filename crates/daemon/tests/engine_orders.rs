@@ -136,6 +136,22 @@ fn a_vm_that_could_not_be_opened_for_want_of_descriptors_counts_as_closed_only_w
 }
 
 #[test]
+fn a_thread_that_failed_to_open_a_vm_does_not_count_as_working_for_it() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let engine = Engine::start(dir.path());
+    let ram = memfd::create("ballast-test-ram", RAM).expect("RAM");
+    let (state, _arena) = vm_of(&ram);
+    let process = engine.process();
+    state.name_engine(process.pid, process.start);
+    let (no_arena, _other) = scm::pair().expect("a pair");
+    let open = open_with(vec![StoreFiles { store: RAM_STORE, count: 1 }], 1);
+    engine.order(&open, &[state.fd(), no_arena.as_fd(), ram.as_fd()]);
+    let why = engine.done(&Order::Tell { seq: 1, vm: VM }, &[]).expect_err("it is not open");
+    assert!(why.contains("arena"), "{why}");
+    assert_eq!(state.threads(), [0; 0], "a keeper would wait for the end of that thread");
+}
+
+#[test]
 fn a_region_that_is_added_before_the_engine_opens_the_vm_is_served_when_its_own_order_comes() {
     let (uffd, uffd_features) = match Uffd::create(uffd::REQUIRED_FEATURES) {
         Ok(made) => made,

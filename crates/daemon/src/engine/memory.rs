@@ -18,13 +18,16 @@ use std::time::Instant;
 
 use anyhow::Context;
 use ballast_base::store::FILE_STORE;
+use ballast_handover::orders::Report;
 use ballast_pager::tier::stores::Tier;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::{Hold, Vm};
 use rustix::event::{PollFd, PollFlags, poll};
 
+use super::late;
 use super::served::Served;
 use super::shared::{Engine, Unlists, mend};
+use super::unopened::may_pass;
 use super::workers::Workers;
 
 /// Begin to wait for losses.
@@ -93,7 +96,10 @@ impl Engine {
             Err(error) => {
                 let reason = format!("memory of the host failed, and the VM cannot be opened again: {error:#}");
                 served.vm.report("memory-error", reason.clone());
-                served.vm.fail_stop(&reason);
+                // The keeper gives this engine the VM again.
+                if !may_pass(error.as_ref()) || self.report(&Report::Lost(served.vm.state.id())).is_err() {
+                    served.vm.fail_stop(&reason);
+                }
             }
         }
     }
@@ -113,16 +119,27 @@ impl Engine {
             stores = stores.with(Tier::slow(FILE_STORE, "file store", recovery.store.clone()));
         }
         let vm = Vm::new(state, epoch, stores, last.vm.tuning, last.vm.reporter()).with_pins(self.host.pins.clone());
+        let vm = Arc::new(vm);
+        let _unlists = Unlists(&vm);
+        let served = self.recover(last, &vm, recovery).inspect_err(|_| vm.stop())?;
+        self.mapper_scan.send(served).context("Requesting a scan for foreign mappers")
+    }
+
+    /// Has this VM, newly opened, go on in the place of the last opening, with its processes.
+    fn recover(
+        &self,
+        last: &Arc<Served>,
+        vm: &Arc<Vm>,
+        recovery: Option<late::Recovery>,
+    ) -> anyhow::Result<Arc<Served>> {
         for region in last.vm.regions() {
             vm.open_region(region.files())?;
         }
-        mend(&vm)?;
+        mend(vm)?;
         if let Some(recovery) = recovery {
             recovery.begin(self.open_again(&vm.state)?, vm.reporter()).context("Starting to recover its file store")?;
         }
         vm.take_after(&last.vm);
-        let vm = Arc::new(vm);
-        let _unlists = Unlists(&vm);
         vm.start().context("Starting its threads")?;
         let served = Arc::new(Served::new(
             vm.clone(),
@@ -148,6 +165,6 @@ impl Engine {
                 served.restore(kind, served.vm.reason(kind), |_| ())?;
             }
         }
-        self.mapper_scan.send(served).context("Requesting a scan for foreign mappers")
+        Ok(served)
     }
 }

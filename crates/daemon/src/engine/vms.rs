@@ -206,7 +206,7 @@ impl Engine {
         let Process { pid, start } = self.me;
         state.open_as(pid, start);
         // This thread works for the VM until it is open. A keeper may have killed us a moment ago: then it ends here.
-        std::mem::forget(state.list_thread());
+        let listed = state.list_thread();
         // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
         anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
         anyhow::ensure!(!state.is_given_up(), "all of its RAM was given up: no process had it");
@@ -251,9 +251,10 @@ impl Engine {
         tiers.extend(late.clone().map(|late| Tier::slow(FILE_STORE, "file store", late)));
         let remote = super::remote::store_of(self.host.remote.as_ref(), &state, beside, codec, &report)?;
         tiers.extend(remote.map(|remote| Tier::slow(REMOTE_STORE, "remote store", remote)));
+        std::mem::forget(listed);
         let vm = Arc::new(Vm::new(state, epoch, Stores::new(tiers), tuning, report).with_pins(self.host.pins.clone()));
-        vm.set_shares(operator::read(vm.state.settings()).effective_shares());
         let _unlists = Unlists(&vm);
+        vm.set_shares(operator::read(vm.state.settings()).effective_shares());
         let late_file = late::File::default();
         let opening = match late.clone().zip(file) {
             Some((late, files)) => {
