@@ -50,6 +50,8 @@ mod upgrading;
 mod waiting;
 
 pub use checker::check;
+pub use clients::MOST_STUCK;
+pub use closer::{Closer, HANGS_AFTER, SentFd};
 pub use options::Options;
 pub use replace::Follow;
 pub use run::{follow, listen, run};

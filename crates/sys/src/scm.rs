@@ -88,9 +88,32 @@ pub fn receive(socket: impl AsFd) -> io::Result<Option<Received>> {
 /// # Errors
 /// A message longer than [`MAX_MESSAGE`] is an error and is dropped whole.
 pub fn try_receive_bytes(socket: impl AsFd) -> io::Result<Option<Vec<u8>>> {
+    bytes_of(socket, RecvFlags::DONTWAIT)
+}
+
+/// Receive one message of a peer that sends no descriptors, on a thread that must not wait for the close of any. If
+/// the peer sends some all the same, that is an error, and the message stays in the socket: they are closed with it.
+/// `Ok(None)` means the peer has closed.
+///
+/// # Errors
+/// A message with descriptors; one longer than [`MAX_MESSAGE`], which is dropped whole.
+pub fn receive_bytes(socket: impl AsFd) -> io::Result<Option<Vec<u8>>> {
+    let flags = loop {
+        match rustix::net::recvmsg(&socket, &mut [], &mut RecvAncillaryBuffer::default(), RecvFlags::PEEK) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => break other?.flags,
+        }
+    };
+    if flags.contains(ReturnFlags::CTRUNC) {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "descriptors came with a message that needs none"));
+    }
+    bytes_of(socket, RecvFlags::empty())
+}
+
+fn bytes_of(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Vec<u8>>> {
     let mut bytes = vec![0; MAX_MESSAGE];
     let (_, len) = loop {
-        match rustix::net::recv(&socket, &mut bytes[..], RecvFlags::DONTWAIT | RecvFlags::TRUNC) {
+        match rustix::net::recv(&socket, &mut bytes[..], flags | RecvFlags::TRUNC) {
             Err(rustix::io::Errno::INTR) => {}
             other => break other?,
         }
@@ -177,6 +200,31 @@ mod tests {
         assert_eq!((received.fds.len(), is_whole), (3, true));
         drop((a, received));
         assert!(receive_or_bytes(&b).expect("receive").is_none(), "a closed peer reads as the end");
+    }
+
+    #[test]
+    fn a_message_with_descriptors_that_nobody_wants_is_refused_and_they_are_closed_with_its_socket() {
+        let (a, b) = pair().expect("socketpair");
+        let weak = std::os::unix::net::UnixStream::pair().expect("pair");
+        weak.1.set_nonblocking(true).expect("non-blocking");
+        let is_closed = || matches!(std::io::Read::read(&mut &weak.1, &mut [0]), Ok(0));
+        send(&a, b"plain", &[]).expect("send");
+        send(&a, b"not wanted", &[weak.0.as_fd()]).expect("send");
+        drop(weak.0);
+        assert_eq!(receive_bytes(&b).expect("receive").expect("open"), b"plain");
+        for _ in 0..2 {
+            let error = receive_bytes(&b).expect_err("it brings a descriptor");
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        }
+        assert!(!is_closed(), "this thread closed it");
+        drop(b);
+        let mut waits = [rustix::event::PollFd::new(&weak.1, rustix::event::PollFlags::IN)];
+        rustix::event::poll(&mut waits, None).expect("poll");
+        assert!(is_closed());
+        let (a, b) = pair().expect("socketpair");
+        drop(a);
+        // This one waits: a program that another test starts has a copy of `a` for a moment.
+        assert!(receive_bytes(&b).expect("receive").is_none(), "a closed peer reads as the end");
     }
 
     #[test]

@@ -3,7 +3,8 @@
 //! Before: the keeper said where it is. After: the API shows and changes it, and VMMs that connect to its socket get
 //! files (`ballast-reserve` says how). Its pages of 2 MiB and those of 1 GiB are two reserves, each with a directory.
 //! Threads: one that takes the pool, looks for VMs that are gone, and zeroes; one that listens, and one for each VMM
-//! that asks, which may wait until enough is zeroed.
+//! that asks, which may wait until enough is zeroed. Connections are closed on threads of their own
+//! (`ballast_keeper::Closer`), because the close of what a VMM sent may wait for ever.
 //! Promise: an engine that died left a pool that this one finds as it was. Nothing here touches guest memory, and no
 //! other part of the engine waits for it.
 
@@ -19,6 +20,7 @@ use anyhow::{Context, bail};
 use ballast_api::{LendRequest, PoolPages, PoolRequest, PoolStat};
 use ballast_base::pool::{Given, Pages, Take};
 use ballast_base::{Bytes, wire};
+use ballast_keeper::{Closer, HANGS_AFTER, MOST_STUCK, SentFd};
 use ballast_pool::{Mode, Refused};
 use ballast_reserve::{Error, Grant, Page, Reserve, Want};
 use ballast_sys::memfd::FileId;
@@ -54,6 +56,7 @@ pub struct PoolService {
     /// Another engine has it and does not leave it.
     is_elsewhere: AtomicBool,
     asking: AtomicUsize,
+    closer: Arc<Closer>,
 }
 
 #[derive(Debug)]
@@ -88,6 +91,7 @@ impl PoolService {
             silent: Mutex::default(),
             is_elsewhere: AtomicBool::new(false),
             asking: AtomicUsize::new(0),
+            closer: Arc::default(),
         })
     }
 
@@ -230,6 +234,13 @@ impl PoolService {
 
     /// Answer one VMM on a thread of its own.
     fn serve(self: &Arc<Self>, client: OwnedFd) {
+        let uid = rustix::net::sockopt::socket_peercred(&client).map_or(u32::MAX, |peer| peer.uid.as_raw());
+        let client = SentFd::new(client, uid, self.closer.clone());
+        self.closer.tend(HANGS_AFTER);
+        if self.closer.stuck(uid, HANGS_AFTER) >= MOST_STUCK {
+            tracing::warn!(uid, "Refusing a VMM at the pool's socket: what this user sent cannot be closed");
+            return;
+        }
         if self.asking.fetch_add(1, Ordering::Relaxed) >= MOST_ASKING {
             self.asking.fetch_sub(1, Ordering::Relaxed);
             return;
@@ -239,6 +250,7 @@ impl PoolService {
             if let Err(error) = service.answer(&client) {
                 tracing::warn!("Answering a VMM at the pool's socket: {error:#}");
             }
+            drop(client);
             service.asking.fetch_sub(1, Ordering::Relaxed);
         });
         if started.is_err() {
@@ -246,13 +258,13 @@ impl PoolService {
         }
     }
 
-    fn answer(&self, client: &OwnedFd) -> anyhow::Result<()> {
+    fn answer(&self, client: &SentFd) -> anyhow::Result<()> {
         use rustix::net::sockopt::{Timeout, set_socket_timeout};
         for which in [Timeout::Recv, Timeout::Send] {
             set_socket_timeout(client, which, Some(ASKS_WITHIN)).context("Preparing a socket")?;
         }
-        let Some(received) = scm::receive(client).context("Receiving a request")? else { return Ok(()) };
-        let take = wire::decode::<Take>(&received.bytes).context("Understanding a request")?;
+        let Some(asked) = scm::receive_bytes(client).context("Receiving a request")? else { return Ok(()) };
+        let take = wire::decode::<Take>(&asked).context("Understanding a request")?;
         let (given, files) =
             match wire::check_name(&take.name).map_err(anyhow::Error::msg).and_then(|()| self.take(&take)) {
                 Ok(grant) => (Given::Memory(grant.extents), grant.files),
