@@ -117,15 +117,31 @@ fn a_program_that_could_not_be_the_keeper_serves_and_the_keeper_stays() {
     let now = upgrade(&daemon, &ends);
     let why = (now.keeper_replaced, now.keeper_message.as_str());
     assert_eq!(why, (Some(false), "it ended; its reason is in the log"), "{}", daemon.log());
-    // It could, and then it is not there any more when the exec comes.
-    let vanishes = script(&daemon, "vanishes", "[ $1 = check-keeper ] && rm $0");
-    let now = upgrade(&daemon, &vanishes);
+    // It could, and then it may not be executed any more when the exec comes.
+    let text = format!("[ $1 = check-keeper ] && chmod -x {}", daemon.dir().join("forbidden").display());
+    let now = upgrade(&daemon, &script(&daemon, "forbidden", &text));
     assert_eq!(now.keeper_replaced, Some(false));
     assert!(now.keeper_message.contains("Becoming"), "{now:?}");
     assert_eq!(keeper_is(&daemon), is);
     // And it goes on: descriptors that were to be kept are closed by the next exec as before.
     moves(&daemon.api, "victim");
     assert_eq!(upgrade(&daemon, &this_build()).keeper_replaced, Some(true), "{}", daemon.log());
+    moves(&daemon.api, "victim");
+    guest.finish();
+}
+
+#[test]
+fn a_program_that_is_installed_over_the_one_that_was_checked_does_not_become_the_keeper() {
+    let daemon = Daemon::start(QUICK);
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    let (dies, pid) = (script(&daemon, "dies", "exit 3"), daemon.host().keeper_pid);
+    let path = daemon.dir().join("installed");
+    let text = format!("[ $1 = check-keeper ] && mv {} {}", dies.display(), path.display());
+    let now = upgrade(&daemon, &script(&daemon, "installed", &text));
+    assert_eq!(now.keeper_replaced, Some(true), "{now:?}\n{}", daemon.log());
+    assert!(!dies.exists() && daemon.host().keeper_pid == pid, "{}", daemon.log());
+    // Its engines are of that program, too.
+    daemon.wait_for_engine_after(daemon.kill_engine());
     moves(&daemon.api, "victim");
     guest.finish();
 }

@@ -35,6 +35,13 @@ impl Keeper {
         }
     }
 
+    /// Have each of those VMs tried at once: the keeper is to become another program, which knows nothing of what the
+    /// engine lacks.
+    pub(crate) fn try_lost_now(&mut self) {
+        let now = Instant::now();
+        self.vms.iter_mut().filter_map(|entry| entry.lost.as_mut()).for_each(|lost| lost.again_at = now);
+    }
+
     /// Have the engine open those VMs again that it could not serve whole a while ago. Returns how soon to check again,
     /// if there are others.
     pub(crate) fn tend_lost(&mut self) -> Option<Duration> {
@@ -42,9 +49,8 @@ impl Keeper {
             // It moves: an engine that does not serve it whole does not get it, or opens it anyway.
             entry.lost = None;
         }
-        // The next program that is the keeper hears of what the engine lacks then.
-        let (now, waits_for_all) = (Instant::now(), self.replacing.is_some());
-        let is_due = |lost: &Lost| waits_for_all || lost.again_at <= now;
+        let now = Instant::now();
+        let is_due = |lost: &Lost| lost.again_at <= now;
         let mut due = Vec::new();
         // Those of the next engine have their turn when it is the keeper's.
         for entry in

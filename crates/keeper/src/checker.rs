@@ -8,7 +8,6 @@
 
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
 use std::time::Instant;
 
 use anyhow::Context;
@@ -21,6 +20,7 @@ use ballast_sys::spawn::{Child, Starter};
 use rustix::net::Shutdown;
 use rustix::process::{Signal, pidfd_send_signal};
 
+use crate::program::Program;
 use crate::stage::Deadline;
 
 /// The argument of the program.
@@ -37,7 +37,7 @@ impl Checker {
     /// Ask this program whether it could be the keeper of these VMs.
     pub fn ask<'a>(
         starter: &mut Starter,
-        program: &Path,
+        program: &Program,
         kept: &Kept,
         states: impl Iterator<Item = &'a StateFile>,
     ) -> anyhow::Result<Self> {
@@ -50,8 +50,8 @@ impl Checker {
             scm::send(&socket, b"states", some).context("Showing it the state files")?;
         }
         rustix::net::shutdown(&socket, Shutdown::Write).context("Showing it the state files")?;
-        let child = starter.start(program, &[ROLE], theirs.as_fd());
-        let child = child.with_context(|| format!("Running {}", program.display()))?;
+        let child = program.start(starter, &[ROLE], theirs.as_fd());
+        let child = child.with_context(|| format!("Running {}", program.path().display()))?;
         Ok(Self { child, socket, deadline: Deadline::new(Instant::now()) })
     }
 

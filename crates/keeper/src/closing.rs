@@ -18,6 +18,7 @@ use crate::engine_child::open_order;
 use crate::fence::{self, Left};
 use crate::keeper::Keeper;
 use crate::regions::{At, VmEntry};
+use crate::resume::end_search;
 use crate::waiting::{Closing, UNASKED};
 
 /// Most VMs of one user who is not root that may be closing when another one of that user attaches. Each costs the
@@ -50,10 +51,8 @@ impl Keeper {
             }
             At::Engine | At::Next => {}
         }
-        // A VM that waits for regions is with no engine.
-        if entry.search.is_none() {
-            self.closing.push(Closing::new(seq, entry, given));
-        }
+        // One that waits for regions is with no engine: it is given to one when the search is over.
+        self.closing.push(Closing::new(seq, entry, given));
         if given {
             self.order(&Order::CloseVm { seq, vm: id }, &[]);
         }
@@ -125,6 +124,13 @@ impl Keeper {
     /// Have a new engine close the VMs that the last one was closing, when the last one is gone. Returns whether some
     /// must wait.
     pub(crate) fn tend_closing(&mut self) -> bool {
+        let searched = self.closing.iter_mut().filter_map(|closing| {
+            let lost = end_search(&mut closing.entry)??;
+            Some((closing.entry.state.name(), lost))
+        });
+        for (name, lost) in searched.collect::<Vec<_>>() {
+            self.note(name, "region-lost", lost);
+        }
         let ours = self.ours();
         let is_free = |entry: &VmEntry, engine: Process| {
             // Another one of ours is to close it before this one opens it.
@@ -136,7 +142,7 @@ impl Keeper {
         for at in 0..self.closing.len() {
             let Some(engine) = self.engine_for(&self.closing[at].entry) else { return false };
             let closing = &mut self.closing[at];
-            let is_due = closing.again_at.is_none_or(|at| at <= Instant::now());
+            let is_due = closing.entry.search.is_none() && closing.again_at.is_none_or(|at| at <= Instant::now());
             if !closing.given && is_due && is_free(&closing.entry, engine) {
                 if closing.entry.state.leaving().is_some() {
                     // One of its two engines is dead. The other one, if it is this one, still serves its faults.

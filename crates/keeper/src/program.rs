@@ -6,7 +6,7 @@
 //! Promise: a file that was installed since, refused or never tried, runs only when an operator asks for it; and guests
 //! get a new engine also when the file has been removed.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -44,10 +44,15 @@ impl Program {
         id(self).is_some_and(|this| Some(this) == id(other))
     }
 
+    /// The number of its open file here.
+    pub fn number(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+
     /// Start it.
     pub fn start(&self, starter: &mut Starter, args: &[&str], stdin: BorrowedFd<'_>) -> std::io::Result<Child> {
         // The child has none of our descriptors.
-        let file = format!("/proc/{}/fd/{}", std::process::id(), self.file.as_fd().as_raw_fd());
+        let file = format!("/proc/{}/fd/{}", std::process::id(), self.number());
         starter.start_as(Path::new(&file), &self.path, args, stdin)
     }
 }
@@ -56,6 +61,7 @@ impl Program {
 mod tests {
     use super::*;
     use ballast_sys::scm;
+    use std::os::fd::AsFd;
     use std::os::unix::fs::PermissionsExt;
 
     #[test]

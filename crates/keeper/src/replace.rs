@@ -28,7 +28,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStringExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -65,7 +65,7 @@ pub struct Follow {
 
 impl Keeper {
     /// The engine of this program serves: the keeper is to follow it.
-    pub(crate) fn begin_replacing(&mut self, program: PathBuf) {
+    pub(crate) fn begin_replacing(&mut self, program: Program) {
         let kept = match self.kept() {
             Some(kept) => kept,
             None => return self.stays("the engine ended"),
@@ -113,6 +113,7 @@ impl Keeper {
             self.zombies.push(checker.end());
         }
         self.replacing = Some(Replacing { program, step: Step::Waiting(Deadline::new(Instant::now())) });
+        self.try_lost_now();
     }
 
     /// Are clients not read, because their requests would prevent the exec?
@@ -163,22 +164,22 @@ impl Keeper {
     }
 
     /// Exec. Returns why that failed.
-    fn become_keeper(&mut self, program: &Path) -> anyhow::Error {
+    fn become_keeper(&mut self, program: &Program) -> anyhow::Error {
         let exec = || -> anyhow::Result<()> {
             let kept = self.kept().context("There is no engine")?;
             let file = kept.write().context("Writing down what the keeper holds")?;
-            // Another file may have this one's name by now.
+            // Other files may have the names of both by now. The new program gets the name by which it was opened.
             let own = File::open("/proc/self/exe").context("Opening this program's own file")?;
-            let numbers = [kept.numbers(), vec![file.as_raw_fd(), own.as_raw_fd()]].concat();
+            let numbers = [kept.numbers(), vec![file.as_raw_fd(), own.as_raw_fd(), program.number()]].concat();
             let keep_all = |stays| numbers.iter().try_for_each(|number| keep(*number, stays));
             let error = keep_all(true).err().unwrap_or_else(|| {
-                tracing::info!(program = %program.display(), "the keeper becomes another program");
-                let back = format!("/proc/self/fd/{}", own.as_raw_fd());
+                tracing::info!(program = %program.path().display(), "the keeper becomes another program");
+                let [new, back] = [program.number(), own.as_raw_fd()].map(|number| format!("/proc/self/fd/{number}"));
                 let follow = Follow { kept: file.as_raw_fd(), back: Some(back.into()), because: None };
-                become_follower(program.as_os_str(), &follow)
+                become_follower(new.as_ref(), program.path().as_os_str(), &follow)
             });
             keep_all(false).context("Closing descriptors at the next exec")?;
-            Err(error).with_context(|| format!("Becoming {}", program.display()))
+            Err(error).with_context(|| format!("Becoming {}", program.path().display()))
         };
         exec().err().unwrap_or_else(|| anyhow::anyhow!("the exec has returned"))
     }
@@ -208,15 +209,15 @@ impl Keeper {
     }
 }
 
-/// Become a program that is to be the keeper. Returns why that failed.
-fn become_follower(program: &OsStr, Follow { kept, back, because }: &Follow) -> std::io::Error {
+/// Become the program of this file, by this name, which is to be the keeper. Returns why that failed.
+fn become_follower(file: &OsStr, name: &OsStr, Follow { kept, back, because }: &Follow) -> std::io::Error {
     let mut args: Vec<OsString> = vec!["keeper".into(), kept.to_string().into()];
     for (name, value) in
         [("--back", back.as_ref().map(|path| path.as_os_str())), ("--because", because.as_ref().map(OsStr::new))]
     {
         args.extend(value.into_iter().flat_map(|value| [name.into(), value.to_owned()]));
     }
-    become_program(program, &args.iter().map(OsString::as_os_str).collect::<Vec<_>>())
+    become_program(file, name, &args.iter().map(OsString::as_os_str).collect::<Vec<_>>())
 }
 
 /// The keeper that the previous program was, in this one. If that fails, become the previous program again.
@@ -224,14 +225,13 @@ fn become_follower(program: &OsStr, Follow { kept, back, because }: &Follow) -> 
 /// # Errors
 /// It cannot be, and there is no program to become.
 pub(crate) fn follow(follow: &Follow, starter: Starter) -> anyhow::Result<Keeper> {
+    // One that was executed from a descriptor has that one's number as its name.
+    let _ = rustix::thread::set_name(c"ballastd");
     let made = duplicate(follow.kept).context("Taking over what the keeper held").and_then(|file| {
         let kept = Kept::read(&file).context("Reading what the keeper held")?;
-        let own = match &follow.because {
-            // It was started by another name.
-            Some(_) => PathBuf::from(OsString::from_vec(kept.own_program.clone())),
-            None => std::env::current_exe().context("Finding this program's own file")?,
-        };
-        let own = Program::own(own).context("Opening this program's own file")?;
+        // It was started by its open file. The engine is of the same program, unless that could not be the keeper.
+        let own = if follow.because.is_some() { &kept.own_program } else { &kept.program };
+        let own = Program::own(OsString::from_vec(own.clone()).into()).context("Opening this program's own file")?;
         let mut keeper = Keeper::of(&kept, own, starter)?;
         if follow.because.is_some() {
             // The engine is of the program that could not be the keeper.
@@ -258,6 +258,6 @@ fn go_back(Follow { kept, back, .. }: &Follow, error: anyhow::Error) -> anyhow::
     let Some(back) = back else { return error };
     tracing::error!("this program cannot be the keeper: {error:#}; going back to the last one");
     let again = Follow { kept: *kept, back: None, because: Some(format!("{error:#}")) };
-    let failed = become_follower(back.as_os_str(), &again);
+    let failed = become_follower(back.as_os_str(), back.as_os_str(), &again);
     error.context(format!("Becoming the last keeper again: {failed}"))
 }

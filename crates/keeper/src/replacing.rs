@@ -4,14 +4,13 @@
 //! why.
 //! Threads: the keeper's one.
 
-use std::path::PathBuf;
-
 use crate::checker::Checker;
+use crate::program::Program;
 use crate::stage::Deadline;
 
 /// The replacement under way.
 pub(crate) struct Replacing {
-    pub program: PathBuf,
+    pub program: Program,
     pub step: Step,
 }
 

@@ -141,27 +141,37 @@ impl Keeper {
 
     pub(crate) fn tend_vm(&mut self, id: VmId) {
         let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id) else { return };
-        let missing = missing_files(vm);
-        let Some(search) = &mut vm.search else { return };
-        let found = if missing.is_empty() { Found::Nobody } else { search.ask(|| missing.clone()) };
-        if found == Found::Waiting {
-            return;
-        }
-        let count = vm.missing().len();
-        vm.give_up_missing(found == Found::Nobody);
-        vm.search = None;
-        if found == Found::NobodyCame {
+        let Some(lost) = end_search(vm) else { return };
+        if let Some(message) = lost {
             let name = vm.state.name();
-            let message = format!(
-                "{count} regions of VM {name} were given up: a process may map them but did not attach again; what was \
-                 far of them is lost"
-            );
             self.note(name, "region-lost", message);
-        } else if count > 0 {
-            tracing::info!(vm = vm.state.name(), count, "regions were unplugged while no keeper ran");
         }
         self.hand_over(id, None);
     }
+}
+
+/// Ends the search for regions of this VM, if it has found out. Returns whether it ended just now, and what operators
+/// are to know.
+pub(crate) fn end_search(vm: &mut VmEntry) -> Option<Option<String>> {
+    let missing = missing_files(vm);
+    let search = vm.search.as_mut()?;
+    let found = if missing.is_empty() { Found::Nobody } else { search.ask(|| missing.clone()) };
+    if found == Found::Waiting {
+        return None;
+    }
+    let (name, count) = (vm.state.name(), vm.missing().len());
+    vm.give_up_missing(found == Found::Nobody);
+    vm.search = None;
+    if found == Found::NobodyCame {
+        return Some(Some(format!(
+            "{count} regions of VM {name} were given up: a process may map them but did not attach again; what was far \
+             of them is lost"
+        )));
+    }
+    if count > 0 {
+        tracing::info!(vm = name, count, "regions were unplugged while no keeper ran");
+    }
+    Some(None)
 }
 
 fn missing_files(vm: &VmEntry) -> HashSet<FileId> {

@@ -205,6 +205,38 @@ fn a_vm_that_the_engine_could_not_open_to_close_it_is_given_to_it_again() {
 }
 
 #[test]
+fn a_vm_whose_processes_go_while_it_waits_for_missing_regions_is_closed_by_an_engine_after_the_search() {
+    let (mut keeper, _dir) = keeper();
+    keeper.keep_engine();
+    let vm = new_vm(&mut keeper, "web");
+    let (ours, theirs) = (memfd::create("ballast-test", Bytes(1 << 20)), memfd::create("ballast-test", Bytes(1 << 20)));
+    let [ours, theirs] = [ours, theirs].map(|file| file.expect("memfd"));
+    let entry = &mut keeper.vms[0];
+    for file in [&ours, &theirs] {
+        let id = memfd::file_id(file).expect("stat");
+        entry.state.add_region(&[id], &Extents::one(Bytes(0), Bytes(1 << 20)).expect("good"), None).expect("a region");
+        entry.ram.push(None);
+    }
+    entry.state.take_over(1, 1, LOST).expect("it was open once");
+    // A process of this test maps one of them.
+    let mapped = ballast_sys::Mapping::shared(&theirs, 0, 1 << 20).expect("map");
+    keeper.search_or_hand_over(vm);
+    assert!(keeper.vms[0].search.is_some(), "it waits for its regions");
+    keeper.close_vm(vm);
+    assert!(keeper.tend_closing() && !keeper.closing[0].given, "it is not forgotten");
+    drop(mapped);
+    let begun = Instant::now();
+    while keeper.tend_closing() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "no engine gets it");
+        std::thread::yield_now();
+    }
+    assert!(keeper.closing[0].given && keeper.closing[0].entry.search.is_none());
+    keeper.reopened(vm);
+    assert!(keeper.closing.is_empty(), "a process that returns has it again");
+    end_engine(&mut keeper);
+}
+
+#[test]
 fn what_an_engine_lacked_for_a_vm_is_remembered_if_it_has_the_vm_and_as_long_as_it_is_not_the_keepers() {
     let (mut keeper, _dir) = keeper();
     let vm = new_vm(&mut keeper, "web");
@@ -219,6 +251,12 @@ fn what_an_engine_lacked_for_a_vm_is_remembered_if_it_has_the_vm_and_as_long_as_
     assert!(keeper.tend_lost().is_some() && is_lost(&keeper), "orders of it go to the next engine");
     keeper.vms[0].at = At::Engine;
     assert!(keeper.tend_lost().is_none() && !is_lost(&keeper));
+    // The keeper is to become another program: what is lost now is tried at once, and what is lost then after a pause.
+    keeper.lost(Who::Engine, vm);
+    keeper.try_lost_now();
+    assert!(keeper.tend_lost().is_none() && !is_lost(&keeper));
+    keeper.lost(Who::Engine, vm);
+    assert!(keeper.tend_lost().is_some() && is_lost(&keeper));
 }
 
 #[test]

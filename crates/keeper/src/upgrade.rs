@@ -115,7 +115,7 @@ impl Keeper {
             return Err(format!("the upgrade to {under_way} is under way"));
         }
         if let Some(replacing) = &self.replacing {
-            return match replacing.program == program {
+            return match replacing.program.path() == program {
                 true => Ok(()),
                 false => Err("the keeper is about to be replaced: try again".into()),
             };

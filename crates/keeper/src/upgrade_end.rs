@@ -117,7 +117,7 @@ impl Keeper {
         tracing::info!("{message}");
         self.host_note("upgraded", message);
         self.show_upgrade();
-        self.begin_replacing(self.program.path().into());
+        self.begin_replacing(self.program.clone());
     }
 
     /// Reap engines that left, and end those that do not.

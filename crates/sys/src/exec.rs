@@ -54,16 +54,17 @@ pub fn close_kept() -> io::Result<()> {
     Ok(())
 }
 
-/// Replace this program by another one, with these arguments after its name. Returns only if that fails.
-pub fn become_program(program: &OsStr, args: &[&OsStr]) -> io::Error {
-    let strings = std::iter::once(&program).chain(args).map(|string| CString::new(string.as_bytes()));
+/// Replace this program by the one of this file, with these arguments after this name. Returns only if that fails.
+pub fn become_program(file: &OsStr, name: &OsStr, args: &[&OsStr]) -> io::Error {
+    let strings = [file, name].into_iter().chain(args.iter().copied());
+    let strings = strings.map(|string| CString::new(string.as_bytes()));
     let strings = match strings.collect::<Result<Vec<_>, _>>() {
         Ok(strings) => strings,
         Err(error) => return error.into(),
     };
-    let argv: Vec<_> = strings.iter().map(|string| string.as_ptr()).chain([std::ptr::null()]).collect();
+    let argv: Vec<_> = strings[1..].iter().map(|string| string.as_ptr()).chain([std::ptr::null()]).collect();
     // SAFETY: strings that end with zeros, in a list that ends with a null pointer; all live during the call.
-    unsafe { libc::execv(argv[0], argv.as_ptr()) };
+    unsafe { libc::execv(strings[0].as_ptr(), argv.as_ptr()) };
     io::Error::last_os_error()
 }
 
@@ -76,9 +77,9 @@ mod tests {
 
     #[test]
     fn a_program_that_is_not_there_leaves_this_one_as_it_was() {
-        let error = become_program(OsStr::new("/no/such/program"), &[]);
+        let error = become_program(OsStr::new("/no/such/program"), OsStr::new("x"), &[]);
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
-        assert_eq!(become_program(OsStr::new("a\0b"), &[]).kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(become_program(OsStr::new("a\0b"), OsStr::new("x"), &[]).kind(), io::ErrorKind::InvalidInput);
         keep(1 << 20, true).expect_err("not open");
         duplicate(1 << 20).expect_err("not open");
     }
@@ -110,7 +111,7 @@ mod tests {
             reader.as_raw_fd(),
             lost.as_raw_fd()
         );
-        let error = become_program(OsStr::new("/bin/sh"), &[OsStr::new("-c"), OsStr::new(&script)]);
+        let error = become_program(OsStr::new("/bin/sh"), OsStr::new("sh"), &[OsStr::new("-c"), OsStr::new(&script)]);
         panic!("{error}");
     }
 
