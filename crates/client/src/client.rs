@@ -284,8 +284,18 @@ impl Client {
     /// [`Client::remove_region`]; a part of a region is never zapped again and so never reclaimed. Touches of this
     /// thread first restore its far pages: the next mapping there may be the same RAM, and raises no faults.
     pub fn unmapping(&self, hva: Hva, len: u64) -> Result<(), RequestError> {
+        self.leave(hva, len, false)
+    }
+
+    /// The same before a call that may fail and leave what is mapped there: far pages of regions covered whole are
+    /// restored as well.
+    pub fn mapping_over(&self, hva: Hva, len: u64) -> Result<(), RequestError> {
+        self.leave(hva, len, true)
+    }
+
+    fn leave(&self, hva: Hva, len: u64, may_fail: bool) -> Result<(), RequestError> {
         let _quiet = visit::enter();
-        let (whole, parts) = lock(&self.shared.table).unmapping(hva, len);
+        let (whole, parts) = lock(&self.shared.table).unmapping(hva, len, may_fail);
         for (hva, len) in parts {
             if populate((hva, len)).is_ok() {
                 continue;

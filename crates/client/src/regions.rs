@@ -199,7 +199,8 @@ impl Table {
 
     /// Note that these addresses are about to be unmapped or mapped over. Returns the regions that they cover wholly,
     /// of which the keeper must be told, and parts of other regions: these are holes now, and are never zapped again.
-    pub fn unmapping(&mut self, hva: Hva, len: u64) -> (Vec<Hva>, Vec<Range>) {
+    /// If the call may fail and leave what is mapped, all of the regions that they cover wholly are such parts as well.
+    pub fn unmapping(&mut self, hva: Hva, len: u64, may_fail: bool) -> (Vec<Hva>, Vec<Range>) {
         if len == 0 {
             return (Vec::new(), Vec::new());
         }
@@ -208,9 +209,11 @@ impl Table {
         let mut whole = Vec::new();
         for region in &mut self.regions {
             let (from, to) = region.span();
-            if hva.0 <= from && to <= end {
+            let is_whole = hva.0 <= from && to <= end;
+            if is_whole {
                 whole.push(region.hva());
-            } else if from < end && hva.0 < to {
+            }
+            if (may_fail || !is_whole) && from < end && hva.0 < to {
                 region.holes.push((hva.0.max(from), end.min(to)));
                 merge(&mut region.holes);
             }
@@ -218,7 +221,7 @@ impl Table {
         let in_part = |(start, _): &Range| {
             self.regions.iter().any(|region| {
                 let (from, to) = region.span();
-                (from..to).contains(&start.0) && !whole.contains(&region.hva())
+                (from..to).contains(&start.0) && (may_fail || !whole.contains(&region.hva()))
             })
         };
         let parts = parts.into_iter().filter(in_part).collect();
@@ -291,11 +294,11 @@ mod tests {
     fn a_part_that_was_unmapped_is_never_allowed_again() {
         let (map, mut table) = one_region();
         let base = map.addr() as u64;
-        assert_eq!(table.unmapping(Hva(base + 4096), 4096), (vec![], vec![(Hva(base + 4096), 4096)]));
-        assert_eq!(table.unmapping(Hva(base + 4096), 8192), (vec![], vec![(Hva(base + 8192), 4096)]));
+        assert_eq!(table.unmapping(Hva(base + 4096), 4096, false), (vec![], vec![(Hva(base + 4096), 4096)]));
+        assert_eq!(table.unmapping(Hva(base + 4096), 8192, false), (vec![], vec![(Hva(base + 8192), 4096)]));
         assert!(!table.allows((Hva(base), LEN)) && !table.allows((Hva(base + 8192), 4096)));
         assert!(table.allows((Hva(base), 4096)) && table.allows((Hva(base + 12288), 4096)));
-        assert_eq!(table.unmapping(Hva(base + 32768), 0), (vec![], vec![]));
+        assert_eq!(table.unmapping(Hva(base + 32768), 0, false), (vec![], vec![]));
         assert!(table.allows((Hva(base + 28672), 8192)), "nothing was unmapped");
         let parts = table.overlap(Hva(base), LEN);
         assert_eq!(parts, [(Hva(base), 4096), (Hva(base + 12288), LEN - 12288)]);
@@ -309,7 +312,16 @@ mod tests {
             let odd = (Hva(odd.0), odd.1);
             assert_eq!(table.split(odd), (vec![], vec![odd]));
         }
-        assert_eq!(table.unmapping(Hva(base - 4096), LEN + 8192), (vec![Hva(base)], vec![]));
+        assert_eq!(table.unmapping(Hva(base - 4096), LEN + 8192, false), (vec![Hva(base)], vec![]));
+    }
+
+    #[test]
+    fn a_region_that_a_call_may_leave_mapped_is_not_zapped_while_all_of_it_comes_back() {
+        let (map, mut table) = one_region();
+        let all = (Hva(map.addr() as u64), LEN);
+        assert_eq!(table.unmapping(all.0, LEN, true), (vec![all.0], vec![all]));
+        assert!(!table.allows((all.0, 4096)) && table.overlap(all.0, LEN).is_empty());
+        assert!(table.remove(all.0), "the keeper is told of it");
     }
 
     #[test]

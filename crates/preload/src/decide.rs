@@ -307,12 +307,24 @@ fn discard(client: &Client, ranges: &[Range]) -> Result<(), c_int> {
     })
 }
 
-/// Tell the client and the pool that these addresses are about to be unmapped or mapped over.
+/// Tell the client and the pool that these addresses are about to be unmapped. A call that the kernel refuses for its
+/// arguments unmaps nothing.
 pub fn unmapping(addr: *mut c_void, len: usize) {
+    if (addr as usize).is_multiple_of(PAGE_SIZE) {
+        leave(addr, len, Client::unmapping);
+    }
+}
+
+/// The same before something else is mapped there, which may fail and leave what is there.
+pub fn mapping_over(addr: *mut c_void, len: usize) {
+    leave(addr, len, Client::mapping_over);
+}
+
+fn leave(addr: *mut c_void, len: usize, how: impl FnOnce(&Client, Hva, u64) -> Result<(), RequestError>) {
     pool::unmapping(addr, len);
     let Some(client) = client() else { return };
     let len = (len as u64).next_multiple_of(PAGE_SIZE as u64);
-    if let Err(error) = client.unmapping(Hva(addr as u64), len) {
+    if let Err(error) = how(client, Hva(addr as u64), len) {
         announce(format_args!("RAM at {addr:?} is being unplugged, and {error}"));
     }
 }

@@ -54,7 +54,7 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
         return got;
     }
     if flags & libc::MAP_FIXED != 0 {
-        quietly((), || decide::unmapping(addr, len));
+        quietly((), || decide::mapping_over(addr, len));
     }
     let may_be_ram = shape::looks_like_ram(len, prot, flags, fd);
     if may_be_ram {
@@ -188,7 +188,7 @@ pub unsafe extern "C" fn mremap(
         return refuse(libc::EINVAL, libc::MAP_FAILED);
     }
     if flags & libc::MREMAP_FIXED != 0 {
-        quietly((), || decide::unmapping(new, new_len));
+        quietly((), || decide::mapping_over(new, new_len));
     }
     // SAFETY: the caller's promise.
     unsafe { next::mremap(old, old_len, new_len, flags, new) }

@@ -10,8 +10,8 @@
 //!
 //! - `mmap`, `mmap64`: find guest RAM (shared, readable and writable, shmem file, 2 MiB or more, and under QEMU in a
 //!   reservation of its own: `shape`), and attach or add it. They align big reservations to 2 MiB. Before RAM is mapped
-//!   over, its far pages are restored, and that part is never reclaimed again. If the keeper is not ready for plugged
-//!   RAM within seconds, the call fails with ENOMEM, and nothing of the mapping is left.
+//!   over, its far pages are restored, because the call may fail; that part is never reclaimed again. If the keeper is
+//!   not ready for plugged RAM within seconds, the call fails with ENOMEM, and nothing of the mapping is left.
 //! - `munmap`: RAM is unplugged; the keeper is told first.
 //! - `mremap`: refused for guest RAM, because a moved or second mapping has no userfaultfd.
 //! - `fallocate`, `fallocate64`: to punch RAM is a discard; the engine is told first. To fill RAM is refused, because

@@ -170,6 +170,9 @@ static int deed(const char *what) {
     if (!strcmp(what, "send")) return send_ram();
     if (!strcmp(what, "mremap")) return mremap(ram, RAM, 2 * RAM, MREMAP_MAYMOVE) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "mremap-copy")) return mremap(ram, 0, RAM, MREMAP_MAYMOVE) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "unmap-odd")) return munmap(ram + 100, RAM);
+    if (!strcmp(what, "over-nothing"))
+        return mmap(ram, RAM, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, -1, 0) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "twice"))
         return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "sev")) return ioctl(-1, 0x8010AEBB, 0);

@@ -211,6 +211,18 @@ fn unmapped_ram_is_not_zapped_and_a_whole_region_is_removed_first() {
 }
 
 #[test]
+fn ram_that_is_not_unmapped_or_mapped_over_because_the_call_fails_has_all_of_its_pages() {
+    let Some(mut stage) = stage() else { return };
+    let base = stage.session.whole(0).0;
+    assert_eq!(stage.deed("punch").0, "ok");
+    let (said, _, asked) = stage.deed("unmap-odd");
+    assert_eq!((said.as_str(), asked.len(), stage.resident()), ("EINVAL", 0, 1022), "it is managed as before");
+    let (said, _, asked) = stage.deed("over-nothing");
+    assert_eq!((said.as_str(), asked), ("EBADF", vec![ClientToKeeper::RemoveRegion(base)]));
+    assert_eq!(stage.resident(), 1024, "it was touched before the keeper was told");
+}
+
+#[test]
 fn children_are_left_alone_and_errno_is_kept() {
     let Some(mut stage) = stage() else { return };
     for line in ["fork", "clone", "exec"] {
