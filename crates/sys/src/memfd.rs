@@ -160,6 +160,11 @@ pub fn resident_within(fd: impl AsFd, offset: u64, len: u64) -> io::Result<PageC
     Ok(Bytes(found).pages_floor())
 }
 
+/// Does [`resident_within`] take no lock of the file, so that it waits for no other process?
+pub fn counts_at_once(fd: impl AsFd) -> bool {
+    matches!(cached(&fd, 0, 1), Ok(Some(_)))
+}
+
 /// Size of the file.
 pub fn size(fd: impl AsFd) -> io::Result<Bytes> {
     Ok(Bytes(rustix::fs::fstat(&fd)?.st_size as u64))

@@ -48,7 +48,7 @@ fn check(now: Instant) -> Next {
     for vm in vms.iter().filter_map(Weak::upgrade).filter(|vm| !vm.is_stopping()) {
         let rested = vm.mail.rested_at();
         // If the resident memory cannot be read, the worker reports it.
-        if rested.is_some_and(|held| vm.resident().is_ok_and(|now| now.bytes().0 != held)) {
+        if rested.is_some_and(|held| vm.resident_at_once().is_ok_and(|now| now.bytes().0 != held)) {
             vm.mail.wake_from_rest();
         }
     }

@@ -39,6 +39,8 @@ const SHORTEST_TICK: Duration = Duration::from_millis(5);
 const SHORT: Quota = Quota { pages: 8 * 1024, words: 16 << 20 };
 /// The same when reclaim waits for space: a few milliseconds of writing.
 const WANTED: Quota = Quota { pages: 2 * 1024, words: 16 << 20 };
+/// The hand has gone round twice, from wherever it was, when it has come to the end this often.
+const ENDS: u32 = 3;
 const UNLIMITED: Quota = Quota { pages: u64::MAX, words: u64::MAX };
 /// How long to leave a store alone after it was full, and after it did not reply.
 const FULL_REST: Duration = Duration::from_secs(10);
@@ -73,9 +75,10 @@ pub(crate) struct SpillWorker {
     pass: Option<Place>,
     /// Where to look next when space is wanted.
     hand: Place,
-    /// Turns since RAM is short that found no old page: the first one marks, so the second one finds some.
+    /// How often the hand came to the end since RAM is short and an old page was found: a round marks, so the next one
+    /// finds some.
     in_vain: u32,
-    /// After two of those, when to look again.
+    /// After [`ENDS`] of those, when to look again.
     next_short: Instant,
     run: SpillRun,
 }
@@ -167,7 +170,7 @@ impl SpillWorker {
         let ram = &vm.stores.first().store;
         vm.mail.spill.looks();
         if wanted {
-            let moved = self.turn(Take::All, WANTED)?;
+            let (moved, _) = self.turn(Take::All, WANTED)?;
             vm.mail.spill.set_helps(moved > 0);
             ram.tidy();
             vm.notify_reclaim();
@@ -179,9 +182,9 @@ impl SpillWorker {
             }
             ram.tidy();
         } else if ram.is_short() && now >= self.next_short {
-            let moved = self.turn(Take::Old, SHORT)?;
-            self.in_vain = if moved > 0 { 0 } else { self.in_vain + 1 };
-            if self.in_vain >= 2 {
+            let (moved, ends) = self.turn(Take::Old, SHORT)?;
+            self.in_vain = if moved > 0 { 0 } else { self.in_vain + ends };
+            if self.in_vain >= ENDS {
                 (self.in_vain, self.next_short) = (0, Instant::now() + TICK);
             }
             ram.tidy();
@@ -189,17 +192,18 @@ impl SpillWorker {
         Ok(())
     }
 
-    /// Walks on from the hand, once around at most.
-    fn turn(&mut self, take: Take, quota: Quota) -> std::io::Result<u64> {
+    /// Walks on from the hand, once around at most. Returns how many pages it moved, and how often it came to the end.
+    fn turn(&mut self, take: Take, quota: Quota) -> std::io::Result<(u64, u32)> {
         let from = self.hand;
         let (end, moved) = self.walk(from, take, quota)?;
         self.hand = end.unwrap_or((0, 0));
+        let ends = u32::from(end.is_none());
         if end.is_some() || moved > 0 || from == (0, 0) {
-            return Ok(moved);
+            return Ok((moved, ends));
         }
         let (end, moved) = self.walk((0, 0), take, quota)?;
         self.hand = end.unwrap_or((0, 0));
-        Ok(moved)
+        Ok((moved, ends + u32::from(end.is_none())))
     }
 
     /// Walks over the words that were ever written. Returns where it stopped before the end, and how many pages it

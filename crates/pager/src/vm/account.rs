@@ -32,6 +32,16 @@ impl Vm {
     /// reclaim asks in every round. If others have a part of the file, the extents are counted, for at most
     /// [`SHARE`] of a CPU; in between, the change of the file as a whole is attributed to these regions.
     pub fn resident(&self) -> io::Result<PageCount> {
+        self.resident_by(true)
+    }
+
+    /// The same for a thread that must not wait for the VMM. Before Linux 6.5 counting a part of a file waits for a
+    /// lock of the file: then this is the last count, with the change of the whole file since.
+    pub fn resident_at_once(&self) -> io::Result<PageCount> {
+        self.resident_by(false)
+    }
+
+    fn resident_by(&self, may_wait: bool) -> io::Result<PageCount> {
         let mut regions: Vec<_> = self.regions().into_iter().filter(|region| !region.is_removed()).collect();
         let views = self.views();
         if !views.is_empty() {
@@ -49,10 +59,18 @@ impl Vm {
                 continue;
             }
             let now = Instant::now();
-            if let Some(estimate) = self.memory.counted(file.id).and_then(|counted| counted.estimate(ours, whole, now))
-            {
-                pages += estimate;
-                continue;
+            let counted = self.memory.counted(file.id).filter(|counted| counted.ours == ours);
+            let may_count = may_wait || regions.iter().all(|region| region.counts_at_once(file.id));
+            match counted {
+                Some(counted) if now < counted.until || !may_count => {
+                    pages += counted.estimate(whole);
+                    continue;
+                }
+                None if !may_count => {
+                    pages += whole.min(ours.pages_floor());
+                    continue;
+                }
+                _ => {}
             }
             let found = regions
                 .iter()
@@ -68,7 +86,7 @@ impl Vm {
     pub fn memory_breakdown(&self) -> MemoryBreakdown {
         let stats = self.stats();
         let [far, zero, poisoned] = [Counter::Far, Counter::Zero, Counter::Poisoned].map(|gauge| stats.get(gauge));
-        let resident = self.resident().unwrap_or_default();
+        let resident = self.resident_at_once().unwrap_or_default();
         MemoryBreakdown::divide(self.size(), [far, zero, poisoned].map(PageCount), resident)
     }
 

@@ -45,10 +45,10 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// Memory that they use now, if the whole file uses `whole`; `None` if it must be counted again.
-    pub fn estimate(&self, ours: Bytes, whole: PageCount, now: Instant) -> Option<PageCount> {
+    /// Memory that they use now, if the whole file uses `whole`.
+    pub fn estimate(&self, whole: PageCount) -> PageCount {
         let grown = (self.found.0 + whole.0).saturating_sub(self.whole.0);
-        (self.ours == ours && now < self.until).then(|| PageCount(grown.min(ours.pages_floor().0)))
+        PageCount(grown.min(self.ours.pages_floor().0))
     }
 }
 
@@ -63,15 +63,14 @@ impl Memory {
         self.regions.read().expect("no panic while held").get(number as usize).cloned()
     }
 
-    /// Adds the region that `open` makes for the next number.
-    ///
-    /// # Errors
-    /// Those of `open`; then there is no new region.
-    pub fn add_region<E>(&self, open: impl FnOnce(u32) -> Result<Region, E>) -> Result<u32, E> {
+    /// Adds a region, if its number is the next. One thread at a time opens regions: the VM's worker.
+    pub fn add_region(&self, region: Region) -> bool {
         let mut regions = self.regions.write().expect("no panic while held");
-        let number = regions.len() as u32;
-        regions.push(Arc::new(open(number)?));
-        Ok(number)
+        let is_next = regions.len() == region.number as usize;
+        if is_next {
+            regions.push(Arc::new(region));
+        }
+        is_next
     }
 
     /// Replaces the unplugged region of the same number by this one. A thread that still works with the old one keeps

@@ -239,19 +239,21 @@ impl Vm {
     /// Opens the next region of the state file; they must come in order, each with its files among these. One with
     /// pages of 1 GiB pins the VM.
     pub fn open_region(&self, files: &[RamFile]) -> Result<u32, StateError> {
-        self.memory.add_region(|number| {
-            let records = self.state.regions();
-            // The keeper has written this one.
-            self.state.remember();
-            let Some(record) = records.get(number as usize) else {
-                return Err(StateError::Invalid(format!("it has no region {number}")));
-            };
-            let region = self.open_record(number, record, files)?;
-            if region.is_fixed() {
-                self.hold(Hold::Pinned, Some(FIXED.into()));
-            }
-            Ok(region)
-        })
+        let (number, records) = (self.regions().len() as u32, self.state.regions());
+        // The keeper has written this one.
+        self.state.remember();
+        let Some(record) = records.get(number as usize) else {
+            return Err(StateError::Invalid(format!("it has no region {number}")));
+        };
+        // No lock is held: to map a file may wait for a lock of it that its VMM has.
+        let region = self.open_record(number, record, files)?;
+        if region.is_fixed() {
+            self.hold(Hold::Pinned, Some(FIXED.into()));
+        }
+        match self.memory.add_region(region) {
+            true => Ok(number),
+            false => Err(StateError::Invalid(format!("region {number} was opened twice at once"))),
+        }
     }
 
     fn open_record(&self, number: u32, record: &RegionRecord, files: &[RamFile]) -> Result<Region, StateError> {

@@ -228,6 +228,12 @@ impl Ram {
         self.number(id).map_or(Bytes(0), |number| self.extents.of_file(number))
     }
 
+    /// Can that be counted without a lock that a VMM may hold for long?
+    pub fn counts_at_once(&self, id: FileId) -> bool {
+        let file = self.number(id).filter(|_| self.huge.is_none()).map(|number| self.file(number));
+        file.is_none_or(memfd::counts_at_once)
+    }
+
     /// DRAM that its extents of this file use, counted: some milliseconds for each GiB that is there.
     pub fn count(&self, id: FileId) -> io::Result<PageCount> {
         let Some(number) = self.number(id) else { return Ok(PageCount(0)) };

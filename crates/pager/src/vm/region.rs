@@ -160,6 +160,11 @@ impl Region {
         self.ram.count(id)
     }
 
+    /// Can that be counted without a lock that a VMM may hold for long?
+    pub(crate) fn counts_at_once(&self, id: FileId) -> bool {
+        self.ram.counts_at_once(id)
+    }
+
     /// Pages that are paged as one.
     pub fn granule_pages(&self) -> u64 {
         self.ram.granule()

@@ -20,6 +20,7 @@ mod sample;
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -37,6 +38,8 @@ use sample::{Sampler, now_ms};
 pub struct Governor {
     inner: Mutex<Inner>,
     changed: Condvar,
+    /// [`Inner::is_active`] as it was last: a tick may wait for what the kernel tells of a VM.
+    is_active: AtomicBool,
     /// A scan for foreign mappers follows for each VM that is sent here.
     mapper_scan: OnceLock<mpsc::Sender<Arc<Served>>>,
     /// Called with new settings, so that the next engine begins with them.
@@ -116,7 +119,8 @@ impl Governor {
             changed: 0,
             failures: 0,
         };
-        Self { inner: Mutex::new(inner), changed: Condvar::new(), mapper_scan: OnceLock::new(), keep: Box::new(keep) }
+        let (is_active, inner) = (AtomicBool::new(inner.is_active()), Mutex::new(inner));
+        Self { inner, changed: Condvar::new(), is_active, mapper_scan: OnceLock::new(), keep: Box::new(keep) }
     }
 
     /// Start the governor's thread, which lives as long as the engine.
@@ -163,6 +167,7 @@ impl Governor {
     /// Have a tick at once.
     fn notify(&self, inner: &mut Inner) {
         inner.due_ms = Some(0);
+        self.is_active.store(inner.is_active(), Ordering::Release);
         self.changed.notify_all();
     }
 
@@ -180,9 +185,10 @@ impl Governor {
         }
     }
 
-    /// A VM was opened: a target that an earlier engine left has no owner if there is no policy and no lease.
+    /// A VM was opened: a target that an earlier engine left has no owner if there is no policy and no lease. Waits for
+    /// no tick; if a policy begins at this moment, its next tick sets the target again.
     pub fn opened(&self, served: &Served) {
-        if !self.lock().is_active() {
+        if !self.is_active.load(Ordering::Acquire) {
             served.vm.state.set_target(None);
         }
     }
@@ -202,6 +208,7 @@ impl Governor {
         };
         let plan = lease_plan(inner, host, &snapshot, at_ms).or_else(|| built_in(inner, host, &snapshot));
         inner.due_ms = inner.is_active().then_some(next_ms);
+        self.is_active.store(inner.is_active(), Ordering::Release);
         if let Some(plan) = plan {
             let vms: HashMap<String, Arc<Served>> =
                 host.all().into_iter().map(|served| (served.vm.state.id().to_string(), served)).collect();
