@@ -12,18 +12,10 @@ use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::view::RegionView;
 use ballast_page::fault::restore_run;
-use ballast_page::page_state::State;
-
-/// Returns whether a page is far, in a near store, and unlocked. A page on a disk was not wanted for long, so it is not
-/// worth a guess.
-pub(crate) fn is_near(region: &Region, page: PageIdx) -> bool {
-    let word = region.word(page);
-    word.state() == State::Far && !word.is_locked() && !region.is_slow(page)
-}
 
 /// The pages of a range that are in a near store.
 pub(crate) fn far_pages(region: &Region, pages: PageRange) -> impl Iterator<Item = PageIdx> {
-    pages.iter().filter(|page| is_near(region, *page))
+    pages.iter().filter(|page| region.is_near_and_free(*page))
 }
 
 /// Restores the first neighbouring far pages of these, as many as fit the buffer. Returns which, or `None` if none is

@@ -22,7 +22,7 @@ use ballast_sys::Uffd;
 use ballast_sys::uffd::{Fault, FaultKind, READ_AT_ONCE};
 
 use super::cluster::Cluster;
-use super::far_run::{is_near, restore_next_run};
+use super::far_run::restore_next_run;
 use super::follow::Follow;
 use super::forgotten::Forgotten;
 use super::readahead::{self, Readahead};
@@ -326,10 +326,10 @@ impl FaultServer {
     /// for. Returns whether any was restored.
     fn read_ahead(&mut self, region: &Region, page: PageIdx) -> bool {
         let vm = &*self.vm.clone();
-        if !is_near(region, page) {
+        if !region.is_near_and_free(page) {
             return false;
         }
-        let far = |page| is_near(region, PageIdx(page));
+        let far = |page| region.is_near_and_free(PageIdx(page));
         let (ahead, mut pages) = self.readahead.fault(region.number, page.0, region.pages().0, far);
         if ahead == 0 {
             return false;

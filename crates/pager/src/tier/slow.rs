@@ -9,8 +9,10 @@
 //! *Readahead.* A thread that reads memory in order gets up to 64 pages by the request for the one that it waits for.
 //! The 64 after those are requested at the same time by another worker. A thread that is quicker than the store waits
 //! for one of these, and then the next ones are requested: so two requests are under way, through two connections, and
-//! at two nodes where a chunk ends. No page is requested more than 128 pages ahead, and nothing for a thread in no
-//! order.
+//! at two nodes where a chunk ends. No page is requested more than 128 pages ahead.
+//!
+//! *Clustered prefetch.* A thread in no order gets the other pages of the same 64 KiB, or 2 MiB, if the engine has
+//! measured that they are wanted together (`fault/cluster.rs`): a guest that was idle wakes up so.
 
 use std::cell::RefCell;
 use std::io;
@@ -35,7 +37,6 @@ use ballast_page::copies::StoreOf;
 use ballast_page::fault::restore_some;
 use ballast_page::memory::Mapped;
 use ballast_page::outcome::{Move, Outcome, Served};
-use ballast_page::page_state::State;
 
 /// Pause after a page that is not available yet: its store is busy, or another thread has it.
 const RETRY: Duration = Duration::from_micros(200);
@@ -117,22 +118,44 @@ fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
     let was_slow = region.is_slow(page);
     if was_slow && pending.fault.kind == FaultKind::Missing && region.granule_pages() == 1 {
         let with = request_ahead(vm, view, &region, page);
-        if !with.is_empty() && came_with(vm, &region, page, with, pending, &times, &memory) {
-            vm.stats().add(Counter::FaultFile, 1);
-            return true;
+        if !with.is_empty() {
+            vm.mail.slow.cluster().read_in_order(&region, page);
+            if came_with(vm, &region, page, with, pending, &times, &memory) {
+                vm.stats().add(Counter::FaultFile, 1);
+                return true;
+            }
         }
     }
     let resolved = resolve(vm, &region, page, pending, &memory, &vm.stores, &times);
     if was_slow && matches!(resolved, Some((Served::Restored | Served::Filled { .. }, _))) {
         vm.stats().add(Counter::FaultFile, 1);
     }
+    if let Some((Served::Restored, interval)) = resolved
+        && was_slow
+        && region.granule_pages() == 1
+    {
+        request_beside(vm, view, &region, page, interval);
+    }
     resolved.is_some()
+}
+
+/// If pages that are near each other are wanted together, has the others of this one requested.
+fn request_beside(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, interval: Duration) {
+    let is_tight = vm.mail.throttle.is_tight();
+    let beside = vm.mail.slow.cluster().restored(region, page, interval, is_tight, Instant::now());
+    let mut credits = vm.readahead_credits();
+    // The most urgent are requested first.
+    for pages in beside.into_iter().rev() {
+        let Some(left) = credits.checked_sub(pages.count()) else { return };
+        credits = left;
+        vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages });
+    }
 }
 
 /// If the thread reads memory in order, has the next pages requested. Returns those to request with its page.
 fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx) -> PageRange {
     let unit_end = |page: PageIdx| PageIdx((page.0 + 1).next_multiple_of(PAGES_PER_UNIT));
-    let is_far = |page| is_slow_far(region, PageIdx(page));
+    let is_far = |page| region.is_slow_and_free(PageIdx(page));
     let none = PageRange::of(page, 0);
     let credits = vm.readahead_credits();
     let asked = vm.mail.slow.requested(region.number, page.0, region.pages().0, is_far);
@@ -187,7 +210,7 @@ fn read_ahead(vm: &Vm, ahead: &Ahead) {
     let Some(memory) = ahead.view.of_region(&region) else { return };
     let mut rest = ahead.pages;
     while !vm.is_over() && !ahead.view.is_closed() {
-        let Some(first) = rest.iter().find(|page| is_slow_far(&region, *page)) else { return };
+        let Some(first) = rest.iter().find(|page| region.is_slow_and_free(*page)) else { return };
         match restore_slow(&region, rest.from(first), &memory, &vm.stores) {
             Ok(moves) => {
                 book(vm, &region, &moves);
@@ -208,12 +231,6 @@ fn book(vm: &Vm, region: &Region, moves: &[(PageIdx, Move)]) {
     for run in moves.chunk_by(|(a, _), (b, _)| a.0 + 1 == b.0) {
         vm.ledger().prefetched(region, run[0].0, &run.iter().map(|(_, moved)| *moved).collect::<Vec<_>>());
     }
-}
-
-/// Is a page in a slow store, and held by no thread?
-fn is_slow_far(region: &Region, page: PageIdx) -> bool {
-    let word = region.word(page);
-    word.state() == State::Far && !word.is_locked() && region.is_slow(page)
 }
 
 /// Restores the far pages among these of one unit by one request.

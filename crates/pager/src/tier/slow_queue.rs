@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ballast_base::PageRange;
 
+use crate::fault::cluster::Cluster;
 use crate::fault::readahead::Readahead;
 use crate::fault::stall::PendingFault;
 use crate::run::pool::Notifier;
@@ -46,14 +47,16 @@ pub struct SlowQueue {
     queue: Mutex<Queue>,
     /// The order in which pages of slow stores are touched.
     readahead: Mutex<Readahead>,
+    /// Whether pages that are near each other are wanted together.
+    cluster: Mutex<Cluster>,
     /// Notify the slow workers.
     pub(crate) notifiers: [Notifier; WORKERS],
 }
 
 impl Default for SlowQueue {
     fn default() -> Self {
-        let readahead = Mutex::new(Readahead::slow());
-        Self { queue: Mutex::default(), readahead, notifiers: Default::default() }
+        let (readahead, cluster) = (Mutex::new(Readahead::slow()), Mutex::new(Cluster::slow()));
+        Self { queue: Mutex::default(), readahead, cluster, notifiers: Default::default() }
     }
 }
 
@@ -130,6 +133,11 @@ impl SlowQueue {
     ) -> Option<(PageRange, PageRange)> {
         let mut readahead = self.readahead.lock().unwrap_or_else(PoisonError::into_inner);
         readahead.request(region, page, pages, is_far)
+    }
+
+    /// Decides which pages are wanted together.
+    pub(crate) fn cluster(&self) -> MutexGuard<'_, Cluster> {
+        self.cluster.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {

@@ -283,6 +283,21 @@ impl Region {
         self.granule(page).is_in(self.not_near)
     }
 
+    /// Is a page far, in a store that may wait, and unlocked?
+    pub fn is_slow_and_free(&self, page: PageIdx) -> bool {
+        self.is_far_and_free(page) && self.is_slow(page)
+    }
+
+    /// Is a page far, in a near store, and unlocked?
+    pub fn is_near_and_free(&self, page: PageIdx) -> bool {
+        self.is_far_and_free(page) && !self.is_slow(page)
+    }
+
+    fn is_far_and_free(&self, page: PageIdx) -> bool {
+        let word = self.word(page);
+        word.state() == State::Far && !word.is_locked()
+    }
+
     /// A page's name in stores.
     pub fn key(&self, page: PageIdx) -> PageKey {
         self.region_key().page(page)
