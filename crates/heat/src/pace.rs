@@ -22,15 +22,28 @@ pub struct Pace {
     period: Duration,
     shortest: Duration,
     longest: Duration,
+    /// How much longer it may be, because of a cost that no shorter period keeps within the budget.
+    beyond: Duration,
     budget: Budget,
     spent: Budget,
 }
+
+/// Slightly below the budget, so that noise does not exceed it. For the same reason the period shrinks slowly. It grows
+/// fast: a guest in base pages costs many times what a guest in huge pages does.
+const AIM: f64 = 0.9;
 
 impl Pace {
     /// Starts with the shortest period.
     pub fn new(shortest: Duration, longest: Duration, budget: Budget) -> Self {
         let nothing = Budget { cpu: 0.0, guest: 0.0 };
-        Self { period: shortest, shortest, longest: longest.max(shortest), budget, spent: nothing }
+        Self {
+            period: shortest,
+            shortest,
+            longest: longest.max(shortest),
+            beyond: Duration::ZERO,
+            budget,
+            spent: nothing,
+        }
     }
 
     /// From the start of one cycle to the start of the next.
@@ -49,11 +62,15 @@ impl Pace {
         self.spent = Budget { cpu: over(cost.cpu), guest: over(cost.guest) };
         let share = |spent: f64, budget: f64| if budget > 0.0 { spent / budget } else { f64::INFINITY };
         let load = share(self.spent.cpu, self.budget.cpu).max(share(self.spent.guest, self.budget.guest));
-        // Slightly below the budget, so that noise does not exceed it. For the same reason the period shrinks slowly.
-        // It grows fast: a guest in base pages costs many times what a guest in huge pages does.
-        const AIM: f64 = 0.9;
         let factor = (load / AIM).clamp(0.8, 4.0);
-        self.period = self.period.mul_f64(factor).clamp(self.shortest, self.longest);
+        self.period = self.period.mul_f64(factor).clamp(self.shortest, self.longest + self.beyond);
+    }
+
+    /// Each cycle costs this much of a CPU before it begins, however little it watches: the period may be that much
+    /// longer. The longest one alone would exceed the budget for guests of a TiB and more.
+    pub fn allow(&mut self, cpu: Duration) {
+        let beyond = if self.budget.cpu > 0.0 { cpu.as_secs_f64() / (AIM * self.budget.cpu) } else { 0.0 };
+        self.beyond = Duration::try_from_secs_f64(beyond).unwrap_or_default();
     }
 }
 

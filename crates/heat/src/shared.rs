@@ -1,9 +1,9 @@
 //! One VM's tracker as its threads share it, with a clock.
 //!
 //! Before: the VM is opened. After: the tracking worker runs its cycles, reclaim picks by it, the API shows it.
-//! Threads: any; the lock is held for one pass over all units at most. But a pass asks the kernel which pages are in
-//! the RAM file, which needs a lock that a VMM may hold for ever. A fault worker never takes the tracker's lock, and a
-//! reader does not wait long for it.
+//! Threads: any; the lock is held for one pass over all units at most. The kernel is asked which pages are in the RAM
+//! file without it, except by a pick: the kernel needs a lock that a VMM may hold for ever. A fault worker never takes
+//! the tracker's lock, and a reader does not wait long for it.
 //! Promise: a cycle that fails leaves the tracker ready for the next.
 
 use std::io;
@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 
 use crate::source::{Ability, AccessSource, CycleReport, Phase};
 use crate::tracker::{Settings, Step, Tracker};
+use crate::units::survey;
 use crate::{Heat, Pages};
 
-/// How long a reader waits for the tracker. A pass over all units of 1 TiB takes about as long.
+/// How long a reader waits for the tracker. A pass over all units of some TiB takes less.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What a tracking worker is to do next.
@@ -107,11 +108,19 @@ impl VmHeat {
     /// # Errors
     /// The source could not begin the cycle: none runs.
     pub fn begin(&self, source: &mut dyn AccessSource, pages: &dyn Pages) -> io::Result<Turn> {
+        let (planning, now) = (Instant::now(), self.now());
+        let is_surveyed = self.lock().begin_survey(now, pages);
+        if is_surveyed {
+            // The kernel is asked without the lock: for 1 TiB that takes about a second.
+            survey(pages).for_each(|part| self.lock().survey(now, &part));
+        }
         // Not in the match: the lock would be held meanwhile.
-        let planning = Instant::now();
-        let step = self.lock().next(self.now(), pages);
+        let step = self.lock().step(now);
         // Finding out which pages are in memory may cost more than the cycle, if they are in many pieces.
         let planning = planning.elapsed();
+        if is_surveyed {
+            self.lock().planned(planning);
+        }
         match step {
             Step::Rest(pause) => Ok(Turn::Rest(pause)),
             Step::Watch { phase, watch, window } => match source.start(&watch) {
@@ -188,6 +197,32 @@ mod tests {
         });
         drop(held);
         assert!(!heat.cycles_after(0).is_empty());
+    }
+
+    #[test]
+    fn who_picks_does_not_wait_while_the_kernel_is_asked_which_pages_are_in_memory() {
+        /// 5000 units: more than a part of a survey.
+        struct Asked<'a>(&'a VmHeat);
+        impl Pages for Asked<'_> {
+            fn regions(&self) -> u32 {
+                1
+            }
+            fn len(&self, _: u32) -> u64 {
+                5000 * 512
+            }
+            fn next_present(&self, _: u32, pages: PageRange) -> Option<PageRange> {
+                assert!(self.0.tracker.try_lock().is_ok(), "it is locked");
+                (!pages.is_empty()).then_some(pages)
+            }
+            fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
+                None
+            }
+            fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+        }
+        let heat = VmHeat::new(Settings::default(), 1);
+        let turn = heat.begin(&mut Scripted::default(), &Asked(&heat)).expect("begun");
+        assert!(matches!(turn, Turn::Watch(cycle) if cycle.is_coarse()));
+        assert_eq!(heat.lock().units().present().count(), 5000);
     }
 
     #[test]

@@ -32,7 +32,7 @@ use crate::record::Frame;
 use crate::sample::SplitMix64;
 use crate::source::{CycleReport, PageMap, Phase, Seen, UnitId, Watch};
 use crate::subpage::{Limits, Subpages, Verdict};
-use crate::units::Units;
+use crate::units::{self, Surveyed, Units};
 use cycle_log::CycleLog;
 
 /// A fine scan is forgotten after this time.
@@ -45,7 +45,7 @@ const STALE: Duration = Duration::from_secs(600);
 pub struct Settings {
     /// Shortest time from the start of one coarse cycle to the start of the next. It grows to keep the budget.
     pub period: Duration,
-    /// Longest.
+    /// Longest, beyond what planning alone takes of the budget.
     pub longest_period: Duration,
     /// Part of the period in which all units are watched as wholes.
     pub coarse_share: f64,
@@ -155,20 +155,44 @@ impl Tracker {
 
     /// What to do now. A step to watch lasts until its report is absorbed.
     pub fn next(&mut self, now: Duration, pages: &dyn Pages) -> Step {
+        if self.begin_survey(now, pages) {
+            units::survey(pages).for_each(|part| self.survey(now, &part));
+        }
+        self.step(now)
+    }
+
+    /// Returns whether all units must be surveyed before [`Self::step`], because a coarse cycle is due.
+    pub fn begin_survey(&mut self, now: Duration, pages: &dyn Pages) -> bool {
+        let is_due = now >= self.next_coarse;
+        if is_due {
+            self.units.layout((0..pages.regions()).map(|region| pages.len(region)).collect::<Vec<_>>().into_iter());
+        }
+        is_due
+    }
+
+    /// Take in a part of the survey.
+    pub fn survey(&mut self, now: Duration, part: &Surveyed) {
+        self.units.survey(part, Moment::at(now), self.generations.youngest());
+    }
+
+    /// A coarse cycle was planned, which took this long: the period may grow until that, too, is within the budget.
+    pub fn planned(&mut self, took: Duration) {
+        self.coarse.allow(took);
+    }
+
+    /// The same as [`Self::next`], of what was surveyed.
+    pub fn step(&mut self, now: Duration) -> Step {
         if now >= self.next_coarse {
-            self.units.survey(pages, Moment::at(now), self.generations.youngest());
             self.begun = now;
             let period = self.coarse.period();
             self.next_coarse = now + period;
             let watch = Watch { coarse: self.units.present().collect(), fine: Vec::new() };
             return match watch.coarse.is_empty() {
                 true => Step::Rest(period),
-                false => {
-                    Step::Watch { phase: Phase::Coarse, watch, window: period.mul_f64(self.settings.coarse_share) }
-                }
+                false => Step::Watch { phase: Phase::Coarse, watch, window: self.window(self.settings.coarse_share) },
             };
         }
-        let window = self.coarse.period().mul_f64(self.settings.fine_share);
+        let window = self.window(self.settings.fine_share);
         // It must end before the next coarse cycle.
         let fits = |at: Duration| !window.is_zero() && at + window <= self.next_coarse;
         if !self.subpages.is_idle() && now >= self.next_fine && fits(now) {
@@ -188,6 +212,11 @@ impl Tracker {
         let next_fine = self.next_fine.max(now + Duration::from_millis(1));
         let until = if !self.subpages.is_idle() && fits(next_fine) { next_fine } else { self.next_coarse };
         Step::Rest(until - now)
+    }
+
+    /// The window of a cycle that may take this part of the period. A longer one would see everything touched.
+    fn window(&self, share: f64) -> Duration {
+        self.coarse.period().min(self.settings.longest_period).mul_f64(share)
     }
 
     /// Take in the report of a cycle that ended `now`; an empty report of a cycle that failed.
@@ -225,7 +254,8 @@ impl Tracker {
                 self.cycles += 1;
                 self.fine_before = [self.fine_cycles, self.fine_before[0]];
                 // Tracking may have been off for long.
-                self.recent.retain(|(_, end)| self.begun.saturating_sub(*end) <= STALE);
+                let stale = self.stale();
+                self.recent.retain(|(_, end)| self.begun.saturating_sub(*end) <= stale);
                 self.recent.push_back((self.begun, now));
                 if self.recent.len() > RECENT as usize {
                     self.recent.pop_front();
@@ -315,7 +345,12 @@ impl Tracker {
 
     /// Is what is known recent?
     pub fn is_fresh(&self, now: Duration) -> bool {
-        self.recent.back().is_some_and(|(_, end)| now.saturating_sub(*end) <= STALE)
+        self.recent.back().is_some_and(|(_, end)| now.saturating_sub(*end) <= self.stale())
+    }
+
+    /// Without a cycle in this time, what is known is stale: [`STALE`], or a missed cycle of a very large guest.
+    fn stale(&self) -> Duration {
+        STALE.max(self.coarse.period() * 3)
     }
 
     /// Coarse and fine cycles so far.

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
+use ballast_base::{PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 
 use crate::generations::Blocks;
 use crate::inside::{Inside, Sampled, Scanned};
@@ -29,6 +29,44 @@ pub struct Region {
     pub(crate) blocks: Vec<Blocks>,
 }
 
+/// Units of a part of a survey: 8 GiB, some milliseconds of asking the kernel which pages are in memory.
+const PART: usize = 4096;
+
+/// Pages in memory of neighbouring units.
+#[derive(Clone, Debug)]
+pub struct Surveyed {
+    region: u32,
+    /// The first unit.
+    first: u32,
+    /// Pages of this unit and of those after it.
+    present: Vec<u16>,
+}
+
+/// Counts which pages of all units are in memory, a part with each step.
+pub fn survey(pages: &dyn Pages) -> impl Iterator<Item = Surveyed> {
+    (0..pages.regions()).flat_map(move |region| {
+        let units = PageCount(pages.len(region)).units_ceil() as u32;
+        (0..units).step_by(PART).map(move |first| {
+            let present = (first..units.min(first + PART as u32)).map(|unit| count(pages, region, unit));
+            Surveyed { region, first, present: present.collect() }
+        })
+    })
+}
+
+/// Counts the pages of a unit that are in memory.
+fn count(pages: &dyn Pages, region: u32, unit: u32) -> u16 {
+    let (mut present, mut at) = (0, u64::from(unit) * PAGES_PER_UNIT);
+    let stop = pages.len(region).min(at + PAGES_PER_UNIT);
+    while let Some(run) = pages.next_present(region, PageRange::new(PageIdx(at), PageIdx(stop))) {
+        present += run.count() as u16;
+        if run.end().0 <= at {
+            break;
+        }
+        at = run.end().0;
+    }
+    present
+}
+
 /// All units of a VM.
 #[derive(Clone, Debug, Default)]
 pub struct Units {
@@ -43,7 +81,7 @@ impl Units {
         for (number, pages) in pages_of.enumerate() {
             let region = &mut self.regions[number];
             if region.pages != pages {
-                let units = ballast_base::PageCount(pages).units_ceil() as usize;
+                let units = PageCount(pages).units_ceil() as usize;
                 *region = Region {
                     pages,
                     present: vec![0; units],
@@ -57,26 +95,10 @@ impl Units {
         }
     }
 
-    /// Count what is in memory. A new unit starts as touched now, with `birth`; a unit that left memory is forgotten.
-    pub fn survey(&mut self, pages: &dyn Pages, now: Moment, birth: u32) {
-        self.layout((0..pages.regions()).map(|region| pages.len(region)).collect::<Vec<_>>().into_iter());
-        for number in 0..self.regions.len() {
-            let mut present = vec![0u16; self.regions[number].present.len()];
-            for (unit, present) in present.iter_mut().enumerate() {
-                let mut at = unit as u64 * PAGES_PER_UNIT;
-                let stop = self.regions[number].pages.min(at + PAGES_PER_UNIT);
-                let range = |at| PageRange::new(PageIdx(at), PageIdx(stop));
-                while let Some(run) = pages.next_present(number as u32, range(at)) {
-                    *present += run.count() as u16;
-                    if run.end().0 <= at {
-                        break;
-                    }
-                    at = run.end().0;
-                }
-            }
-            for (unit, count) in present.into_iter().enumerate() {
-                self.set_present(UnitId { region: number as u32, unit: unit as u32 }, count, now, birth);
-            }
+    /// Take in a part of a survey. A new unit starts as touched now, with `birth`; one that left memory is forgotten.
+    pub fn survey(&mut self, part: &Surveyed, now: Moment, birth: u32) {
+        for (unit, count) in (part.first..).zip(&part.present) {
+            self.set_present(UnitId { region: part.region, unit }, *count, now, birth);
         }
     }
 

@@ -4,6 +4,7 @@ use super::*;
 use crate::AccessSource;
 use crate::record::Recording;
 use crate::scripted::Scripted;
+use crate::source::Cost;
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -167,6 +168,31 @@ fn an_expensive_source_runs_less_often() {
     // 40000 touches of 5.6 us are 0.22 s: at 1.5 % that is one cycle in 15 s.
     assert!((Duration::from_secs(14)..Duration::from_secs(20)).contains(&tracker.period()), "{:?}", tracker.period());
     assert!(tracker.spent().guest <= 0.03, "{:?}", tracker.spent());
+}
+
+#[test]
+fn a_guest_whose_survey_takes_long_is_tracked_within_the_budget_and_what_is_known_stays_fresh() {
+    const SURVEY: Duration = Duration::from_secs(12);
+    let (guest, settings) = (Guest(4), Settings::default());
+    let mut tracker = Tracker::new(settings, 1);
+    let mut now = Duration::ZERO;
+    for cycle in 0..30 {
+        let window = loop {
+            match tracker.next(now, &guest) {
+                Step::Rest(pause) => now += pause,
+                Step::Watch { phase: Phase::Coarse, window, .. } => break window,
+                Step::Watch { phase, .. } => tracker.absorb(now, phase, &CycleReport::default()),
+            }
+        };
+        assert!(cycle == 0 || tracker.is_fresh(now), "{now:?}");
+        assert!(window <= settings.longest_period.mul_f64(settings.coarse_share), "all would be touched");
+        tracker.planned(SURVEY);
+        now += window;
+        let cost = Cost { cpu: SURVEY, ..Cost::default() };
+        tracker.absorb(now, Phase::Coarse, &CycleReport { cost, ..CycleReport::default() });
+    }
+    assert!(tracker.spent().cpu <= settings.budget.cpu, "{:?}", tracker.spent());
+    assert!((Duration::from_secs(800)..Duration::from_secs(1000)).contains(&tracker.period()));
 }
 
 #[test]

@@ -37,6 +37,11 @@ impl Candidates {
         Self { source, history: RefaultHistory::default(), trust: Trust::default(), vm }
     }
 
+    /// Returns whether the last pick had to leave heat out, because all of the memory was not sorted yet.
+    pub fn is_sorting(&self) -> bool {
+        self.source.is_sorting()
+    }
+
     /// Notes that this page was evicted by this guess, with its neighbours.
     pub fn evicted(&mut self, guess: Guess, place: Place, now: Instant) {
         self.history.guesses.evicted(guess, place, now);

@@ -275,7 +275,7 @@ impl ReclaimWorker {
             let pick = if over_limit { Pick::Any } else { Pick::Cold };
             (zapped, is_cut) = self.top_up((wanted - watched).min(self.adaptive.batch()), urgent, pick)?;
         }
-        if self.has_more || is_cut && over_limit {
+        if self.has_more || is_cut && (over_limit || self.candidates.is_sorting()) {
             self.pace.searched += now.elapsed();
             return Ok(Duration::ZERO);
         }
