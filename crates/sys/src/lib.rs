@@ -5,6 +5,7 @@
 //! Threads: everything here may be called from any thread unless a function says otherwise.
 //! Promise: a result that the kernel normally returns is an outcome to match on; an error is a broken expectation.
 
+pub mod affinity;
 #[cfg(test)]
 mod alone;
 pub mod anon;

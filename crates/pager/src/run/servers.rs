@@ -23,9 +23,9 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use ballast_sys::affinity::Cpus;
 use ballast_sys::priority::run_first;
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
@@ -72,7 +72,7 @@ struct Shared {
     /// One for each CPU, then the one of no CPU in particular.
     sets: Vec<Arc<Set>>,
     /// The CPUs of the process.
-    all: Option<CpuSet>,
+    all: Cpus,
     last: AtomicU64,
     /// Held while threads are started; tells whether there is a watchdog.
     starting: Mutex<bool>,
@@ -121,12 +121,6 @@ fn or_end(work: impl FnOnce()) {
     }
 }
 
-fn only(cpu: usize) -> CpuSet {
-    let mut only = CpuSet::new();
-    only.set(cpu);
-    only
-}
-
 /// Counts a thread while it lives.
 struct Counted(Servers);
 
@@ -155,12 +149,11 @@ impl Servers {
     /// Other servers, on the same CPUs.
     ///
     /// # Errors
-    /// The kernel gives no descriptors.
+    /// The kernel gives no descriptors, or does not name the CPUs.
     pub fn new() -> io::Result<Self> {
         // The CPUs of the whole process: its first thread is not pinned.
-        let all = sched_getaffinity(Pid::from_raw(std::process::id() as i32)).ok();
-        let cpus = (0..CpuSet::MAX_CPU).filter(|cpu| all.is_some_and(|all| all.is_set(*cpu))).map(Some);
-        let sets = cpus.chain([None]).map(|cpu| Set::new(cpu, false)).collect::<io::Result<_>>()?;
+        let all = Cpus::of(std::process::id())?;
+        let sets = all.iter().map(Some).chain([None]).map(|cpu| Set::new(cpu, false)).collect::<io::Result<_>>()?;
         Ok(Self(Arc::new(Shared {
             sets,
             all,
@@ -255,7 +248,7 @@ impl Servers {
         let mut set = me.set.lock().expect("no panic while held").clone();
         if let Some(cpu) = set.cpu {
             // Not permitted to: then it is where the scheduler puts it.
-            let _ = sched_setaffinity(None, &only(cpu));
+            let _ = Cpus::only(cpu).hold(0);
         }
         let mut events = Vec::with_capacity(64);
         let mut now = Instant::now();
@@ -382,8 +375,8 @@ impl Servers {
     /// From now on it runs where the scheduler puts it.
     fn unpin(&self, worker: &Worker) {
         let number = worker.number.load(Ordering::Acquire);
-        if let (Some(all), Some(pid)) = (&self.0.all, Pid::from_raw(number as i32)) {
-            let _ = sched_setaffinity(Some(pid), all);
+        if number != 0 {
+            let _ = self.0.all.hold(number);
         }
     }
 

@@ -366,7 +366,7 @@ impl Hog {
         let (say, hear) = mpsc::channel();
         let is_done = done.clone();
         let thread = std::thread::spawn(move || {
-            sched_setaffinity(None, &only(cpu)).expect("pin");
+            Cpus::only(cpu).hold(0).expect("pin");
             let param = libc::sched_param { sched_priority: 1 };
             // SAFETY: of the calling thread; the kernel reads the parameter, which lives here.
             let set = unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &param) };
@@ -400,11 +400,11 @@ fn a_worker_whose_cpu_a_real_time_thread_has_goes_to_another() {
     client.is_served();
     let thread = client.told.thread.load(Ordering::SeqCst);
     let Some(_hog) = Hog::on(first) else { return };
-    let affinity = || sched_getaffinity(Pid::from_raw(thread as i32)).expect("it runs");
+    let affinity = || Cpus::of(thread).expect("it runs");
     // What the kernel leaves to others may be enough for this input, but not for each.
     until(|| {
         client.input();
-        affinity().count() > 1
+        affinity().iter().count() > 1
     });
     client.is_served();
 }
@@ -424,7 +424,7 @@ fn a_worker_that_a_real_time_thread_interrupts_in_its_visits_goes_to_another_cpu
     let Some(_hog) = Hog::on(first) else { return };
     let cpus = || {
         let thread = client.told.thread.load(Ordering::SeqCst);
-        sched_getaffinity(Pid::from_raw(thread as i32)).map_or(0, |cpus| cpus.count())
+        Cpus::of(thread).map_or(0, |cpus| cpus.iter().count())
     };
     until(|| cpus() > 1);
     client.is_served();
