@@ -56,3 +56,41 @@ impl Groups {
         group.join(vm, opening, new)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use ballast_base::Bytes;
+    use ballast_handover::arena::{self, ENGINES};
+    use ballast_store::Budget;
+    use ballast_sys::presence;
+
+    use super::*;
+
+    #[test]
+    fn a_group_that_another_engine_keeps_to_itself_delays_no_member_of_another_group() {
+        let groups = Groups::default();
+        let [kept, other] = [(); 2].map(|()| arena::create().expect("an arena"));
+        let opening = |arena: &OwnedFd| memfd::reopen(arena.as_fd(), true).expect("an opening");
+        let options = RamOptions::new(Budget::new(Bytes(1 << 20)));
+        let join = |arena: &OwnedFd, vm| groups.join(opening(arena), VmId([vm; 16]), options.clone(), true);
+        let keeps = opening(&kept);
+        assert!(presence::alone(&keeps, ENGINES).expect("ask"), "as an engine that sweeps it");
+        let id = memfd::file_id(&kept).expect("stat");
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| join(&kept, 1).map(drop));
+            let is_being_opened = || {
+                let all = groups.0.lock().unwrap_or_else(PoisonError::into_inner);
+                all.iter().any(|(known, entry)| *known == id && Arc::strong_count(entry) > 1)
+            };
+            while !is_being_opened() && !waits.is_finished() {
+                std::thread::yield_now();
+            }
+            join(&other, 2).expect("another group");
+            drop(keeps);
+            // On a host that is slow it has given up by now, and is tried again.
+            assert!(waits.join().expect("no panic").is_ok() || join(&kept, 1).is_ok());
+        });
+    }
+}
