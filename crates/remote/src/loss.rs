@@ -9,7 +9,8 @@
 //!
 //! The owner's reply is not enough: a primary that was cut off or stopped may still consider itself the owner, and has
 //! none of the writes to its successor. So a majority of the primaries must name the owner. Then the owner is asked
-//! again, and all of its replicas, since a replica may have pages that a restarted primary has lost.
+//! again, and all of its replicas, since a replica may have pages that a restarted primary has lost. All pages of a
+//! request share one vote.
 
 use std::io;
 use std::sync::Arc;
@@ -21,13 +22,13 @@ use crate::refusal::{Addr, is_of_another_type};
 use crate::resp::Commands;
 use crate::slot::slot_of;
 
-/// Longest time that one node may take. It is asked about a single key, and rarely.
+/// Longest time that one node may take. It is asked for a few keys, and rarely.
 const TIMEOUT: Duration = Duration::from_secs(1);
 /// Longest time that all nodes together may take. After that the state is unknown, and the reader of the page retries.
 const ALL: Duration = Duration::from_secs(10);
 
 /// Result of the search for a page.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// A node has it.
     Found,
@@ -39,34 +40,41 @@ pub enum Verdict {
     Unknown(String),
 }
 
-/// Searches for a key on all nodes that may have it, until `opens` says that a value is the page's. `loses` says, for
-/// the map of the nodes that were asked, whether that counts if none has it; else why not.
-pub fn verdict(
+/// Searches for keys of one slot on all nodes that may have them, until `opens` says that a value is the page's; its
+/// first argument is the key's index. `loses` says, for the map of the nodes that were asked, whether that counts if
+/// none has a page; else why not.
+pub fn verdicts(
     cluster: &Cluster,
-    key: &[u8],
-    opens: &mut dyn FnMut(&[u8]) -> bool,
+    keys: &[&[u8]],
+    opens: &mut dyn FnMut(usize, &[u8]) -> bool,
     loses: &dyn Fn(&Arc<SlotMap>) -> Result<(), String>,
-) -> Verdict {
-    match ask_all(cluster, key, opens) {
-        Ok((Verdict::Lost, map)) => loses(&map).map_or_else(Verdict::Unknown, |()| Verdict::Lost),
-        Ok((verdict, _)) => verdict,
-        Err(error) => Verdict::Unknown(error.to_string()),
-    }
-}
-
-fn ask_all(cluster: &Cluster, key: &[u8], opens: &mut dyn FnMut(&[u8]) -> bool) -> io::Result<(Verdict, Arc<SlotMap>)> {
+) -> Vec<Verdict> {
+    let Some(first) = keys.first() else { return Vec::new() };
     let until = Instant::now() + ALL;
-    let (shard, map) = elected(cluster, slot_of(key), until)?;
-    let owner = shard.primary.iter().map(|addr| (addr, false));
-    let mut without = Verdict::Lost;
-    for (addr, replica) in owner.chain(shard.replicas.iter().map(|addr| (addr, true))) {
-        match ask(cluster, addr, replica, key, until)? {
-            Some(value) if opens(&value) => return Ok((Verdict::Found, map)),
-            Some(_) => without = Verdict::Damaged,
-            None => {}
+    let mut said = vec![Verdict::Lost; keys.len()];
+    let asked = elected(cluster, slot_of(first), until).and_then(|(shard, map)| {
+        let owner = shard.primary.iter().map(|addr| (addr, false));
+        for node in owner.chain(shard.replicas.iter().map(|addr| (addr, true))) {
+            let open: Vec<usize> = (0..keys.len()).filter(|at| said[*at] != Verdict::Found).collect();
+            if open.is_empty() {
+                break;
+            }
+            ask(cluster, node, &open, keys, until, &mut |at, value| {
+                said[at] = if opens(at, value) { Verdict::Found } else { Verdict::Damaged };
+            })?;
         }
+        Ok(map)
+    });
+    let unknown = match asked {
+        Ok(map) if said.contains(&Verdict::Lost) => loses(&map).err().map(|why| (why, false)),
+        Ok(_) => None,
+        Err(error) => Some((error.to_string(), true)),
+    };
+    if let Some((why, also_damaged)) = unknown {
+        let is_open = |verdict: &Verdict| *verdict == Verdict::Lost || also_damaged && *verdict == Verdict::Damaged;
+        said.iter_mut().filter(|verdict| is_open(verdict)).for_each(|verdict| *verdict = Verdict::Unknown(why.clone()));
     }
-    Ok((without, map))
+    said
 }
 
 /// Returns the shard that has this slot according to a majority of all primaries, and the map that names these.
@@ -96,31 +104,41 @@ fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<(Shard, A
     Err(io::Error::other(format!("no majority of the {voters} primaries says who has slot {slot}")))
 }
 
-/// Reads the key from this node. After an error, the state of the page at this node is unknown.
-fn ask(cluster: &Cluster, addr: &Addr, replica: bool, key: &[u8], until: Instant) -> io::Result<Option<Vec<u8>>> {
+/// Reads some of the keys from this node (a replica, if that is said), and passes on the values. After an error, the
+/// state of the pages at this node is unknown.
+fn ask(
+    cluster: &Cluster,
+    (addr, replica): (&Addr, bool),
+    some: &[usize],
+    keys: &[&[u8]],
+    until: Instant,
+    value: &mut dyn FnMut(usize, &[u8]),
+) -> io::Result<()> {
     let until = until.min(Instant::now() + TIMEOUT);
     let mut commands = Commands::default();
     // On a primary, `READONLY` has no effect. It is undone afterwards, because others use the connection after us.
     if replica {
         commands.add(&[b"READONLY"]);
     }
-    commands.add(&[b"GET", key]);
+    some.iter().for_each(|at| commands.add(&[b"GET", keys[*at]]));
     if replica {
         commands.add(&[b"READWRITE"]);
     }
     cluster.with(addr, until, |link| {
         let replies = link.ask(&commands, until)?;
-        if let Some(error) = replies.iter().find_map(|said| said.error()) {
-            if is_of_another_type(&error) {
-                return Ok(Some(Vec::new()));
-            }
+        let refused = replies.iter().filter_map(|said| said.error()).find(|error| !is_of_another_type(error));
+        if let Some(error) = refused {
             return Err(io::Error::other(format!("{addr} says: {error}")));
         }
-        let said = replies.get(usize::from(replica));
-        match said.bytes() {
-            Some(bytes) => Ok(Some(bytes.to_vec())),
-            None if said.is_nil() => Ok(None),
-            None => Err(io::Error::other(format!("{addr} sent a malformed reply"))),
+        for (number, at) in some.iter().enumerate() {
+            let said = replies.get(number + usize::from(replica));
+            match said.bytes() {
+                Some(bytes) => value(*at, bytes),
+                None if said.is_nil() => {}
+                None if said.error().is_some() => value(*at, &[]),
+                None => return Err(io::Error::other(format!("{addr} sent a malformed reply"))),
+            }
         }
+        Ok(())
     })
 }

@@ -44,8 +44,6 @@ const REST: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Pages sent together. The server stores them while the next ones are compressed.
 const PART: usize = 64;
-/// Time limit of the search for pages of a run that their owner does not have, after the first one.
-const LOOKS: Duration = Duration::from_secs(1);
 
 /// The store of one VM.
 #[derive(Debug)]
@@ -270,15 +268,12 @@ impl RemoteStore {
             *lock(&self.refusal) = Some(failed.why);
             std::thread::sleep(PAUSE);
         }
-        let begun = Instant::now();
-        for (number, at) in missing.into_iter().enumerate() {
-            if number > 0 && begun.elapsed() > LOOKS {
-                // The remaining outcomes are still `Busy`. The next read of each page searches for it.
-                break;
-            }
-            let loses = |map: &_| self.home.loses(&self.cluster, map);
-            let mut opens = |value: &[u8]| opens(at, value, &mut out[at]);
-            outcomes[at] = match loss::verdict(&self.cluster, &names[at], &mut opens, &loses) {
+        let names: Vec<&[u8]> = missing.iter().map(|at: &usize| &names[*at][..]).collect();
+        let loses = |map: &_| self.home.loses(&self.cluster, map);
+        let mut opens = |number: usize, value: &[u8]| opens(missing[number], value, &mut out[missing[number]]);
+        let verdicts = loss::verdicts(&self.cluster, &names, &mut opens, &loses);
+        for (at, verdict) in missing.iter().zip(verdicts) {
+            outcomes[*at] = match verdict {
                 Verdict::Found => {
                     self.home.found();
                     GetOutcome::Found
