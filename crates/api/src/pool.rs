@@ -57,6 +57,15 @@ pub struct PoolStat {
     /// Most memory that is lent while the host is short; 0: memory is lent by command only.
     #[serde(default)]
     pub lent_when_short_bytes: u64,
+    /// Memory that VMs on demand may touch.
+    #[serde(default)]
+    pub promised_bytes: u64,
+    /// Part of that which they have.
+    #[serde(default)]
+    pub touched_bytes: u64,
+    /// Memory of the pool that is set aside for it, touched or not; part of what is used.
+    #[serde(default)]
+    pub aside_bytes: u64,
     /// The same of its pages of 1 GiB, if any were ever reserved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(no_recursion)]
@@ -74,7 +83,7 @@ pub struct PoolNode {
     pub ready_bytes: u64,
     /// Part of that, in whole aligned GiB.
     pub ready_gib_bytes: u64,
-    /// Memory that VMs have.
+    /// Memory that VMs have, or that is set aside for those on demand.
     pub used_bytes: u64,
     /// Zeroed memory in a file of which a VM has a part.
     pub fenced_bytes: u64,
@@ -98,6 +107,9 @@ pub struct PoolVm {
     pub bytes: u64,
     /// Number of extents.
     pub extents: u32,
+    /// What it has touched of its memory, if that comes on demand.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub touched_bytes: Option<u64>,
 }
 
 /// A new size of the pool. One of the first two fields is required.

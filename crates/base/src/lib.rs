@@ -44,6 +44,7 @@ pub mod guest;
 pub mod pool;
 pub mod range;
 pub mod store;
+pub mod stripes;
 pub mod units;
 pub mod wire;
 

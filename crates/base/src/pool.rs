@@ -21,13 +21,15 @@ pub enum Pages {
     Mix,
     /// Pages of 1 GiB.
     Gib,
+    /// Huge pages of 2 MiB, each of which comes when it is touched for the first time.
+    OnDemand,
 }
 
 impl Pages {
     /// The size of these pages, and of the pieces that consist of them.
     pub const fn size(self) -> Bytes {
         match self {
-            Self::Slices | Self::Mix => Bytes(HUGE_SIZE as u64),
+            Self::Slices | Self::Mix | Self::OnDemand => Bytes(HUGE_SIZE as u64),
             Self::Gib => Bytes(GIB),
         }
     }
@@ -41,7 +43,8 @@ impl std::str::FromStr for Pages {
             "2M" => Ok(Self::Slices),
             "mix" => Ok(Self::Mix),
             "1G" => Ok(Self::Gib),
-            _ => Err(format!("{text:?} is none of 2M, mix and 1G")),
+            "on-demand" => Ok(Self::OnDemand),
+            _ => Err(format!("{text:?} is none of 2M, mix, 1G and on-demand")),
         }
     }
 }
@@ -52,6 +55,7 @@ impl std::fmt::Display for Pages {
             Self::Slices => "2M",
             Self::Mix => "mix",
             Self::Gib => "1G",
+            Self::OnDemand => "on-demand",
         })
     }
 }
@@ -141,10 +145,15 @@ pub enum Given {
     Refused(String),
 }
 
-const FORMAT: Format = Format { version: 2, least_reader: 1, oldest: 1 };
+/// Version 3: memory on demand, which an older engine does not know.
+const FORMAT: Format = Format { version: 3, least_reader: 1, oldest: 1 };
 
 impl Message for Take {
     const FORMAT: Format = FORMAT;
+
+    fn least_reader(&self) -> u16 {
+        if self.pages == Pages::OnDemand { 3 } else { FORMAT.least_reader }
+    }
 }
 
 impl Message for Given {
@@ -176,11 +185,14 @@ mod tests {
     use crate::format::{HEADER, encode};
 
     #[test]
-    fn messages_are_these_bytes_in_version_2() {
-        assert_eq!(FORMAT.version, 2, "raise FORMAT, and put what is said now here");
+    fn messages_are_these_bytes_in_version_3() {
+        assert_eq!(FORMAT.version, 3, "raise FORMAT, and put what is said now here");
         let hex = |bytes: Vec<u8>| bytes[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let take = Take { name: "vm".into(), size: Bytes(5), pages: Pages::Gib, nodes: Nodes::One(7) };
         assert_eq!(hex(encode(&take)), "02766d05020107");
+        let on_demand = Take { pages: Pages::OnDemand, ..take.clone() };
+        assert_eq!((take.least_reader(), on_demand.least_reader()), (1, 3));
+        assert_eq!(hex(encode(&on_demand)), "02766d05030107");
         let of = |nodes| hex(encode(&Take { nodes, ..take.clone() }))[10..].to_owned();
         assert_eq!((of(Nodes::Any).as_str(), of(Nodes::Balanced(vec![0, 1])).as_str()), ("00", "02020001"));
         assert_eq!(of(Nodes::Split(vec![(1, Bytes(5))])), "03010105");
@@ -224,7 +236,7 @@ mod tests {
 
     #[test]
     fn pages_are_read_as_they_are_written() {
-        for pages in [Pages::Slices, Pages::Mix, Pages::Gib] {
+        for pages in [Pages::Slices, Pages::Mix, Pages::Gib, Pages::OnDemand] {
             assert_eq!(pages.to_string().parse(), Ok(pages));
         }
         assert!("4K".parse::<Pages>().is_err());

@@ -157,7 +157,15 @@ fn describe_part(pool: &PoolStat) -> String {
     }
     for vm in &pool.vms {
         let pieces = if vm.extents == 1 { "piece" } else { "pieces" };
-        let _ = writeln!(text, "VM {}: {} in {} {pieces}", vm.name, show::size(vm.bytes), vm.extents);
+        let size = show::size(vm.bytes);
+        let _ = match vm.touched_bytes {
+            Some(touched) => writeln!(text, "VM {}: {size} on demand, {} touched", vm.name, show::size(touched)),
+            None => writeln!(text, "VM {}: {size} in {} {pieces}", vm.name, vm.extents),
+        };
+    }
+    if pool.promised_bytes > 0 {
+        let [promised, touched, aside] = [pool.promised_bytes, pool.touched_bytes, pool.aside_bytes].map(show::size);
+        let _ = writeln!(text, "on demand: {promised} promised, {touched} touched, {aside} set aside");
     }
     if pool.waiting_bytes > 0 {
         let _ = writeln!(text, "{} cannot be zeroed yet: its pages are held", show::size(pool.waiting_bytes));

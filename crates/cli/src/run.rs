@@ -46,9 +46,9 @@ pub struct RunArgs {
     /// Add the QEMU flags that make guest RAM a shared memfd, if they are missing
     #[arg(long)]
     add_memory_backend: bool,
-    /// Take guest RAM from the pool, in pages of 2 MiB (2M, or mix, which has whole GiB of addresses first) or of 1 GiB
-    /// (1G), in which nothing is ever paged. QEMU only
-    #[arg(long, value_name = "2M|mix|1G", conflicts_with_all = ["optional", "add_memory_backend"])]
+    /// Take guest RAM from the pool, in pages of 2 MiB (2M, or mix, which has whole GiB of addresses first; on-demand:
+    /// each when it is touched) or of 1 GiB (1G), in which nothing is ever paged. QEMU only
+    #[arg(long, value_name = "2M|mix|1G|on-demand", conflicts_with_all = ["optional", "add_memory_backend"])]
     pool: Option<Pages>,
     /// Take it from these nodes: one (1), as much of each (0,1), or these amounts (0=3G,1=1G) [default: one that has it
     /// all, else as much of each]

@@ -167,7 +167,7 @@ impl Pooling for Canned {
             map: "UUUu-z".into(),
             ..PoolNode::default()
         };
-        let vms = vec![PoolVm { name: "web-1".into(), bytes: 4 * GIB, extents: 1 }];
+        let vms = vec![PoolVm { name: "web-1".into(), bytes: 4 * GIB, extents: 1, touched_bytes: None }];
         let notes = vec!["every node gives 6 GiB".into()];
         PoolStat { file_bytes: GIB, nodes: vec![node], vms, notes, metadata_bytes: 4096, ..PoolStat::default() }
     }

@@ -142,12 +142,15 @@ impl Builder {
         if features & required != required {
             return Err(AttachError::Features(required & !features));
         }
+        let uffds: Vec<Uffd> = made.into_iter().map(|(uffd, _)| uffd).collect();
+        let registered = table.iter().try_for_each(|region| region.ram.register(&uffds));
+        registered.map_err(|source| AttachError::System { what: "registering RAM that comes on demand", source })?;
         let shared = Arc::new(Shared {
             socket: fixed(self.socket),
             name: self.name,
             limit: self.limit,
             vmm: cut(self.vmm),
-            uffds: made.into_iter().map(|(uffd, _)| uffd).collect(),
+            uffds,
             features,
             table: Mutex::new(table),
             link: Link::new(self.pinned.map(cut), self.may_pin),

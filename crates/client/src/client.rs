@@ -65,6 +65,9 @@ impl Client {
         if region.is_huge() && shared.features & HUGETLB_FEATURES != HUGETLB_FEATURES {
             return Err(RequestError::Invalid(format!("RAM at {hva}: this kernel's userfaultfd has no huge pages")));
         }
+        region.ram.register(&shared.uffds).map_err(|error| {
+            RequestError::Invalid(format!("RAM at {hva} comes on demand, and cannot be registered: {error}"))
+        })?;
         let (info, fds) = region.describe();
         let sent = fds.iter().map(|fd| fd.try_clone_to_owned()).collect::<std::io::Result<Vec<_>>>();
         let sent = sent.map_err(|error| RequestError::Invalid(error.to_string()))?;

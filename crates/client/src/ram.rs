@@ -7,8 +7,10 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
+use ballast_base::stripes::Stripes;
 use ballast_base::wire::{RegionInfo, Span, check_spans};
-use ballast_base::{Bytes, Extent, Extents, Hva};
+use ballast_base::{Bytes, Extent, Extents, Hva, PageIdx, PageRange};
+use ballast_sys::Uffd;
 use ballast_sys::memfd::{self, FileId};
 
 /// A piece of a file that is mapped as guest RAM.
@@ -56,6 +58,8 @@ pub(crate) struct Checked {
     pub files: Vec<(OwnedFd, FileId)>,
     /// Bytes of its pages.
     pub page: u64,
+    /// Its pages come when they are touched, so every touch must be the engine's.
+    pub is_on_demand: bool,
 }
 
 impl Checked {
@@ -77,6 +81,8 @@ impl Checked {
             list.push(Extent { file: number as u16, offset, len });
         }
         let extents = Extents::new(&list).map_err(|error| wrong(&error))?;
+        let on_demand =
+            files.iter().map(|(fd, _)| memfd::is_on_demand(fd)).collect::<io::Result<Vec<_>>>().map_err(io)?;
         let mut pages = files.iter().map(|(fd, _)| memfd::check_ram_file(fd).map_err(|error| wrong(&error)));
         let page = pages.next().ok_or_else(|| wrong(&"it has no file"))??;
         for other in pages {
@@ -102,7 +108,18 @@ impl Checked {
             }
             at += len.0;
         }
-        Ok(Self { span, extents, guest_address, files, page: page.0 })
+        Ok(Self { span, extents, guest_address, files, page: page.0, is_on_demand: on_demand.contains(&true) })
+    }
+
+    /// If its pages come when they are touched, registers all of it before the first touch: until an engine serves it,
+    /// a touch waits. The engine finds it registered, by the same rule.
+    pub fn register(&self, uffds: &[Uffd]) -> io::Result<()> {
+        if !self.is_on_demand {
+            return Ok(());
+        }
+        let all = PageRange::of(PageIdx(0), self.extents.pages().0);
+        let mut parts = Stripes::new(self.extents.pages(), uffds.len()).split(all);
+        parts.try_for_each(|(shard, part)| uffds[shard].register(self.span.hva + part.start().offset(), part.bytes().0))
     }
 
     /// The description for the keeper, if the files have these numbers.

@@ -57,10 +57,23 @@ fn a_vm_that_looks_for_what_others_left() {
     let size = Bytes(mib.parse::<u64>().expect("a number") * MIB);
     // Of a page of 1 GiB, one word of each 64 bytes is looked at and written.
     let (pages, step) = if name.contains("gib") { (Pages::Gib, 8) } else { (Pages::Slices, 1) };
+    // One on demand is attached before it touches anything, or it is no VM.
+    let pages = if name.starts_with("demand") { Pages::OnDemand } else { pages };
     let wanted = Take { name: name.into(), size, pages, nodes: Nodes::Any };
     let Ok(pieces) = take(Path::new(socket), &wanted) else { std::process::exit(0) };
     let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
     let map = Mapping::shared_pieces(&places).expect("map");
+    drop(places);
+    let attach = |pieces| {
+        let ram = Ram { hva: Hva(map.addr() as u64), extents: pieces, guest_address: None };
+        let builder = ballast_client::Client::builder().ram(ram).name(name);
+        builder.socket(Path::new(socket).with_file_name("attach.sock")).attach()
+    };
+    let mut pieces = Some(pieces);
+    let on_demand = (pages == Pages::OnDemand).then(|| attach(pieces.take().unwrap_or_default()));
+    if let Some(Err(_)) = on_demand {
+        std::process::exit(0);
+    }
     for page in (0..map.len()).step_by(PAGE_SIZE) {
         let words = map.words(page, PAGE_SIZE / 8);
         if words.iter().step_by(step).any(|word| word.load(Ordering::Relaxed) != 0) {
@@ -69,11 +82,7 @@ fn a_vm_that_looks_for_what_others_left() {
         words.iter().step_by(step).for_each(|word| word.store(SECRET, Ordering::Relaxed));
     }
     std::fs::write(Path::new(socket).with_file_name(format!("{name}.searched")), "").expect("say so");
-    let _attached = name.starts_with("managed").then(|| {
-        let ram = Ram { hva: Hva(map.addr() as u64), extents: pieces, guest_address: None };
-        let builder = ballast_client::Client::builder().ram(ram).name(name);
-        builder.socket(Path::new(socket).with_file_name("attach.sock")).attach().expect("attach")
-    });
+    let _attached = pieces.filter(|_| name.starts_with("managed")).map(|pieces| attach(pieces).expect("attach"));
     // A test that failed leaves none behind.
     let parent = rustix::process::getppid();
     while rustix::process::getppid() == parent {
@@ -265,6 +274,7 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at
     let mut rng = Rng::seeded("BALLAST_POOL_SEED");
     let mut vms: Vec<Child> = Vec::new();
     let mut lenders = Vec::new();
+    let is_on_demand_there = ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).is_ok();
     let end = |mut vm: Child| {
         let _ = vm.kill();
         let status = vm.wait().expect("reap");
@@ -272,7 +282,8 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at
     };
     for number in 0..kills {
         // Some ask for more than is left, and wait for what another one leaves.
-        vms.push(pooled.vm(&format!("vm-{number}"), [2, 10, 16, 24, 40][rng.below(5)]));
+        let kind = if is_on_demand_there && rng.below(3) == 0 { "demand" } else { "vm" };
+        vms.push(pooled.vm(&format!("{kind}-{number}"), [2, 10, 16, 24, 40][rng.below(5)]));
         std::thread::sleep(Duration::from_millis(rng.below(40) as u64));
         match rng.below(6) {
             0 => {

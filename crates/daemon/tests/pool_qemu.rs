@@ -34,11 +34,10 @@ const MEMORY: u64 = 256 * MIB;
 /// A boot under TCG beside a busy test run.
 const TIMEOUT: Duration = Duration::from_secs(180);
 
-/// `ballast run --pool` with the pages of this pool, as words before a QEMU command line.
-fn on_the_pool(pooled: &Pooled, name: &str) -> Vec<String> {
+/// `ballast run --pool` with these pages, as words before a QEMU command line.
+fn on_the_pool(pooled: &Pooled, name: &str, pages: &str) -> Vec<String> {
     let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
     assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
-    let pages = pooled.host.page().files();
     let (program, socket) = (program.display().to_string(), pooled.daemon().attach_socket().display().to_string());
     [&program, "run", "--name", name, "--attach-socket", &socket, "--pool", pages, "--"].map(str::to_owned).to_vec()
 }
@@ -63,7 +62,7 @@ fn a_debian_guest_on_the_pool_is_paged_in_huge_pages_and_its_memory_comes_back_z
     let Some(pooled) = Pooled::start("quarantine_ms = 500\n", POOL) else { return };
     let daemon = pooled.daemon();
     let builder = QemuGuest::builder().memory(Bytes(MEMORY)).huge_pages().balloon(Balloon::FreePageReporting);
-    let mut guest = builder.name("pooled").prefix(on_the_pool(&pooled, "pooled")).spawn().expect("QEMU starts");
+    let mut guest = builder.name("pooled").prefix(on_the_pool(&pooled, "pooled", "2M")).spawn().expect("QEMU starts");
     until("the VM is attached", || {
         assert!(guest.exited().is_none(), "QEMU ended: {}", guest.stderr_log());
         daemon.api.vm("pooled").is_ok()
@@ -103,8 +102,8 @@ fn a_debian_guest_on_the_pool_is_paged_in_huge_pages_and_its_memory_comes_back_z
 }
 
 /// QEMU without a guest: its firmware only.
-fn bare(pooled: &Pooled, name: &str, memory: &str) -> Command {
-    let words = on_the_pool(pooled, name);
+fn bare(pooled: &Pooled, name: &str, memory: &str, pages: &str) -> Command {
+    let words = on_the_pool(pooled, name, pages);
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]).args([QEMU, "-nodefaults", "-display", "none", "-accel", "tcg", "-S", "-m", memory]);
     command
@@ -135,11 +134,39 @@ fn a_qemu_on_pages_of_a_gib_is_pinned_and_its_dimm_returns_to_the_pool_and_half_
     plug_and_unplug(&pooled, GIB, GIB, None);
 }
 
+#[test]
+fn a_qemu_on_demand_has_what_its_firmware_touches_and_so_has_its_dimm() {
+    if missing("qemu", qemu_missing())
+        || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
+    {
+        return;
+    }
+    let Some(pooled) = Pooled::start("", 128) else { return };
+    pooled.settled(128);
+    let mut command = bare(&pooled, "demand", "64M,slots=2,maxmem=4G", "on-demand");
+    command.args(["-object", "memory-backend-memfd,id=m,size=32M,share=on,hugetlb=on,hugetlbsize=2M"]);
+    command.args(["-device", "pc-dimm,id=d,memdev=m"]);
+    let mut child = command.spawn().expect("QEMU starts");
+    let api = &pooled.daemon().api;
+    until("it is attached, with its DIMM", || {
+        assert!(child.try_wait().expect("look").is_none(), "QEMU ended");
+        api.vm("demand").is_ok_and(|vm| vm.size_bytes == 96 * MIB)
+    });
+    let pool = pooled.stat();
+    assert_eq!((pool.promised_bytes, pool.vms.len()), (96 * MIB, 2), "{pool:?}");
+    assert!(pool.touched_bytes < 64 * MIB, "{pool:?}");
+    assert_eq!(stand_in_bytes(child.id()), 0);
+    child.kill().expect("kill");
+    child.wait().expect("reap");
+    pooled.settled(128);
+    assert_eq!(pooled.pages(), 64, "a page is lost, or one too many");
+}
+
 /// A QEMU with this much memory gets a DIMM of that size, twice. It is held to the limit, or it is pinned.
 fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
     let daemon = pooled.daemon();
     let page = pooled.host.page();
-    let mut command = bare(pooled, "dimms", &format!("{}M,slots=2,maxmem=4G", base / MIB));
+    let mut command = bare(pooled, "dimms", &format!("{}M,slots=2,maxmem=4G", base / MIB), page.files());
     command.args(["-qmp", "stdio"]).stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = command.spawn().expect("QEMU starts");
     let (mut input, output) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
@@ -219,7 +246,11 @@ fn a_qemu_that_the_pool_has_too_little_for_does_not_start_and_says_why() {
 
 /// What a QEMU says that is to have this memory and does not start.
 fn refused(pooled: &Pooled, memory: &str) -> String {
-    let mut qemu = bare(pooled, "refused", memory).stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("start");
+    let mut qemu = bare(pooled, "refused", memory, pooled.host.page().files())
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("start");
     let mut text = String::new();
     qemu.stderr.take().expect("piped").read_to_string(&mut text).expect("read");
     assert!(!qemu.wait().expect("reap").success(), "{text}");

@@ -4,14 +4,8 @@
 //! (`ballast_pager::vm::region_table`).
 //! Units: lengths are bytes. Promise: a change here raises the version of the state file.
 
-use ballast_base::units::MIB;
-use ballast_base::{Bytes, PAGE_SIZE, PageCount};
-
-/// A chunk of guest RAM that is registered with userfaultfd as one. Picked so that a 1 TiB guest needs at most 32768
-/// mappings (the kernel's default cap is 65530) while memory that is not reclaimed stays unregistered.
-pub const CHUNK: Bytes = Bytes(32 * MIB);
-/// Pages in a chunk.
-pub const PAGES_PER_CHUNK: u64 = CHUNK.pages_floor().0;
+use ballast_base::stripes::PAGES_PER_CHUNK;
+use ballast_base::{PAGE_SIZE, PageCount};
 
 /// The replacement of eight flags, or of a word, whose memory failed. The engine sets it, because only it knows their
 /// meaning.

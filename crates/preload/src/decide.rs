@@ -90,6 +90,8 @@ pub fn new_ram_of_pool(ram: Ram, flags: c_int) -> Result<(), c_int> {
 /// for this RAM, or does not answer, may know of pages in it that are far: the VMM does not get it then.
 fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Result<(), c_int> {
     let (hva, len) = (ram.hva, Bytes(ram.extents.iter().map(|extent| extent.len.0).sum()));
+    // Of such memory the VMM would find out by SIGBUS that no page is free.
+    let must_be_managed = ram.extents.iter().any(|extent| memfd::is_on_demand(&extent.fd).is_ok_and(|is| is));
     if flags & libc::MAP_LOCKED != 0 || LOCKS_ALL.load(Ordering::Relaxed) {
         *EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner) = Some(LOCKED);
     }
@@ -99,7 +101,8 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
         if MODE.load(Ordering::Acquire) == WAITING {
             attach(ram);
         }
-        return Ok(());
+        let is_refused = must_be_managed && CLIENT.get().is_none();
+        return if is_refused { Err(libc::ENOMEM) } else { Ok(()) };
     };
     if is_there(client) {
         // Touches through the other mapping raise no faults that the engine serves, so no page may be reclaimed.
@@ -121,7 +124,10 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
             }
             return Err(libc::ENOMEM);
         }
-        Err(error) => announce(format_args!("RAM of {len} at {hva} is not managed: {error}")),
+        Err(error) => {
+            announce(format_args!("RAM of {len} at {hva} is not managed: {error}"));
+            (!must_be_managed).then_some(()).ok_or(libc::ENOMEM)?;
+        }
     }
     guest::changed();
     Ok(())

@@ -21,7 +21,7 @@ use ballast_sys::memfd::{self, FileId};
 use crate::announce::announce;
 use crate::next;
 
-/// The environment variable with the page size of RAM (`2M`, `mix`, `1G`). Without it, RAM is not the pool's.
+/// The environment variable with the pages of RAM (`2M`, `mix`, `1G`, `on-demand`). Without it, RAM is not the pool's.
 pub const VARIABLE: &str = "BALLAST_POOL";
 /// The environment variable with the nodes of the host that RAM is taken from. Without it, any node.
 pub const NODES: &str = "BALLAST_POOL_NODES";
@@ -104,11 +104,12 @@ unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: Pages) -> Result
     let size = Bytes(place.len);
     let extents = pool::take(&socket, &Take { name, size, pages, nodes: nodes.of_piece(size) });
     let extents = extents.map_err(|error| error.to_string())?;
-    // Every page is there, so filling the page tables costs less than the faults would.
+    // Every page is there, so filling the page tables costs less than the faults would; on demand none is.
+    let populate = if pages == Pages::OnDemand { 0 } else { libc::MAP_POPULATE };
     let flags = libc::MAP_SHARED
         | libc::MAP_FIXED
         | libc::MAP_NORESERVE
-        | libc::MAP_POPULATE
+        | populate
         | flags & (libc::MAP_LOCKED | libc::MAP_NONBLOCK);
     let mut at = place.hva;
     for piece in &extents {

@@ -6,6 +6,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use ballast_base::Bytes;
 use ballast_pool::{Invalid, Refused};
 
 use crate::host::Page;
@@ -31,6 +32,19 @@ pub enum Error {
     /// There is too little memory, or the request is impossible. Caused by the caller.
     #[error("{0}; a slice is {1}")]
     Refused(Refused, Page),
+    /// The pool has less beside what it has promised to VMs on demand. Caused by the caller.
+    #[error(
+        "{wanted} more cannot be promised: of what no VM has, {promised} are promised to VMs on demand, and {left} are \
+         left"
+    )]
+    Promised {
+        /// The request.
+        wanted: Bytes,
+        /// What is promised to nobody.
+        left: Bytes,
+        /// Promised to VMs on demand.
+        promised: Bytes,
+    },
     /// The request is impossible. Caused by the caller.
     #[error("{0}")]
     Request(String),

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,6 +18,7 @@ use ballast_base::Bytes;
 use ballast_sys::{huge_files, memfd};
 
 use crate::host::Page;
+use crate::journal;
 
 /// The pool's files.
 #[derive(Debug)]
@@ -60,6 +61,33 @@ impl Files {
         Ok(std::fs::File::options().read(true).write(true).open(file)?.into())
     }
 
+    /// Creates the file of a VM on demand, as long as its memory and empty. It says what it is by a permission bit.
+    pub fn make_on_demand(&self, vm: u64, size: Bytes) -> io::Result<()> {
+        let mode = 0o600 | memfd::ON_DEMAND;
+        let file = std::fs::File::options().write(true).create_new(true).mode(mode).open(on_demand(&self.dir, vm))?;
+        file.set_len(size.0)
+    }
+
+    /// Returns a new open file of it, through the VM's door.
+    pub fn hand_out_on_demand(&self, vm: u64) -> io::Result<OwnedFd> {
+        Ok(std::fs::File::options().read(true).write(true).open(on_demand(&self.door(vm), vm))?.into())
+    }
+
+    /// Returns the memory that it has.
+    pub fn on_demand_bytes(&self, vm: u64) -> io::Result<Bytes> {
+        match std::fs::metadata(on_demand(&self.dir, vm)) {
+            Ok(file) => Ok(Bytes(file.blocks() * 512)),
+            // Its owner died before it was made.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Bytes(0)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes it; no process has it.
+    pub fn remove_on_demand(&self, vm: u64) -> io::Result<()> {
+        journal::remove(&on_demand(&self.dir, vm))
+    }
+
     /// Removes the door of this VM if no process has a file open through it. Returns whether it was removed.
     pub fn close_door(&self, vm: u64) -> io::Result<bool> {
         huge_files::close_door(&self.door(vm))
@@ -95,6 +123,10 @@ impl Files {
 
 fn path(dir: &Path, number: u32) -> PathBuf {
     dir.join(format!("brick-{number}"))
+}
+
+fn on_demand(dir: &Path, vm: u64) -> PathBuf {
+    dir.join(format!("on-demand-{vm:016x}"))
 }
 
 /// Replaces the pages in this range by newly allocated, zeroed ones of this node.

@@ -96,11 +96,12 @@ impl Reserve {
     fn lend_of(&mut self, at: NodeIdx, spec: NodeSpec, each: u32) -> Result<(), Error> {
         let page = self.host.page();
         let Some(live) = &mut self.live else { return Ok(()) };
+        let unpromised = live.unpromised()?;
         let lent = live.pool.stats(at).map_or(0, |stats| stats.lent);
         if lent >= each {
             return self.add(spec.numa, lent - each);
         }
-        let extents = live.pool.lend(at, Kind::Hugetlb, each - lent);
+        let extents = live.pool.lend(at, Kind::Hugetlb, (each - lent).min(unpromised));
         for brick in extents.iter().flat_map(|extent| live.pool.bricks(*extent)).collect::<Vec<_>>() {
             live.empty(brick, |state| state == SliceState::Borrow)?;
         }
@@ -110,7 +111,7 @@ impl Reserve {
         if went < each - lent {
             let (now, want) = (page.size(lent + went), page.size(each));
             self.notes.push(format!(
-                "node {}: {now} of {want} are lent: the rest is in use, or in files that VMs use",
+                "node {}: {now} of {want} are lent: the rest is in use or promised, or in files that VMs use",
                 spec.numa
             ));
         }

@@ -10,7 +10,7 @@
 //! gives. [`files`] are the bricks, named files in a hugetlbfs of our own. [`journal`] lets the next owner repair the
 //! kernel's number if an owner dies during a change. [`failed`] finds memory that failed. [`refill`] is the worker's
 //! part. `owed` keeps account of surplus pages of others that count as reserved. [`reserve`] combines all of these;
-//! [`lend`] and [`overview`] add to it.
+//! [`lend`], `demand` (memory that comes as it is touched) and [`overview`] add to it.
 //!
 //! One directory has everything: the state of `ballast-pool`, the names of the VMs that have memory, the journal, and
 //! the mount with the bricks. Nothing else is stored, no process is asked, and no descriptor passes from one owner to
@@ -29,6 +29,7 @@
 
 pub mod balance;
 mod change;
+mod demand;
 mod error;
 pub mod failed;
 mod failure;
@@ -40,6 +41,7 @@ mod live;
 mod origin;
 pub mod overview;
 mod owed;
+mod promises;
 pub mod refill;
 pub mod reserve;
 mod shared;
@@ -51,6 +53,7 @@ pub use host::{Host, Page};
 pub use lend::Lending;
 pub use live::FILES;
 pub use overview::{Node, Overview, Tenant};
+pub use promises::OnDemand;
 pub use refill::{Done, Job};
 pub use reserve::{Grant, Reserve};
 pub use shared::Shared;

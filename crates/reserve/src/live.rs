@@ -25,6 +25,7 @@ use crate::error::{During, Error};
 use crate::files::Files;
 use crate::host::Page;
 use crate::journal;
+use crate::promises::{self, Promises};
 use crate::refill::Job;
 use crate::shared::Shared;
 
@@ -39,6 +40,8 @@ pub(crate) struct Live {
     pub(crate) page: Page,
     pub(crate) files: Files,
     pub(crate) names: BTreeMap<u64, String>,
+    /// VMs on demand. They have no slices.
+    pub(crate) promises: Promises,
     /// Slices for which the kernel had no page, because another process still holds their old page.
     pub(crate) waiting: Vec<Dirty>,
 }
@@ -57,7 +60,8 @@ impl Live {
                 files.close_door(vm).during("Forgetting a VM that is gone")?;
             }
         }
-        Ok(Self { pool, page, files, names, waiting: Vec::new() })
+        let promises = journal::load(&dir.join(promises::FILE)).during("Reading what is promised")?.unwrap_or_default();
+        Ok(Self { pool, page, files, names, promises, waiting: Vec::new() })
     }
 
     /// Returns the node with this number on the host.

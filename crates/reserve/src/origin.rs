@@ -13,11 +13,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{During, Error};
 use crate::journal;
+use crate::promises;
 use crate::reserve::Reserve;
 
 const FILE: &str = "origin.json";
 /// Files that describe a pool, without the journal and the origin.
-const DESCRIPTION: [&str; 4] = ["owed.json", "lending.json", "names.json", "state"];
+const DESCRIPTION: [&str; 5] = ["owed.json", "lending.json", "names.json", promises::FILE, "state"];
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Origin {

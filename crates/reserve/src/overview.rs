@@ -26,6 +26,8 @@ pub struct Overview {
     pub metadata: Bytes,
     /// Memory of `struct page`s that the kernel has freed.
     pub vmemmap_freed: Bytes,
+    /// Memory on demand: promised, touched, and set aside.
+    pub on_demand: [Bytes; 3],
     /// Limit of lending while the host is short of memory; zero: slices are lent by command only.
     pub lent_when_short: Bytes,
 }
@@ -41,7 +43,7 @@ pub struct Node {
     pub ready: Bytes,
     /// Part of `ready` that is in whole GiB.
     pub ready_aligned: Bytes,
-    /// Memory that VMs have.
+    /// Memory that VMs have, or that is set aside for those on demand.
     pub used: Bytes,
     /// Memory that only one VM can get, because it is in that VM's file.
     pub fenced: Bytes,
@@ -65,6 +67,8 @@ pub struct Tenant {
     pub size: Bytes,
     /// Number of its extents.
     pub extents: u32,
+    /// What it has of its memory, if that comes on demand.
+    pub touched: Option<Bytes>,
 }
 
 impl Reserve {
@@ -76,16 +80,25 @@ impl Reserve {
         let page = self.host.page();
         let pages: u64 = nodes.iter().map(|node| node.reserved.0 / page.bytes()).sum();
         let freed = if self.host.frees_vmemmap() { pages * page.vmemmap_freed() } else { 0 };
-        let tenants = live.pool.tenants().map(|tenant| Tenant {
+        let tenants = live.pool.tenants().filter(|tenant| !live.is_aside(tenant.vm)).map(|tenant| Tenant {
             name: live.names.get(&tenant.vm.0.get()).cloned().unwrap_or_default(),
             size: page.size(tenant.slices),
             extents: live.pool.segments(tenant.vm).map_or(0, |segments| segments.len() as u32),
+            touched: None,
         });
+        let on_demand = live.promises.iter().map(|(vm, promise)| Tenant {
+            name: promise.name.clone(),
+            size: page.size(promise.slices),
+            extents: 1,
+            touched: live.touched(*vm).ok().map(|slices| page.size(slices)),
+        });
+        let now = live.on_demand().unwrap_or_default();
         Overview {
             brick: page.size(live.pool.layout().brick_slices()),
             nodes,
-            tenants: tenants.collect(),
+            tenants: tenants.chain(on_demand).collect(),
             notes,
+            on_demand: [now.promised, now.touched, now.aside].map(|slices| page.size(slices)),
             waiting: page.size(live.waiting.len() as u32),
             metadata: Bytes(live.pool.metadata_bytes()),
             vmemmap_freed: Bytes(freed),

@@ -93,6 +93,7 @@ impl Reserve {
         reserve.live = pool.map(|pool| Live::new(dir, pool, reserve.host.page())).transpose()?;
         reserve.forget_lost_files()?;
         reserve.recover()?;
+        reserve.punch_all_aside()?;
         Ok(reserve)
     }
 
@@ -208,10 +209,14 @@ impl Reserve {
     pub fn grant(&mut self, name: &str, size: Bytes, mode: Mode, nodes: &Nodes) -> Result<Grant, Error> {
         let names = self.dir.join("names.json");
         self.find_failures()?;
-        let live = self.live.as_mut().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
+        let live = self.live.as_ref().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
         let page = live.page;
         let slices = u32::try_from(size.0 / page.bytes()).ok().filter(|_| size.0.is_multiple_of(page.bytes()));
         let slices = slices.ok_or_else(|| Error::Request(format!("{size} is no multiple of {page}")))?;
+        if !live.promises.is_empty() {
+            self.check_promises(slices)?;
+        }
+        let Some(live) = &mut self.live else { return Err(Error::Request("nothing is reserved for VMs".into())) };
         let parts = live.parts(slices, nodes)?;
         let (id, domain) = live.new_vm().during("Asking for random numbers")?;
         // The name is stored first. A name without a VM is forgotten; a VM without a name would have no known owner.
@@ -242,9 +247,9 @@ impl Reserve {
         // more.
         self.find_failures()?;
         let Some(live) = &mut self.live else { return Ok(0) };
-        let vms: Vec<VmId> = live.pool.tenants().map(|tenant| tenant.vm).collect();
+        let vms = live.pool.tenants().map(|tenant| tenant.vm).filter(|vm| !live.is_aside(*vm));
         let mut gone = 0;
-        for vm in vms {
+        for vm in vms.collect::<Vec<_>>() {
             if live.files.close_door(vm.0.get()).during("Asking who has a file of the pool")? {
                 // The files come first. If this process dies in between, the VM is gone anyway, and so are its pages.
                 for number in live.numbers(vm) {
@@ -258,13 +263,16 @@ impl Reserve {
         if gone > 0 {
             journal::store(&self.dir.join("names.json"), &live.names).during("Writing who has what")?;
         }
+        gone += self.tend_on_demand()?;
+        self.set_aside()?;
         self.give_back()?;
         Ok(gone)
     }
 
     /// Returns whether nothing must be checked, zeroed or given back until the next request.
     pub fn is_at_rest(&self) -> bool {
-        let is_unused = |live: &Live| live.pool.tenants().next().is_none() && live.waiting.is_empty();
+        let is_unused =
+            |live: &Live| live.pool.tenants().next().is_none() && live.promises.is_empty() && live.waiting.is_empty();
         self.live.as_ref().is_none_or(is_unused) && !self.is_zeroing() && self.owed().is_ok_and(|owed| owed.is_empty())
     }
 

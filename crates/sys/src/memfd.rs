@@ -207,6 +207,20 @@ pub fn ram_page(fd: impl AsFd) -> io::Result<Option<Bytes>> {
     })
 }
 
+/// Permission bit of files whose pages come when they are touched (the sticky bit, which has no other meaning for a
+/// file). Every process that has such a file sees it, in each life of engine, keeper and client.
+pub const ON_DEMAND: u32 = 0o1000;
+
+/// Do the pages of this file of a hugetlbfs come when they are touched? Then all mappings of guest RAM in it must
+/// always be registered with userfaultfd: where the kernel has no page for a touch that it serves itself, it ends the
+/// process.
+pub fn is_on_demand(fd: impl AsFd) -> io::Result<bool> {
+    let mode = rustix::fs::fstat(&fd)?.st_mode;
+    Ok(mode & ON_DEMAND != 0
+        && FileType::from_raw_mode(mode) == FileType::RegularFile
+        && ram_page(fd)?.is_some_and(|page| page.0 > PAGE_SIZE as u64))
+}
+
 /// Check that guest RAM can be in this file. Returns the size of its pages.
 ///
 /// # Errors

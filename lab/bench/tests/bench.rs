@@ -211,13 +211,18 @@ fn pool_has_metadata_churn_and_real_memory_and_returns_the_huge_pages() {
             assert_figure(row, key);
         }
     }
-    assert_eq!((of("start").len(), of("guest").len(), of("cost").len()), (1, 1, 1));
+    assert_eq!(["start", "on_demand", "guest", "cost"].map(|what| of(what).len()), [1; 4]);
     let measured = |what| of(what).into_iter().filter(|row| row["not_measured"].is_null()).collect::<Vec<_>>();
     for row in measured("start") {
         for key in ["product_ready_us", "hugetlb_ready_us", "memfd_touch_ready_us", "product_pinned_ready_us"] {
             assert_figure_alone(row, key);
         }
         ["qemu_plain_128mib_ms", "qemu_pool_ms", "qemu_pool_locked_ms", "qemu_hugetlb_prealloc_ms"]
+            .iter()
+            .for_each(|key| assert_figure_alone(row, key));
+    }
+    for row in measured("on_demand") {
+        ["at_once_ready_us", "at_once_touch_us", "on_demand_ready_us", "on_demand_touch_us"]
             .iter()
             .for_each(|key| assert_figure_alone(row, key));
     }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use ballast_api::{LendRequest, PoolPages, PoolRequest, PoolStat};
-use ballast_base::pool::{Given, Pages, Take};
+use ballast_base::pool::{Given, Nodes, Pages, Take};
 use ballast_base::{Bytes, wire};
 use ballast_keeper::{Closer, HANGS_AFTER, MOST_STUCK, SentFd};
 use ballast_pool::{Mode, Refused};
@@ -33,6 +33,8 @@ use crate::settings::Pooling;
 
 /// Time between checks for VMs that are gone.
 const POLL_EVERY: Duration = Duration::from_millis(200);
+/// Time between looks at what VMs on demand have touched: one thread touches up to 128 MiB in it.
+const TOUCHED_EVERY: Duration = Duration::from_millis(20);
 /// Time between tries to zero slices whose pages another process holds, and to open and to listen if that failed.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
 /// How long an operator waits for a pool that the engine which this one follows is about to leave.
@@ -180,6 +182,8 @@ impl PoolService {
         for failure in parts.each().flat_map(|(_, reserve)| reserve.take_failures()) {
             events.add(failure.owner.clone().map(|(name, _)| name), "pool-memory-failed", failure.to_string());
         }
+        let on_demand = parts.of(Page::Huge).ok().filter(|huge| huge.has_on_demand());
+        let (has_on_demand, aside) = (on_demand.is_some(), on_demand.map_or(Ok(()), Reserve::set_aside));
         let is_due = again.elapsed() >= AGAIN_EVERY;
         if is_due {
             *again = Instant::now();
@@ -192,12 +196,13 @@ impl PoolService {
                     None => drop(self.changed.wait(state)),
                     Some(most) => drop(self.changed.wait_timeout(state, most)),
                 },
+                false if has_on_demand => drop(self.changed.wait_timeout(state, TOUCHED_EVERY)),
                 false => drop(self.changed.wait_timeout(state, POLL_EVERY)),
             }
-            return Ok(());
+            return aside;
         }
         drop(state);
-        let mut failed = Ok(());
+        let mut failed = aside;
         while let Some((page, job)) = jobs.next() {
             let done = job.run();
             let State::Ours(parts) = &mut *self.lock() else { return Ok(()) };
@@ -279,17 +284,25 @@ impl PoolService {
     fn take(&self, take: &Take) -> anyhow::Result<Grant> {
         // A slice of the reserve of pages of 1 GiB is such a page.
         let (page, mode) = match take.pages {
-            Pages::Slices => (Page::Huge, Mode::Slices),
-            Pages::Mix => (Page::Huge, Mode::Mix),
-            Pages::Gib => (Page::Gib, Mode::Slices),
+            Pages::Slices => (Page::Huge, Some(Mode::Slices)),
+            Pages::Mix => (Page::Huge, Some(Mode::Mix)),
+            Pages::Gib => (Page::Gib, Some(Mode::Slices)),
+            Pages::OnDemand => (Page::Huge, None),
         };
+        if mode.is_none() && take.nodes != Nodes::Any {
+            bail!("memory on demand is of any node, and nodes {} are asked for", take.nodes);
+        }
         let begun = Instant::now();
         let mut state = self.lock();
         loop {
             let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
             let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
             // A VM may have ended since the last check.
-            let error = match reserve.grant(&take.name, take.size, mode, &take.nodes) {
+            let granted = match mode {
+                Some(mode) => reserve.grant(&take.name, take.size, mode, &take.nodes),
+                None => reserve.grant_on_demand(&take.name, take.size),
+            };
+            let error = match granted {
                 Ok(grant) => {
                     // From now on its end must be noticed.
                     self.changed.notify_all();
@@ -297,7 +310,7 @@ impl PoolService {
                 }
                 Err(error) => error,
             };
-            let is_short = matches!(error, Error::Refused(Refused::NoRoom { .. }, _));
+            let is_short = matches!(error, Error::Refused(Refused::NoRoom { .. }, _) | Error::Promised { .. });
             let is_coming = is_short && (reserve.tend()? > 0 || reserve.is_zeroing());
             self.changed.notify_all();
             if !is_coming || begun.elapsed() > ZEROED_WITHIN {

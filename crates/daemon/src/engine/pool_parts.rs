@@ -174,7 +174,13 @@ fn stat(part: &Part) -> PoolStat {
         failed_bytes: node.failed.0,
         map: node.map,
     };
-    let vm = |vm: ballast_reserve::Tenant| PoolVm { name: vm.name, bytes: vm.size.0, extents: vm.extents };
+    let vm = |vm: ballast_reserve::Tenant| PoolVm {
+        name: vm.name,
+        bytes: vm.size.0,
+        extents: vm.extents,
+        touched_bytes: vm.touched.map(|bytes| bytes.0),
+    };
+    let [promised, touched, aside] = overview.on_demand.map(|bytes| bytes.0);
     PoolStat {
         file_bytes: overview.brick.0,
         nodes: overview.nodes.into_iter().map(node).collect(),
@@ -184,6 +190,9 @@ fn stat(part: &Part) -> PoolStat {
         metadata_bytes: overview.metadata.0,
         vmemmap_freed_bytes: overview.vmemmap_freed.0,
         lent_when_short_bytes: overview.lent_when_short.0,
+        promised_bytes: promised,
+        touched_bytes: touched,
+        aside_bytes: aside,
         gib: None,
     }
 }

@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 
 use ballast_base::PageRange;
-use ballast_handover::table::PAGES_PER_CHUNK;
+use ballast_base::stripes::PAGES_PER_CHUNK;
 use ballast_sys::clock;
 
 /// Step of the stamps in milliseconds: a byte of steps is 65 s.

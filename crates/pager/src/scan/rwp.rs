@@ -14,8 +14,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ballast_base::stripes::PAGES_PER_CHUNK;
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
-use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_heat::source::{Ability, BLOCK, Cost, Granularity};
 use ballast_heat::{PageMap, Seen, UnitId};
 

@@ -73,6 +73,7 @@ pub(crate) struct Ram {
     granule: u64,
     /// Its pages are larger than a granule.
     is_fixed: bool,
+    is_on_demand: bool,
     /// Which huge pages are in the files, where they are of hugetlbfs.
     huge: Option<Presence>,
 }
@@ -86,7 +87,15 @@ impl Ram {
         let extents = record.extents.clone();
         let are_units = extents.are_units();
         if record.removed {
-            return Ok(Self { files: Vec::new(), extents, are_units, granule: 1, is_fixed: false, huge: None });
+            return Ok(Self {
+                files: Vec::new(),
+                extents,
+                are_units,
+                granule: 1,
+                is_fixed: false,
+                is_on_demand: false,
+                huge: None,
+            });
         }
         let find = |id: &FileId| files.iter().find(|file| file.id == *id).cloned();
         let Some(files) = record.files.iter().map(find).collect::<Option<Vec<_>>>() else {
@@ -105,10 +114,12 @@ impl Ram {
         extents
             .check(&sizes, page.map_or(PAGE_SIZE as u64, |page| page.0))
             .map_err(|error| invalid(format!("region {number}: {error}")))?;
-        let mut ram = Self { files, extents, are_units, granule: 1, is_fixed: false, huge: None };
+        let mut ram = Self { files, extents, are_units, granule: 1, is_fixed: false, is_on_demand: false, huge: None };
         if let Some(Bytes(page)) = page {
             ram.granule = PAGES_PER_UNIT;
             ram.is_fixed = page > HUGE_SIZE as u64;
+            let on_demand = ram.files.iter().map(memfd::is_on_demand).collect::<io::Result<Vec<_>>>()?;
+            ram.is_on_demand = on_demand.contains(&true);
             ram.huge = Some(Presence::new(ram.map()?, page as usize)?);
         }
         Ok(ram)
@@ -132,6 +143,11 @@ impl Ram {
     /// Returns whether its pages are larger than what the kernel can map or fill as one, so that none of it can be far.
     pub fn is_fixed(&self) -> bool {
         self.is_fixed
+    }
+
+    /// Returns whether its pages come when they are touched: see [`memfd::is_on_demand`].
+    pub fn is_on_demand(&self) -> bool {
+        self.is_on_demand
     }
 
     /// Returns whether every 2 MiB of it, from its start on, is 2 MiB of base pages of one file that begin at a

@@ -10,10 +10,11 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ballast_base::store::{RegionKey, StoreSet, is_zero};
+use ballast_base::stripes::PAGES_PER_CHUNK;
+use ballast_base::stripes::Stripes;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Extent, Extents, PAGE_SIZE, PageCount, PageIdx, PageRange};
 use ballast_handover::state_file::RegionRecord;
-use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_store::{PageBytes, PageKey};
 use ballast_sys::Mapping;
 use ballast_sys::memfd::FileId;
@@ -23,7 +24,6 @@ use crate::reclaim::interval::Departures;
 use crate::scan::units::Units;
 use crate::vm::ram::{Ram, RamFile};
 use crate::vm::region_table::RegionTable;
-use crate::vm::shard::Stripes;
 use ballast_page::granule::Granule;
 use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome};
 use ballast_page::page_state::{State, Word};
@@ -173,6 +173,12 @@ impl Region {
     /// Returns whether it has pages of 1 GiB: the kernel can neither map nor fill a part of one, so the VM is pinned.
     pub fn is_fixed(&self) -> bool {
         self.ram.is_fixed()
+    }
+
+    /// Returns whether its pages come when they are touched: then it is registered from its first view on, for ever,
+    /// because the kernel ends a VMM that touches such a page while none is free.
+    pub fn is_on_demand(&self) -> bool {
+        self.ram.is_on_demand()
     }
 
     /// The first page of the granule of a page.

@@ -8,6 +8,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard};
 
+use ballast_base::stripes::Stripes;
 use ballast_base::wire::{self, Span};
 use ballast_base::{Extents, Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
@@ -19,7 +20,7 @@ use crate::fault::stall::Stall;
 use crate::reclaim::kept::Kept;
 use crate::vm::peer::Peer;
 use crate::vm::region::{Region, Registered};
-use crate::vm::shard::{Shards, Stripes};
+use crate::vm::shard::Shards;
 use ballast_page::memory::Mapped;
 
 /// One process's view of a VM.

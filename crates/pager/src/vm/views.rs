@@ -88,9 +88,19 @@ impl Vm {
         self.region(number).map_or(Ok(()), |region| self.register_as_flagged(&region, view))
     }
 
-    /// Registers what is registered of this region with a view that is new, but for what the VMM has mapped over it.
+    /// Registers what is registered of this region with a view that is new, but for what the VMM has mapped over it. Of
+    /// a region whose pages come on demand, that is all.
     fn register_as_flagged(&self, region: &Region, view: &View) -> io::Result<()> {
         let Some(memory) = view.of_region(region) else { return Ok(()) };
+        if region.is_on_demand() {
+            let _one = self.memory.registering();
+            let how = if view.sees_accesses() { Registered::Accesses } else { Registered::Faults };
+            let new = region.chunks(region.range()).filter(|(_, flag)| Registered::of(flag) == Registered::No);
+            new.for_each(|(chunk, flag)| {
+                how.store(flag);
+                self.stats().add(Counter::RegisteredBytes, chunk.bytes().0);
+            });
+        }
         let (holes, registered) = memory.register_as_flagged(region);
         holes.into_iter().for_each(|pages| self.keep(view, region, pages));
         registered
@@ -224,7 +234,7 @@ impl Vm {
     pub(crate) fn unregister_settled(&self, region: &Region) -> io::Result<()> {
         // The kernel's registrations and the flags change together.
         let _one = self.memory.registering();
-        if self.mail.touches.is_running() {
+        if self.mail.touches.is_running() || region.is_on_demand() {
             return Ok(());
         }
         for (chunk, flag) in region.chunks(region.range()) {

@@ -10,9 +10,9 @@
 use std::io;
 use std::sync::Arc;
 
+use ballast_base::stripes::PAGES_PER_CHUNK;
 use ballast_base::wire::Span;
 use ballast_base::{Bytes, Hva, PageCount, PageRange};
-use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_sys::Uffd;
 use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 

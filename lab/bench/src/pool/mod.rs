@@ -1,8 +1,8 @@
 //! The pool: its metadata, the memory that VMs can get from it, and the time until that memory can be used.
 //!
-//! Before: the bench has its guard. After: there are rows of nine kinds (`measures`). The pool itself computes
+//! Before: the bench has its guard. After: there are rows of ten kinds (`measures`). The pool itself computes
 //! *metadata* and *churn*, without memory; *ready*, *sold*, *speed* and *zeroing* use real memory, which the guard
-//! returns. *start*, *guest* and *cost* are of the daemon's pool.
+//! returns. *start*, *on_demand*, *guest* and *cost* are of the daemon's pool.
 //! Threads: the bench's one. Units: in the keys. Promise: the bench takes no memory that others may need: it leaves out
 //! sizes for which memory is short, with the reason.
 
@@ -12,6 +12,7 @@ mod churn;
 mod cost;
 mod guest;
 mod metadata;
+mod on_demand;
 mod pin;
 mod product;
 mod ready;
@@ -96,7 +97,9 @@ fn without_a_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) 
 fn of_the_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let product = Product::start(bench)?;
     let only = bench.options.part;
-    for (part, run) in [(Part::Start, starts as Rows), (Part::Guest, guests), (Part::Cost, costs)] {
+    for (part, run) in
+        [(Part::Start, starts as Rows), (Part::OnDemand, on_demands), (Part::Guest, guests), (Part::Cost, costs)]
+    {
         if only.is_none_or(|only| only == part) {
             run(bench, &product, each)?;
         }
@@ -131,6 +134,18 @@ fn starts(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Res
         match short_of(*size, Bytes(*size), product) {
             None => each(start::row(bench, product, row, Bytes(*size), rounds)?)?,
             Some(why) => each(left_out(row, "start", *size, "product_ready_us", &why))?,
+        }
+    }
+    Ok(())
+}
+
+fn on_demands(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (sizes, rounds): (&[u64], _) = if bench.options.quick { (&[128 * MIB], 1) } else { (&[GIB, 4 * GIB], 6) };
+    for size in sizes {
+        let row = bench.row(&format!("{} on demand", Bytes(*size)));
+        match short_of(*size, Bytes(*size), product) {
+            None => each(on_demand::row(bench, product, row, Bytes(*size), rounds)?)?,
+            Some(why) => each(left_out(row, "on_demand", *size, "on_demand_ready_us", &why))?,
         }
     }
     Ok(())

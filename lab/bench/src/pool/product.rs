@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use ballast_api::{Client, LendRequest, PoolRequest, PoolStat};
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, HUGE_SIZE};
+use ballast_client::RamExtent;
 use ballast_client::pool::take;
 use ballast_sys::Mapping;
 
@@ -96,6 +97,12 @@ impl Product {
         let map = Mapping::shared_pieces(&places).context("Mapping memory of the pool")?;
         map.populate(0, map.len()).context("Filling page tables")?;
         Ok(map)
+    }
+
+    /// Places for RAM of this size.
+    pub(super) fn take_on_demand(&self, size: Bytes) -> Result<Vec<RamExtent>> {
+        let wanted = Take { name: "bench".into(), size, pages: Pages::OnDemand, nodes: Nodes::Any };
+        take(&self.socket(), &wanted).context("Taking memory of the pool on demand")
     }
 }
 

@@ -34,7 +34,9 @@ enum Ram {
     Run,
     /// Memory of the pool, by `ballast run --pool`.
     Pool,
-    /// The same, and QEMU locks all its memory.
+    /// The same on demand.
+    PoolOnDemand,
+    /// The same as `Pool`, and QEMU locks all its memory.
     PoolLocked,
     /// Huge pages, faulted in by QEMU (`prealloc=on`), without Ballast.
     Hugetlb,
@@ -44,7 +46,7 @@ enum Ram {
     Memfd,
 }
 
-const RAMS: [(Ram, &str); 7] = [
+const RAMS: [(Ram, &str); 8] = [
     (Ram::Plain, "qemu_plain_128mib_ms"),
     (Ram::Run, "qemu_run_128mib_ms"),
     (Ram::Pool, "qemu_pool_ms"),
@@ -52,6 +54,7 @@ const RAMS: [(Ram, &str); 7] = [
     (Ram::Hugetlb, "qemu_hugetlb_prealloc_ms"),
     (Ram::HugetlbLocked, "qemu_hugetlb_locked_ms"),
     (Ram::Memfd, "qemu_memfd_prealloc_ms"),
+    (Ram::PoolOnDemand, "qemu_pool_on_demand_ms"),
 ];
 
 /// The largest VM in base pages: to touch more takes minutes.
@@ -77,7 +80,7 @@ pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, size: Byte
         let mut now = Figures::default();
         let groups: [&[Ram]; 4] = [
             &[Ram::Plain, Ram::Run],
-            &[Ram::Pool, Ram::PoolLocked],
+            &[Ram::Pool, Ram::PoolOnDemand, Ram::PoolLocked],
             &[Ram::Hugetlb, Ram::HugetlbLocked],
             &[Ram::Memfd],
         ];
@@ -184,6 +187,7 @@ fn until_qmp(bench: &mut Bench, ram: Ram, size: Bytes) -> Result<f64> {
     let ours = match ram {
         Ram::Run => Some("--add-memory-backend"),
         Ram::Pool | Ram::PoolLocked => Some("--pool=2M"),
+        Ram::PoolOnDemand => Some("--pool=on-demand"),
         _ => None,
     };
     let mut command = match ours {

@@ -1,0 +1,245 @@
+//! Memory on demand: a VM has places for all of its memory at once, and a page for a place when it is touched.
+//!
+//! The places are a file of the VM's own, as long as its memory and empty. A page for it is allocated by the engine
+//! that serves the touch (userfaultfd; `ballast_sys::memfd::is_on_demand` says why it must be), and it is a free huge
+//! page of the kernel. So that there is one, the pool *sets slices aside*: it takes them as a VM does, and punches them
+//! out of their files. As many are set aside as such VMs have pages, and some more. Slices that are set aside are used
+//! ones in the state, under numbers that no VM has (their name is `promises::ASIDE`). So no page is without an owner at
+//! any moment: after a death the next owner punches again what is set aside, and changes how much that is.
+//!
+//! Pages and slices have no fixed relation: when a VM ends, or gives memory back, its pages are free, fewer slices need
+//! to be set aside, and the others are filled again.
+//!
+//! What was promised is kept: a promise, to a VM on demand or to one that gets its memory at once, or a loan to the
+//! host, is made only if the pool has as many pages beside all other promises.
+//!
+//! Before: `reserve` has a pool. After: descriptors as of [`Reserve::grant`], and free pages. Threads: the owner's.
+//! Units: slices. Promise: as for the crate; what a VM finds at a first touch is zero, because the engine fills it.
+
+use std::os::fd::OwnedFd;
+
+use ballast_base::{Bytes, Extent as FileExtent};
+use ballast_pool::{Content, Domain, Kind, Mode, Request, SliceIdx, SliceState, VmId};
+use ballast_sys::memfd;
+
+use crate::error::{During, Error};
+use crate::host::Page;
+use crate::journal;
+use crate::live::Live;
+use crate::promises::{ASIDE, FILE, OnDemand, Promise, STEP};
+use crate::reserve::{Grant, Reserve};
+
+impl Reserve {
+    /// Gives a VM places for this much memory, and no page yet.
+    ///
+    /// # Errors
+    /// The pool has fewer pages that are promised to nobody, or pages of 1 GiB, or several nodes: pages come from
+    /// whichever node has one.
+    pub fn grant_on_demand(&mut self, name: &str, size: Bytes) -> Result<Grant, Error> {
+        let page = self.host.page();
+        let live = self.live.as_ref().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
+        if page != Page::Huge {
+            return Err(Error::Request(format!("memory comes on demand in pages of 2 MiB, not of {page}")));
+        }
+        if live.pool.layout().nodes().count() > 1 {
+            return Err(Error::Request("memory on demand needs a host with one node: its pages are of any".into()));
+        }
+        let slices = u32::try_from(size.0 / page.bytes()).ok().filter(|_| size.0.is_multiple_of(page.bytes()));
+        let slices = slices.filter(|slices| *slices > 0);
+        let slices = slices.ok_or_else(|| Error::Request(format!("{size} is no multiple of {page}")))?;
+        self.check_promises(slices)?;
+        let Some(live) = &mut self.live else { return Err(Error::Request("nothing is reserved for VMs".into())) };
+        let vm = loop {
+            let (id, _) = live.new_vm().during("Asking for random numbers")?;
+            if !live.promises.contains_key(&id.get()) {
+                break id.get();
+            }
+        };
+        // The promise first: a file without one has no known owner.
+        live.promises.insert(vm, Promise { name: name.to_owned(), slices });
+        let stored = journal::store(&self.dir.join(FILE), &live.promises).during("Writing what is promised");
+        let opened = stored.and_then(|()| {
+            const WHAT: &str = "Making a file of the pool for a VM on demand";
+            live.files.make_on_demand(vm, size).during(WHAT)?;
+            live.files.open_door(vm).during(WHAT)?;
+            live.files.hand_out_on_demand(vm).during(WHAT)
+        });
+        let file: OwnedFd = match opened {
+            Ok(file) => file,
+            Err(error) => {
+                // No process has it: as if it had ended.
+                let _ = self.tend_on_demand();
+                return Err(error);
+            }
+        };
+        self.set_aside()?;
+        let extents = vec![FileExtent { file: 0, offset: Bytes(0), len: size }];
+        Ok(Grant { vm, extents, files: vec![file] })
+    }
+
+    /// Whether a VM has memory on demand.
+    pub fn has_on_demand(&self) -> bool {
+        self.live.as_ref().is_some_and(|live| !live.promises.is_empty() || live.aside().next().is_some())
+    }
+
+    /// Memory on demand now.
+    ///
+    /// # Errors
+    /// The kernel does not tell how many pages a VM has.
+    pub fn on_demand(&self) -> Result<OnDemand, Error> {
+        self.live.as_ref().map_or_else(|| Ok(OnDemand::default()), Live::on_demand)
+    }
+
+    /// Refuses a promise of this many slices if the pool has fewer beside all other promises.
+    pub(crate) fn check_promises(&self, slices: u32) -> Result<(), Error> {
+        let Some(live) = &self.live else { return Ok(()) };
+        let (left, now) = (live.unpromised()?, live.on_demand()?);
+        match slices <= left {
+            true => Ok(()),
+            false => {
+                let size = |slices| live.page.size(slices);
+                Err(Error::Promised { wanted: size(slices), left: size(left), promised: size(now.promised) })
+            }
+        }
+    }
+
+    /// Forgets VMs on demand that are gone, with their pages. Returns their number.
+    pub(crate) fn tend_on_demand(&mut self) -> Result<usize, Error> {
+        let Some(live) = &mut self.live else { return Ok(0) };
+        let vms: Vec<u64> = live.promises.keys().copied().collect();
+        let mut gone = 0;
+        for vm in vms {
+            if live.files.close_door(vm).during("Asking who has a file of the pool")? {
+                live.files.remove_on_demand(vm).during("Removing a file of the pool that a VM had")?;
+                live.promises.remove(&vm);
+                gone += 1;
+            }
+        }
+        if gone > 0 {
+            journal::store(&self.dir.join(FILE), &live.promises).during("Writing what is promised")?;
+        }
+        Ok(gone)
+    }
+
+    /// Sets slices aside, or fewer, so that there are free pages for the next touches. Cheap if nothing is to be done.
+    ///
+    /// # Errors
+    /// The kernel refuses. What is not set aside then, or because no slice is ready, is set aside by the next call.
+    pub fn set_aside(&mut self) -> Result<(), Error> {
+        let Some(live) = &mut self.live else { return Ok(()) };
+        let now = live.on_demand()?;
+        let wanted = now.wanted();
+        let names = self.dir.join("names.json");
+        if now.aside < wanted {
+            let mut left = (wanted - now.aside).min(live.ready_for_demand());
+            while left > 0 {
+                let slices = left.min(STEP);
+                let (id, domain) = live.new_vm().during("Asking for random numbers")?;
+                // Of one domain, so that they share files, which no process has.
+                let domain = live.aside_domain().unwrap_or(domain);
+                live.names.insert(id.get(), ASIDE.into());
+                journal::store(&names, &live.names).during("Writing who has what")?;
+                let parts = live.parts(slices, &ballast_base::pool::Nodes::Any)?;
+                let request = Request { vm: VmId(id), domain, kind: Kind::Hugetlb, mode: Mode::Slices, parts };
+                if let Err(why) = live.pool.allocate(&request) {
+                    tracing::debug!("Setting memory of the pool aside: {why}");
+                    live.names.remove(&id.get());
+                    return journal::store(&names, &live.names).during("Writing who has what");
+                }
+                live.punch_aside(VmId(id))?;
+                left -= slices;
+            }
+            return Ok(());
+        }
+        // Half a step more stays, so that a page that comes and goes moves nothing.
+        let mut spare = (now.aside - wanted).saturating_sub(if now.promised == 0 { 0 } else { STEP / 2 });
+        let aside: Vec<(VmId, u32)> = live.aside().collect();
+        let mut released = false;
+        for (vm, slices) in aside.into_iter().rev() {
+            if slices <= spare {
+                live.pool.release(vm)?;
+                live.names.remove(&vm.0.get());
+                (spare, released) = (spare - slices, true);
+            }
+        }
+        if released {
+            journal::store(&names, &live.names).during("Writing who has what")?;
+        }
+        Ok(())
+    }
+
+    /// After an owner that may have died between setting slices aside and punching them.
+    pub(crate) fn punch_all_aside(&mut self) -> Result<(), Error> {
+        let Some(live) = &mut self.live else { return Ok(()) };
+        let aside: Vec<VmId> = live.aside().map(|(vm, _)| vm).collect();
+        aside.into_iter().try_for_each(|vm| live.punch_aside(vm))
+    }
+}
+
+impl Live {
+    /// Is this what was set aside, and no VM?
+    pub(crate) fn is_aside(&self, vm: VmId) -> bool {
+        self.names.get(&vm.0.get()).is_some_and(|name| name == ASIDE)
+    }
+
+    /// What is set aside, and how much.
+    fn aside(&self) -> impl Iterator<Item = (VmId, u32)> {
+        self.pool.tenants().filter(|tenant| self.is_aside(tenant.vm)).map(|tenant| (tenant.vm, tenant.slices))
+    }
+
+    fn aside_domain(&self) -> Option<Domain> {
+        self.pool.tenants().find(|tenant| self.is_aside(tenant.vm)).map(|tenant| tenant.domain)
+    }
+
+    pub(crate) fn on_demand(&self) -> Result<OnDemand, Error> {
+        let mut touched = 0;
+        for vm in self.promises.keys() {
+            touched += self.touched(*vm)?;
+        }
+        let promised = self.promises.values().map(|promise| promise.slices).sum();
+        Ok(OnDemand { promised, touched, aside: self.aside().map(|(_, slices)| slices).sum() })
+    }
+
+    /// Pages that a VM on demand has.
+    pub(crate) fn touched(&self, vm: u64) -> Result<u32, Error> {
+        let bytes = self.files.on_demand_bytes(vm).during("Looking at a file of the pool")?;
+        Ok((bytes.0 / self.page.bytes()) as u32)
+    }
+
+    /// Slices of the files of what is set aside that are zeroed: only that can get them.
+    fn ready_aside(&self) -> u32 {
+        let Some(domain) = self.aside_domain() else { return 0 };
+        let ready = |at: &SliceIdx| {
+            self.pool.state(*at) == SliceState::Free(Content::Zeroed) && self.pool.domain(*at) == Some(domain)
+        };
+        self.first_slices()
+            .map(|(first, spec)| (first..first + spec.slices).map(SliceIdx).filter(ready).count() as u32)
+            .sum()
+    }
+
+    /// Slices that can be set aside now.
+    fn ready_for_demand(&self) -> u32 {
+        let stats = self.pool.layout().nodes().filter_map(|(node, _)| self.pool.stats(node));
+        stats.map(|stats| stats.ready - stats.fenced).sum::<u32>() + self.ready_aside()
+    }
+
+    /// Slices that are promised to nobody: free or set aside, less what VMs on demand were promised.
+    pub(crate) fn unpromised(&self) -> Result<u32, Error> {
+        let stats = self.pool.layout().nodes().filter_map(|(node, _)| self.pool.stats(node));
+        let unzeroed: u32 = stats.map(|stats| stats.dirty + stats.zeroing).sum();
+        let now = self.on_demand()?;
+        Ok((self.ready_for_demand() + unzeroed + now.aside).saturating_sub(now.promised))
+    }
+
+    /// Gives the pages of slices that are set aside to the kernel.
+    fn punch_aside(&mut self, vm: VmId) -> Result<(), Error> {
+        const WHAT: &str = "Setting memory of the pool aside";
+        for extent in self.pool.segments(vm).unwrap_or_default().into_iter().map(|segment| segment.extent) {
+            for at in extent.each() {
+                let file = self.files.get(at.0 / self.pool.layout().brick_slices()).during(WHAT)?;
+                memfd::punch(&*file, self.offset(at), self.page.bytes()).during(WHAT)?;
+            }
+        }
+        Ok(())
+    }
+}
