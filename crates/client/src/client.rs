@@ -10,8 +10,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::guest::{GuestRange, check_guest_ranges};
+use ballast_base::units::MIB;
 use ballast_base::wire::{self, ClientToKeeper, MAX_RANGES, MAX_REGIONS, Range, VmId};
-use ballast_base::{Bytes, Hva};
+use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use ballast_sys::memfd::FileId;
 use ballast_sys::uffd::HUGETLB_FEATURES;
 
@@ -299,17 +300,22 @@ impl Client {
     fn leave(&self, hva: Hva, len: u64, may_fail: bool) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let (whole, parts) = lock(&self.shared.table).unmapping(hva, len, may_fail);
+        // One unreadable page must not keep the others far: a memory error may be the reason for the new mapping.
         for (hva, len) in parts {
-            if populate((hva, len)).is_ok() {
-                continue;
-            }
-            // One unreadable page must not keep the others far. A memory error may be the reason for the new mapping.
-            for at in (hva.0..hva.0 + len).step_by(ballast_base::PAGE_SIZE) {
-                let _ = populate((Hva(at), ballast_base::PAGE_SIZE as u64));
+            for piece in pieces(hva, len, 2 * MIB) {
+                if populate(piece).is_err() {
+                    pieces(piece.0, piece.1, PAGE_SIZE as u64).for_each(|page| drop(populate(page)));
+                }
             }
         }
         whole.into_iter().map(|hva| self.remove_region(hva)).fold(Ok(()), Result::and)
     }
+}
+
+/// A range in pieces of this size, except the last.
+fn pieces(hva: Hva, len: u64, size: u64) -> impl Iterator<Item = Range> {
+    let end = hva.0 + len;
+    (hva.0..end).step_by(size as usize).map(move |at| (Hva(at), (end - at).min(size)))
 }
 
 /// Touch every page of a range, so that none is far.

@@ -17,11 +17,12 @@
 //! | X | any | not X, and some keys cannot be asked for | unknown | refused |
 //! | nothing | no | Y | it is nobody's: absent | keeps Y, goes on |
 //! | nothing | no | nothing, under all keys | the same | makes Y, keeps it, goes on |
-//! | nothing | by an older engine | the VM's lease, or a page of it | as if it kept what is there | the same |
-//! | nothing | by an older engine | neither | unknown, and an event | refused |
+//! | nothing | by an older engine | a page of the VM, by the same map | as if it kept what is there | the same |
+//! | nothing | by an older engine | none | unknown, and an event | refused |
 //!
-//! A cluster that was emptied looks like another one. Only operators know, and say so by giving it the identity, or the
-//! VM's lease, again.
+//! A cluster that was emptied looks like another one. Only operators know, and say so by giving it the identity again,
+//! or, if none is kept, the VM's lease the value `lost`. A lease alone proves nothing: a renewal that is tried again
+//! may go to a cluster that took over a node's address.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -42,6 +43,8 @@ use crate::slot::slot_of;
 const KEYS: usize = 16;
 /// Pages of a VM that are asked for to find out whether a cluster has it.
 pub(crate) const PROOFS: usize = 16;
+/// What operators set a VM's lease to, if they know that its pages are lost.
+const LOST: &[u8] = b"lost";
 /// Longest time that one node may take, and all of them together.
 const TIMEOUT: Duration = Duration::from_secs(1);
 const ALL: Duration = Duration::from_secs(5);
@@ -84,8 +87,8 @@ pub(crate) struct Home {
     tell: Option<Tell>,
     /// Words name pages, or may do so.
     has_pages: AtomicBool,
-    /// And no identity is kept: an older engine put them.
-    unproved: AtomicBool,
+    /// As long as no identity is kept (an older engine put them): the map by which one of them was found.
+    proved: Mutex<Option<Arc<SlotMap>>>,
     /// Keys of some of these pages.
     proofs: Mutex<Vec<Vec<u8>>>,
     /// What operators were told, while it is so.
@@ -109,7 +112,7 @@ impl Home {
             kept,
             tell,
             has_pages: AtomicBool::new(false),
-            unproved: AtomicBool::new(false),
+            proved: Mutex::default(),
             proofs: Mutex::default(),
             elsewhere: Mutex::default(),
         }
@@ -117,13 +120,11 @@ impl Home {
 
     /// Words name pages of the VM, or may do so.
     pub fn has_pages(&self) {
-        self.unproved.store(self.kept.get() == 0, Ordering::Release);
         self.has_pages.store(true, Ordering::Release);
     }
 
     fn has_no_pages(&self) {
         self.kept.forget();
-        self.unproved.store(false, Ordering::Release);
         self.has_pages.store(false, Ordering::Release);
     }
 
@@ -134,15 +135,20 @@ impl Home {
         if any { self.has_pages() } else { self.has_no_pages() }
     }
 
-    /// Has this cluster pages of the VM that an older engine put, and no identity yet?
-    pub fn is_proved(&self) -> bool {
-        self.kept.get() == 0 && self.has_pages.load(Ordering::Acquire) && !self.unproved.load(Ordering::Acquire)
+    /// Did an older engine put pages of the VM, and is the cluster not known that has them?
+    fn is_unnamed(&self) -> bool {
+        self.has_pages.load(Ordering::Acquire) && self.kept.get() == 0
     }
 
-    /// A page of the VM came from the cluster.
-    pub fn found(&self) {
-        if self.unproved.load(Ordering::Relaxed) {
-            self.unproved.store(false, Ordering::Release);
+    /// Did an older engine put pages of the VM, and was one found by this map?
+    pub fn is_proved(&self, map: &Arc<SlotMap>) -> bool {
+        self.is_unnamed() && lock(&self.proved).as_ref().is_some_and(|by| Arc::ptr_eq(by, map))
+    }
+
+    /// A page of the VM came from the cluster of this map.
+    pub fn found(&self, map: &Arc<SlotMap>) {
+        if self.is_unnamed() {
+            *lock(&self.proved) = Some(map.clone());
         }
     }
 
@@ -183,7 +189,7 @@ impl Home {
     fn ask(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
         let until = Instant::now() + ALL;
         let mut kept = self.kept.get();
-        if kept == 0 && self.unproved.load(Ordering::Acquire) {
+        if self.is_unnamed() && !self.is_proved(map) {
             self.prove(cluster, map, until)?;
         }
         let said = read(cluster, map, kept, until);
@@ -229,19 +235,19 @@ impl Home {
         text
     }
 
-    /// An older engine put the VM's pages: into this cluster, if that has its lease or one of some pages.
-    fn prove(&self, cluster: &Cluster, map: &SlotMap, until: Instant) -> Result<(), String> {
+    /// An older engine put the VM's pages: into this cluster, if that has one of some, or operators say that it had.
+    fn prove(&self, cluster: &Cluster, map: &Arc<SlotMap>, until: Instant) -> Result<(), String> {
         let lease = name::lease(self.vm);
         let mut silent = None;
         let proofs = lock(&self.proofs).clone();
-        for key in std::iter::once(&lease).chain(&proofs) {
-            match has(cluster, map, key, until) {
-                Ok(true) => {
-                    self.unproved.store(false, Ordering::Release);
+        for key in proofs.iter().chain([&lease]) {
+            match value(cluster, map, key, until) {
+                Ok(Some(value)) if *key != lease || value == LOST => {
+                    *lock(&self.proved) = Some(map.clone());
                     *lock(&self.elsewhere) = None;
                     return Ok(());
                 }
-                Ok(false) => {}
+                Ok(_) => {}
                 Err(why) => silent = Some(why),
             }
         }
@@ -249,22 +255,26 @@ impl Home {
             return Err(format!("it is not known whether this cluster has the VM's pages: {why}"));
         }
         Err(self.say(format!(
-            "its pages were sent by an older ballastd, and the cluster in [remote] has neither its lease nor any of \
-             some pages: it is another one, or was emptied. They wait, and no more go there. If it is another one, \
-             put the right nodes back within a day. If it was emptied, SET {} 1 there says so, and its pages are lost",
-            String::from_utf8_lossy(&lease)
+            "its pages were sent by an older ballastd, and the cluster in [remote] has none of some of them: it is \
+             another one, or was emptied. They wait, and no more go there. If it is another one, put the right nodes \
+             back within a day. If it was emptied, SET {} {} there says so, and its pages are lost",
+            String::from_utf8_lossy(&lease),
+            String::from_utf8_lossy(LOST)
         )))
     }
 }
 
-/// Does the key's node have it?
-fn has(cluster: &Cluster, map: &SlotMap, key: &[u8], until: Instant) -> Result<bool, String> {
+/// The value that the key's node has.
+fn value(cluster: &Cluster, map: &SlotMap, key: &[u8], until: Instant) -> Result<Option<Vec<u8>>, String> {
     let addr = map.primary(slot_of(key)).ok_or("some slots have no node")?;
     let until = until.min(Instant::now() + TIMEOUT);
     let asked = cluster.with(addr, until, |link| {
         let replies = link.ask(&Commands::one(&[b"GET", key]), until)?;
         let reply = replies.get(0);
-        reply.error().map_or_else(|| Ok(!reply.is_nil()), |error| Err(std::io::Error::other(error)))
+        match reply.error() {
+            Some(error) => Err(std::io::Error::other(error)),
+            None => Ok(reply.bytes().map(<[u8]>::to_vec)),
+        }
     });
     asked.map_err(|error| format!("{addr}: {error}"))
 }

@@ -166,7 +166,7 @@ impl RemoteStore {
         }
         let here = self.home.takes(&self.cluster);
         // A cluster that cannot be given an identity, because a node is full, may have the VM's pages all the same.
-        let here = if self.home.is_proved() { Ok(()) } else { here };
+        let here = if self.home.is_proved(&self.cluster.map()) { Ok(()) } else { here };
         let why = here.and_then(|()| self.lease.ensure(&self.cluster)).err()?;
         Some((self.lease.overdue()?, why))
     }
@@ -245,6 +245,13 @@ impl RemoteStore {
     /// Gets pages of one chunk.
     fn get_chunk(&self, keys: &[PageKey], handles: &[Handle], out: &mut [PageBytes], outcomes: &mut [GetOutcome]) {
         let names = name::keys(keys.iter().copied().zip(handles.iter().copied()));
+        let map = self.cluster.map();
+        // Only if it was asked by one map is it known which cluster has a page.
+        let is_here = || {
+            if Arc::ptr_eq(&map, &self.cluster.map()) {
+                self.home.found(&map);
+            }
+        };
         let mut missing = Vec::new();
         let seal = self.seal();
         let opens = |at: usize, value: &[u8], out: &mut PageBytes| {
@@ -255,7 +262,7 @@ impl RemoteStore {
         };
         let asked = request::run(&self.cluster, Verb::Get, &names, |timeout| timeout, &mut |at, found| match found {
             Found::Value(bytes) if opens(at, bytes, &mut out[at]) => {
-                self.home.found();
+                is_here();
                 self.share.budget().saw(1, bytes.len() as u64);
                 outcomes[at] = GetOutcome::Found;
             }
@@ -275,7 +282,7 @@ impl RemoteStore {
         for (at, verdict) in missing.iter().zip(verdicts) {
             outcomes[*at] = match verdict {
                 Verdict::Found => {
-                    self.home.found();
+                    is_here();
                     GetOutcome::Found
                 }
                 Verdict::Damaged => GetOutcome::Corrupt,

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::{PAGE_SIZE, PageCount, PageRange};
+use ballast_base::{PAGE_SIZE, PageRange};
 use ballast_store::PageBytes;
 
 use super::far_run::restore_next_run;
@@ -69,10 +69,7 @@ fn bring_back(
     // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
     let _layout = vm.layout();
     let Some(memory) = view.of_region(region).filter(|_| !region.is_removed()) else { return Ok(()) };
-    if vm.mail.throttle.spare().is_none()
-        && let Some(limit) = vm.effective_limit()
-        && (vm.resident()? + PageCount(pages.count())).bytes() > limit
-    {
+    if vm.mail.throttle.spare().is_none() && !vm.may_prefetch(pages.count())? {
         return Ok(());
     }
     let mut rest = pages;

@@ -143,12 +143,9 @@ fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
 fn request_beside(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, interval: Duration) {
     let is_tight = vm.mail.throttle.is_tight();
     let beside = vm.mail.slow.cluster().restored(region, page, interval, is_tight, Instant::now());
-    let mut credits = vm.readahead_credits();
     // The most urgent are requested first.
-    for pages in beside.into_iter().rev() {
-        let Some(left) = credits.checked_sub(pages.count()) else { return };
-        credits = left;
-        vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages });
+    for pages in beside.into_iter().rev().filter(|pages| !pages.is_empty()) {
+        vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages, is_guess: true });
     }
 }
 
@@ -166,7 +163,7 @@ fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx) -> P
         // All pages of a request are of one unit.
         let pages = more.before(unit_end(more.start()));
         more = more.from(pages.end());
-        vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages });
+        vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages, is_guess: false });
     }
     // A page that is on its way comes with the request that was made for it.
     if region.word(page).is_locked() { none } else { with.before(unit_end(page)) }
@@ -209,9 +206,15 @@ fn read_ahead(vm: &Vm, ahead: &Ahead) {
     let Some(region) = vm.region(ahead.region).filter(|region| !region.is_removed()) else { return };
     let Some(memory) = ahead.view.of_region(&region) else { return };
     let mut rest = ahead.pages;
-    while !vm.is_over() && !ahead.view.is_closed() {
+    // What is unplugged waits for this.
+    let is_served = || !vm.is_over() && !ahead.view.is_closed() && ahead.view.base(ahead.region).is_some();
+    while is_served() {
         let Some(first) = rest.iter().find(|page| region.is_slow_and_free(*page)) else { return };
-        match restore_slow(&region, rest.from(first), &memory, &vm.stores) {
+        let run = PageRange::of(first, READ_AT_ONCE).before(rest.end());
+        if ahead.is_guess && !vm.may_prefetch(run.count()).unwrap_or(false) {
+            return;
+        }
+        match restore_slow(&region, run, &memory, &vm.stores) {
             Ok(moves) => {
                 book(vm, &region, &moves);
                 // The thread that wants a page that did not come will fault, and find out why.

@@ -39,6 +39,8 @@ pub(crate) struct Ahead {
     pub view: Arc<View>,
     pub region: u32,
     pub pages: PageRange,
+    /// Nothing says yet that a thread reads there.
+    pub is_guess: bool,
 }
 
 /// Faults that wait for a disk.

@@ -27,6 +27,15 @@ impl Vm {
         self.mail.throttle.credits().map_or_else(unlimited, |credits| credits / 2)
     }
 
+    /// May this many pages be brought back that no thread waits for? Up to the limit.
+    pub(crate) fn may_prefetch(&self, pages: u64) -> io::Result<bool> {
+        if let Some(spare) = self.mail.throttle.spare() {
+            return Ok(spare >= pages as i64);
+        }
+        let Some(limit) = self.effective_limit() else { return Ok(true) };
+        Ok((self.resident()? + PageCount(pages)).bytes() <= limit)
+    }
+
     /// DRAM that its regions use, but for those that were unplugged before what was far went back: nothing can be
     /// reclaimed there. Where they have all of a file, that is what the file uses: the kernel knows it at once, and
     /// reclaim asks in every round. If others have a part of the file, the extents are counted, for at most
