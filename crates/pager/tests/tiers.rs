@@ -70,6 +70,8 @@ fn a_thread_has_pages_of_a_slow_store_by_runs_if_it_reads_in_order_or_wants_neig
         wait_until_in_third(&rig);
         rig.vm.hold(Hold::Shared, Some("test".into()));
         rig.wait_for_quarantine();
+        // Guesses stay within the limit.
+        rig.set_limit(None);
         let touches: Vec<u64> = touches.collect();
         let far: Vec<u64> = touches.iter().copied().filter(is_in_third).collect();
         let before = store.requests.load(Ordering::Acquire);

@@ -244,7 +244,7 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
     valkey.say(0, &["EVAL", identities, "0"]).expect("EVAL");
     valkey.say(0, &["PEXPIRE", &lease, "60000"]).expect("PEXPIRE");
     let older = another(&ours, &Arc::default());
-    older.follow(&mut std::iter::empty());
+    older.recover(&mut (0..).map(key).zip(handles.iter().copied())).expect("recover");
     assert_eq!(older.keep_lease(), None);
     assert!(ttl() > 60_000, "it is renewed without an identity");
     set("maxmemory", "0");
