@@ -593,6 +593,25 @@ fn a_vm_whose_descriptors_found_no_room_in_the_engine_is_given_to_it_again() {
     assert_eq!(daemon.engine_pid(), Some(engine), "by the same engine");
 }
 
+#[test]
+fn a_keeper_whose_limit_is_lowered_below_the_descriptors_that_it_waits_for_raises_it_and_goes_on() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let keeper = daemon.keeper_pid();
+    daemon.engine_pid().expect("an engine runs");
+    assert!(limit_descriptors(keeper, "2"));
+    until("it has raised the limit", || {
+        let limits = std::fs::read_to_string(format!("/proc/{keeper}/limits")).expect("its limits");
+        let files = limits.lines().find(|line| line.starts_with("Max open files")).expect("a line");
+        files.split_whitespace().nth(3).is_some_and(|soft| soft != "2")
+    });
+    let ram = Ram::new(16);
+    let mut client = RawClient::new(&daemon.attach_socket(), "web");
+    assert!(attaches(&mut client, &[&ram]), "the keeper takes it: {}", daemon.log());
+}
+
 /// The keeper is killed, and the next one listens.
 fn next_keeper(daemon: &mut Daemon) {
     daemon.kill_keeper();

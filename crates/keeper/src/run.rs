@@ -162,6 +162,12 @@ impl Keeper {
         let timeout = Timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos() as _ };
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            // The limit of descriptors was lowered, and is less than those that are waited for.
+            Err(rustix::io::Errno::INVAL) => {
+                raise_descriptor_limit();
+                std::thread::sleep(SOON);
+                return Ok(());
+            }
             Err(error) => return Err(error).context("Waiting for clients"),
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
