@@ -17,7 +17,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 
 use super::told::Told;
 use crate::run::queue::{GroupId, Next};
-use crate::run::serve::{After, Placement, Serve};
+use crate::run::serve::{After, Serve};
 use crate::run::servers::{Served, Servers};
 
 /// Most bytes that wait until the guest takes them: some of the longest messages.
@@ -29,8 +29,7 @@ struct Port(Arc<Told>);
 impl Serve for Port {
     fn serve(&mut self, _now: Instant, _until: Instant) -> After {
         self.0.notifier.notify();
-        // The workers of CPUs are for faults.
-        After { placement: Placement::Roam, ..After::next(Next::Idle) }
+        After::next(Next::Idle)
     }
 
     fn panicked(&mut self, _times: u32) -> bool {
@@ -38,6 +37,11 @@ impl Serve for Port {
     }
 
     fn end(&mut self) {}
+
+    /// The workers of CPUs are for faults.
+    fn roams(&self) -> bool {
+        true
+    }
 }
 
 /// Result of a read.

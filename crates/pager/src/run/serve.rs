@@ -21,6 +21,11 @@ pub trait Serve: Send {
     fn panicked(&mut self, times: u32) -> bool;
     /// It is not visited any more.
     fn end(&mut self);
+    /// Is it served by no worker of a CPU at any time, because a visit may wait for what its VMM sent, or is for no
+    /// fault? Then a visit that is stuck keeps no fault worker.
+    fn roams(&self) -> bool {
+        false
+    }
 }
 
 /// The result of a visit.

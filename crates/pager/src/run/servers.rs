@@ -175,10 +175,10 @@ impl Servers {
         fd: Arc<dyn AsFd + Send + Sync>,
         server: impl FnOnce(Notify) -> Box<dyn Serve>,
     ) -> io::Result<Served> {
-        let set = self.emptiest();
-        self.start(set)?;
         let id = TaskId::new(self.0.last.fetch_add(1, Ordering::Relaxed) + 1);
         let slot = Slot::new(id, group, fd, server);
+        let set = self.home(&slot);
+        self.start(set)?;
         slot.enter(set)?;
         Ok(Served(slot))
     }
@@ -188,15 +188,15 @@ impl Servers {
         self.0.threads.load(Ordering::Acquire)
     }
 
-    /// The set of a CPU with the fewest slots.
-    fn emptiest(&self) -> &Arc<Set> {
+    /// The set for a slot that is new, or that was stuck: of those where it may be served, the one with the fewest.
+    fn home(&self, slot: &Slot) -> &Arc<Set> {
         let (roaming, cpus) = self.0.sets.split_last().expect("there is one at least");
-        cpus.iter().min_by_key(|set| set.len()).unwrap_or(roaming)
+        cpus.iter().filter(|_| !slot.roams).min_by_key(|set| set.len()).unwrap_or(roaming)
     }
 
     /// The set for a slot of this set that has this placement.
     fn target(&self, set: &Arc<Set>, slot: &Slot, placement: Placement) -> Option<&Arc<Set>> {
-        let (roaming, cpus) = self.0.sets.split_last().expect("there is one at least");
+        let (roaming, cpus) = self.0.sets.split_last().filter(|_| !slot.roams)?;
         let to = match placement {
             Placement::Stay => None,
             Placement::Cpu(cpu) => cpus.iter().find(|set| set.cpu == Some(cpu)),
@@ -299,7 +299,7 @@ impl Servers {
 
     /// A slot that was apart rejoins the others, if it is time; returns whether it did.
     fn bring_home(&self, slot: &Arc<Slot>, from: &Arc<Set>) -> bool {
-        let to = self.emptiest();
+        let to = self.home(slot);
         let moved = self.start(to).and_then(|()| slot.relocate(from, to));
         moved.unwrap_or_else(|error| {
             tracing::debug!("Moving a userfaultfd back: {error}");

@@ -47,6 +47,7 @@ pub(super) struct Slot {
     over: Condvar,
     /// The thread that visits it now is to end it.
     is_closing: AtomicBool,
+    pub roams: bool,
 }
 
 impl std::fmt::Debug for Slot {
@@ -120,15 +121,19 @@ impl Slot {
         fd: Arc<dyn AsFd + Send + Sync>,
         server: impl FnOnce(Notify) -> Box<dyn Serve>,
     ) -> Arc<Self> {
-        Arc::new_cyclic(|this| Self {
-            id,
-            group,
-            fd: Mutex::new(Some(fd)),
-            stuck: AtomicU32::new(0),
-            server: Mutex::new((Some(server(Notify(this.clone()))), 0)),
-            place: Mutex::default(),
-            over: Condvar::new(),
-            is_closing: AtomicBool::new(false),
+        Arc::new_cyclic(|this| {
+            let server = server(Notify(this.clone()));
+            Self {
+                id,
+                group,
+                fd: Mutex::new(Some(fd)),
+                stuck: AtomicU32::new(0),
+                roams: server.roams(),
+                server: Mutex::new((Some(server), 0)),
+                place: Mutex::default(),
+                over: Condvar::new(),
+                is_closing: AtomicBool::new(false),
+            }
         })
     }
 

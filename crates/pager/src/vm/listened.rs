@@ -18,7 +18,7 @@ use super::Vm;
 use super::discards::{Asked, Rearm};
 use super::peer::{Heard, Peer};
 use crate::run::queue::Next;
-use crate::run::serve::{After, Placement, Serve};
+use crate::run::serve::{After, Serve};
 use crate::run::set::Notify;
 use crate::vm::view::View;
 
@@ -94,8 +94,7 @@ impl Serve for Listened {
     fn serve(&mut self, _now: Instant, until: Instant) -> After {
         loop {
             let Some(shares) = self.known().map(|(vm, _)| vm.shares()) else { return After::next(Next::Done) };
-            // The workers of CPUs are for faults.
-            let after = |next| After { placement: Placement::Roam, shares, ..After::next(next) };
+            let after = |next| After { shares, ..After::next(next) };
             if self.asked.load(Ordering::Acquire) {
                 return after(Next::Idle);
             }
@@ -116,6 +115,11 @@ impl Serve for Listened {
     }
 
     fn end(&mut self) {}
+
+    /// The first message may be stuck, too, and the workers of CPUs are for faults.
+    fn roams(&self) -> bool {
+        true
+    }
 }
 
 /// Carries out the discards of a VM.

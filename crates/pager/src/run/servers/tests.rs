@@ -27,6 +27,7 @@ struct Told {
     ended: AtomicUsize,
     panics: AtomicUsize,
     stays_down: AtomicBool,
+    roams: bool,
     /// Visits go on while somebody has this.
     stuck: Mutex<()>,
 }
@@ -61,6 +62,10 @@ impl<F: FnMut(&Told, Instant) -> After + Send> Serve for Server<F> {
         assert!(!self.told.visited.load(Ordering::SeqCst), "it is visited");
         self.told.ended.fetch_add(1, Ordering::SeqCst);
     }
+
+    fn roams(&self) -> bool {
+        self.told.roams
+    }
 }
 
 fn this_thread() -> u32 {
@@ -77,7 +82,7 @@ struct Client {
 
 impl Client {
     fn new(servers: &Servers, group: u64, then: impl FnMut(&Told, Instant) -> After + Send + 'static) -> Self {
-        Self::over(servers, group, input_fd(), then)
+        Self::over(servers, group, input_fd(), Told::default(), then)
     }
 
     /// The same whose input is there.
@@ -85,9 +90,10 @@ impl Client {
         servers: &Servers,
         group: u64,
         fd: Arc<OwnedFd>,
+        told: Told,
         then: impl FnMut(&Told, Instant) -> After + Send + 'static,
     ) -> Self {
-        let told = Arc::new(Told::default());
+        let told = Arc::new(told);
         let mut given = None;
         let server = Server { fd: fd.clone(), told: told.clone(), then };
         let served = servers
@@ -282,6 +288,30 @@ fn one_that_was_stuck_leaves_no_thread_and_no_set_when_it_comes_back_or_is_close
 }
 
 #[test]
+fn one_that_roams_is_visited_by_no_worker_of_a_cpu_neither_first_nor_after_it_was_stuck_nor_if_it_wants_to() {
+    let servers = Servers::new().expect("servers");
+    let on_cpu = Client::quiet(&servers, 0);
+    on_cpu.is_served();
+    let fd = input_fd();
+    rustix::io::write(&*fd, &1u64.to_ne_bytes()).expect("write");
+    let told = Told { roams: true, ..Told::default() };
+    let first = servers.0.sets[0].cpu.expect("a CPU");
+    let client = Client::over(&servers, 1, fd, told, move |_, _| After {
+        placement: Placement::Cpu(first),
+        ..After::next(Next::Idle)
+    });
+    until(|| client.visits() > 0);
+    let is_roaming = || client.served.0.set().upgrade().is_some_and(|set| set.cpu.is_none() && !set.is_apart);
+    assert!(is_roaming());
+    let set = part(&servers, &client);
+    until(|| set.upgrade().is_none());
+    client.is_served();
+    assert!(is_roaming());
+    let cpus = || servers.0.sets.iter().filter(|set| set.cpu.is_some());
+    assert_eq!(cpus().map(|set| set.current_visit().0).sum::<u64>() as usize, on_cpu.visits());
+}
+
+#[test]
 fn a_panic_is_that_of_one_server_which_ends_when_it_says_so() {
     let servers = Servers::new().expect("servers");
     let panics = Client::new(&servers, 0, |told, _| {
@@ -470,7 +500,7 @@ fn erratic(servers: &Servers, fd: &Arc<OwnedFd>, seed: u64) -> Client {
         };
         After { placement, is_eager: rng.below(10) == 0, ..After::next(next) }
     };
-    Client::over(servers, seed % 7, fd.clone(), then)
+    Client::over(servers, seed % 7, fd.clone(), Told::default(), then)
 }
 
 /// How long a random test goes on: some thousand steps, or as many as the environment says.
