@@ -502,6 +502,13 @@ impl World {
         self.play_new();
     }
 
+    /// Another file gets the name of the program that upgrades are to.
+    fn install_other(&self) {
+        let new = self._dir.path().join("new");
+        std::fs::copy(self._dir.path().join("engine"), &new).expect("copy");
+        std::fs::rename(new, self._dir.path().join("other")).expect("install");
+    }
+
     /// One engine has all VMs, is the keeper's, and does not rest; no other engine is named.
     fn check_end(&self) -> usize {
         let engine = self.keeper.engine.as_ref().expect("an engine").process;
@@ -643,8 +650,11 @@ fn only_one_upgrade_at_a_time_and_only_to_an_absolute_path() {
     world.keeper.begin_upgrade("/nowhere/ballastd".into()).expect_err("not there");
     world.begin();
     let program = world.keeper.last_upgrade.program.clone();
-    world.keeper.begin_upgrade(program).expect("asked for again");
+    world.keeper.begin_upgrade(program.clone()).expect("asked for again");
     assert_eq!(world.played.len(), 2);
+    world.install_other();
+    let said = world.keeper.begin_upgrade(program).expect_err("another file has the name by now");
+    assert!(said.contains("is under way"), "{said}");
     world.keeper.begin_upgrade("/other/ballastd".into()).expect_err("one is under way");
     world.act_all(Manners::Good);
     world.check_end();
@@ -918,6 +928,10 @@ fn a_keeper_does_not_become_a_program_whose_engines_do_not_come_to_serve() {
     let asked = world.keeper.replacing.as_ref().map(|replacing| matches!(replacing.step, Step::Checking(_)));
     assert_eq!((asked, world.keeper.last_program.as_ref().map(|last| last.path())), (Some(true), Some(&*program)));
     assert_ne!(world.keeper.program.path(), program);
+    let other = world.keeper.program.path().display().to_string();
+    world.keeper.begin_upgrade(other.clone()).expect("it is what the keeper becomes");
+    world.install_other();
+    world.keeper.begin_upgrade(other).expect_err("the keeper becomes another file of this name");
     world.kill(1);
     world.until(|world| world.keeper.engine.as_ref().is_some_and(|engine| engine.process != world.played[1].process));
     assert_eq!(world.keeper.program.path(), program, "engines are started from what they were started from before");

@@ -107,15 +107,19 @@ impl Keeper {
         if !program.is_absolute() {
             return Err(format!("{} is not an absolute path", program.display()));
         }
+        let opened = Program::at(program.clone());
+        let opened = opened.map_err(|error| format!("Opening {}: {error}", program.display()));
+        // A file that was installed under the same name since is another program.
+        let is_asked = |of: &Program| opened.as_ref().is_ok_and(|opened| of.path() == program && of.is_file_of(opened));
         if let Some(upgrade) = &self.upgrade {
             let under_way = &upgrade.shown.program;
-            if *under_way == program.display().to_string() && !upgrade.is_dead() {
-                return Ok(());
-            }
-            return Err(format!("the upgrade to {under_way} is under way"));
+            return match is_asked(&upgrade.program) && !upgrade.is_dead() {
+                true => Ok(()),
+                false => Err(format!("the upgrade to {under_way} is under way: try again when it is over")),
+            };
         }
         if let Some(replacing) = &self.replacing {
-            return match replacing.program.path() == program {
+            return match is_asked(&replacing.program) {
                 true => Ok(()),
                 false => Err("the keeper is about to be replaced: try again".into()),
             };
@@ -124,8 +128,7 @@ impl Keeper {
         if !serving || self.vms.iter().any(|vm| vm.fenced.is_some()) {
             return Err("the engine that serves has only just begun, or waits for a VM: try again later".into());
         }
-        let opened = Program::at(program.clone());
-        let opened = opened.map_err(|error| format!("Opening {}: {error}", program.display()))?;
+        let opened = opened?;
         let next = spawn(&mut self.starter, &opened).map_err(|error| format!("{error:#}"))?;
         tracing::info!(pid = next.process.pid, program = %program.display(), "an engine that is to follow is started");
         let now = Instant::now();
