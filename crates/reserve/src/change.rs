@@ -1,7 +1,7 @@
 //! A change of the kernel's number of huge pages: the pages of others are noted before, and keep their number.
 //!
 //! Before: `reserve`, `lend` or `owed` is about to change how many pages the kernel reserves. After: its number is that
-//! of the others' pages plus that of the pool's by its state, whether the change succeeded or not.
+//! of the others' pages plus that of the pool's by its state and what it owes, whether the change succeeded or not.
 //! Threads: the owner's. Units: huge pages.
 //! Promise: a change that failed is undone or completed at once. If that fails as well, or if its author died, this is
 //! done before the next change, so that no change takes pages for those of others that are not.
@@ -47,10 +47,10 @@ impl Reserve {
             }
         }
         for (numa, count) in &others.0 {
-            let total = count + u64::from(self.has(*numa));
+            // Slices may still wait for owed pages.
+            let total = count + u64::from(self.has(*numa)) + self.owes(*numa)?;
             self.host.set_pages(*numa, total).during("Setting the number of huge pages")?;
         }
-        self.owe_nothing()?;
         self.end()
     }
 

@@ -13,8 +13,8 @@
 //!
 //! Before: `reserve` grows. After: the kernel's number is the sum of what others had and what the pool has. Threads:
 //! the owner's. Units: huge pages.
-//! Promise: a page that the pool or its VMs still need is not given away. If the owner dies during the change, the
-//! journal has the right number, and nothing is owed any more.
+//! Promise: a page that the pool or its VMs still need is not given away, even if a change fails or its author dies:
+//! the account is written in one piece, and the next owner keeps the number of pages that it has.
 
 use std::collections::BTreeMap;
 

@@ -79,6 +79,31 @@ fn a_change_that_fails_on_one_node_is_undone_at_once_where_the_kernel_allows_it(
 }
 
 #[test]
+fn a_change_that_fails_or_whose_author_dies_gives_away_no_page_that_slices_still_wait_for() {
+    let Some(place) = Place::new() else { return };
+    let root = tempfile::tempdir().expect("a directory");
+    let (mut reserve, host) = pool(&place, root.path());
+    let surplus = root.path().join("sys/devices/system/node/node0/hugepages/hugepages-2048kB/surplus_hugepages");
+    std::fs::write(&surplus, "2\n").expect("write");
+    reserve.grow(Want::Bytes(Bytes(36 * MIB)), Some(0), None).expect("grow");
+    // The kernel has converted them.
+    std::fs::write(&surplus, "0\n").expect("write");
+    let grown = pages(&host);
+    let owed = || std::fs::read_to_string(place.dir().join("owed.json")).expect("something is owed");
+    let before = owed();
+    let kept = ReadOnly::pages_of(root.path(), 1);
+    reserve.lend(Bytes(16 * MIB), Some(1)).expect_err("the kernel refuses");
+    assert_eq!((pages(&host), owed()), (grown, before.clone()));
+    assert!(place.dir().join("journal.json").exists(), "it is still to be undone");
+    drop((kept, reserve));
+    let reserve = Reserve::open(&place.dir(), host.clone()).expect("open");
+    assert!(!place.dir().join("journal.json").exists());
+    // By the state, the second node's pages are lent.
+    assert_eq!((pages(&host), owed()), ([grown[0], 5], before));
+    reserve.validate().expect("valid");
+}
+
+#[test]
 fn a_pool_whose_files_are_gone_returns_its_pages_once_however_often_that_fails() {
     let Some(place) = Place::new() else { return };
     let root = tempfile::tempdir().expect("a directory");
