@@ -27,7 +27,7 @@ use ballast_sys::memfd::FileId;
 use ballast_sys::{clock, scm};
 
 use crate::engine::lending::Lender;
-use crate::engine::pool_parts::Parts;
+use crate::engine::pool_parts::{Jobs, Parts};
 use crate::events::Events;
 use crate::settings::Pooling;
 
@@ -170,27 +170,40 @@ impl PoolService {
     ) -> Result<(), Error> {
         let mut state = self.lock();
         let State::Ours(parts) = &mut *state else { return Ok(()) };
+        // A part that fails keeps neither the other one nor slices from being zeroed.
+        let mut failed = Ok(());
         if looked.is_none_or(|at| at.elapsed() >= POLL_EVERY) {
-            *looked = Some(Instant::now());
             for (page, reserve) in parts.each() {
-                reserve.tend()?;
-                if let Some(lent) = lenders[page as usize].adjust(reserve, clock::monotonic_ns() / 1_000_000)? {
-                    events.add(None, "pool-lent", lent);
+                let lender = &mut lenders[page as usize];
+                match reserve.tend().and_then(|_| lender.adjust(reserve, clock::monotonic_ns() / 1_000_000)) {
+                    Ok(None) => {}
+                    Ok(Some(lent)) => events.add(None, "pool-lent", lent),
+                    Err(error) => failed = failed.and(Err(error)),
                 }
             }
+            // Now: the kernel may have kept this thread for as long.
+            *looked = Some(Instant::now());
         }
         for failure in parts.each().flat_map(|(_, reserve)| reserve.take_failures()) {
             events.add(failure.owner.clone().map(|(name, _)| name), "pool-memory-failed", failure.to_string());
         }
         let on_demand = parts.of(Page::Huge).ok().filter(|huge| huge.has_on_demand());
-        let (has_on_demand, aside) = (on_demand.is_some(), on_demand.map_or(Ok(()), Reserve::set_aside));
+        let has_on_demand = on_demand.is_some();
+        failed = failed.and(on_demand.map_or(Ok(()), Reserve::set_aside));
         let is_due = again.elapsed() >= AGAIN_EVERY;
         if is_due {
             *again = Instant::now();
         }
-        let mut jobs = parts.jobs(is_due)?;
+        let mut jobs = parts.jobs(is_due).unwrap_or_else(|error| {
+            failed = std::mem::replace(&mut failed, Ok(())).and(Err(error));
+            Jobs::default()
+        });
         if jobs.is_empty() {
-            match parts.is_at_rest()? {
+            let rests = parts.is_at_rest().unwrap_or_else(|error| {
+                failed = std::mem::replace(&mut failed, Ok(())).and(Err(error));
+                false
+            });
+            match rests && failed.is_ok() {
                 // No VM has memory of it, and there is nothing to do: a thread that changes that notifies.
                 true => match wait {
                     None => drop(self.changed.wait(state)),
@@ -199,13 +212,12 @@ impl PoolService {
                 false if has_on_demand => drop(self.changed.wait_timeout(state, TOUCHED_EVERY)),
                 false => drop(self.changed.wait_timeout(state, POLL_EVERY)),
             }
-            return aside;
+            return failed;
         }
         drop(state);
-        let mut failed = aside;
         while let Some((page, job)) = jobs.next() {
             let done = job.run();
-            let State::Ours(parts) = &mut *self.lock() else { return Ok(()) };
+            let State::Ours(parts) = &mut *self.lock() else { return failed };
             // It was there when the job began, and no part goes.
             let Ok(part) = parts.of(page) else { continue };
             let is_ready = part.finish(done);
@@ -415,36 +427,4 @@ impl PoolService {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_part_that_cannot_be_opened_and_a_socket_that_cannot_be_made_are_tried_again_and_the_other_part_works() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let at = |name: &str| dir.path().join(name);
-        let place = Pooling { dir: at("pool"), socket: at("later/pool.sock"), gid: None };
-        std::fs::create_dir_all(at("pool/gib")).expect("make");
-        std::fs::write(at("pool/gib/state"), "no state").expect("write");
-        let service = PoolService::new(Some(place.clone()));
-        *service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("one part is enough")));
-        let mut listens = false;
-        for _ in 0..2 {
-            let missing = service.complete(&place, &mut listens);
-            assert!(missing[0].contains("pages of 1 GiB cannot be used: the state of the pool"), "{missing:?}");
-            assert!(missing[1].contains("Listening on") && !listens, "{missing:?}");
-        }
-        let stat = service.stat();
-        assert!(stat.notes.iter().any(|note| note.contains("Listening on")), "{stat:?}");
-        assert!(stat.gib.is_some_and(|gib| gib.notes[0].contains("cannot be used")));
-        let mut lend = LendRequest { when_short: true, ..LendRequest::default() };
-        let said = |lend: &LendRequest| service.lend(lend).expect_err("there is nothing to lend");
-        assert!(said(&lend).contains("nothing is reserved"), "the other part does not work");
-        lend.pages = PoolPages::Gib;
-        assert!(said(&lend).contains("cannot be used"));
-        std::fs::remove_file(at("pool/gib/state")).expect("remove");
-        std::fs::create_dir(at("later")).expect("make");
-        assert_eq!(service.complete(&place, &mut listens), Vec::<String>::new());
-        assert!(at("later/pool.sock").exists());
-        assert!(listens && service.stat().notes.is_empty() && said(&lend).contains("nothing is reserved"));
-    }
-}
+mod tests;

@@ -93,9 +93,9 @@ impl Parts {
     /// What there is to zero: one slice, and if `again`, all that found no page before.
     ///
     /// # Errors
-    /// The file of the only slice cannot be opened.
+    /// There is nothing to zero but slices whose file cannot be opened.
     pub fn jobs(&mut self, again: bool) -> Result<Jobs, Error> {
-        let mut all = Jobs::default();
+        let (mut all, mut failed) = (Jobs::default(), Ok(()));
         for (page, part) in self.each().filter(|_| again) {
             let jobs = part.jobs_again();
             all.again[page as usize].0 = jobs.len();
@@ -108,12 +108,14 @@ impl Parts {
                     all.jobs.push_back((page, job));
                     break;
                 }
-                // Work that is due is done in any case, because a job that is dropped is never done.
-                Err(error) if all.jobs.is_empty() => return Err(error),
-                Err(_) => {}
+                Err(error) => failed = failed.and(Err(error)),
             }
         }
-        Ok(all)
+        // Work that is due is done in any case, because a job that is dropped is never done.
+        match all.jobs.is_empty() {
+            true => failed.map(|()| all),
+            false => Ok(all),
+        }
     }
 
     /// What the API shows of both.
