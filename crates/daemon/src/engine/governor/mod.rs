@@ -213,7 +213,12 @@ impl Governor {
             let vms: HashMap<String, Arc<Served>> =
                 host.all().into_iter().map(|served| (served.vm.state.id().to_string(), served)).collect();
             let apply = |decision: &&Decision| vms.get(&decision.id).is_some_and(|vm| self.apply(vm, decision));
-            let changed = plan.decisions.iter().filter(apply).count();
+            // Without an owner, no VM has a target: neither one that was opened since the snapshot was taken.
+            let free = Decision { action: Action::Free, ..Decision::default() };
+            let changed = match inner.is_active() {
+                true => plan.decisions.iter().filter(apply).count(),
+                false => vms.values().filter(|vm| self.apply(vm, &free)).count(),
+            };
             vms.values().for_each(|served| balloon::ask(&served.vm, inner.is_active()));
             inner.ticks += 1;
             inner.changed += changed as u64;
