@@ -171,6 +171,10 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// handle is safe to get; one that was never returned gives `Absent` or `Corrupt`.
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome;
 
+    /// Another thread is about to get this page. A store on a network sends the request now, if it can do so without
+    /// waiting.
+    fn begin(&self, _key: PageKey, _handle: Handle) {}
+
     /// Keep a run: `pages[i]` is the page `i` after `first`. Each page's outcome is appended, in order. A store on a
     /// device writes up to 512 pages (2 MiB) as one extent if it can; the outcome for one page says nothing about the
     /// next.

@@ -12,6 +12,7 @@
 //! [`identity`] tells a cluster from another one.
 #![forbid(unsafe_code)]
 
+mod begun;
 mod budget;
 pub mod check;
 mod cluster;

@@ -84,6 +84,14 @@ impl Link {
         self.stream.send(commands.bytes(), until)
     }
 
+    /// The same, but never waits.
+    ///
+    /// # Errors
+    /// The connection is broken, or does not take all of it at once. It must not be used again.
+    pub fn send_at_once(&mut self, commands: &Commands) -> io::Result<()> {
+        self.stream.send_at_once(commands.bytes())
+    }
+
     /// Reads this many replies, which must be all that are outstanding.
     ///
     /// # Errors

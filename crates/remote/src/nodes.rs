@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::link::{Access, Link};
 use crate::refusal::Addr;
+use crate::resp::Commands;
 
 /// Initial timeout of a node.
 const TIMEOUT: Duration = Duration::from_millis(100);
@@ -83,17 +84,48 @@ impl Node {
         work: impl FnOnce(&mut Link) -> io::Result<T>,
     ) -> io::Result<T> {
         let (begun, timeout) = (Instant::now(), self.timeout());
-        let kept = self.idle().pop();
-        let kept = kept.and_then(|(mut link, used)| (begun - used < FRESH || !link.is_stale()).then_some(link));
-        let done = kept.map_or_else(|| Link::open(&self.addr, access, until), Ok).and_then(|mut link| {
-            let done = work(&mut link)?;
+        match self.kept(begun).map_or_else(|| Link::open(&self.addr, access, until), Ok) {
+            Ok(link) => self.end(link, begun, timeout, work),
+            Err(error) => {
+                self.note(begun, timeout, Some(&error));
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes an idle connection, if there is one that works.
+    fn kept(&self, now: Instant) -> Option<Link> {
+        let (mut link, used) = self.idle().pop()?;
+        (now.saturating_duration_since(used) < FRESH || !link.is_stale()).then_some(link)
+    }
+
+    /// Sends commands by an idle connection, if there is one and it takes them at once. Never waits for the server. The
+    /// caller passes the connection to [`Node::end`], or closes it.
+    pub fn begin(&self, commands: &Commands) -> Option<Link> {
+        let mut link = self.kept(Instant::now())?;
+        link.send_at_once(commands).is_ok().then_some(link)
+    }
+
+    /// Runs `work` with a connection that nobody else has, for a request that began then with this timeout. After an
+    /// error the connection is closed.
+    ///
+    /// # Errors
+    /// `work` failed.
+    pub fn end<T>(
+        &self,
+        mut link: Link,
+        begun: Instant,
+        timeout: Duration,
+        work: impl FnOnce(&mut Link) -> io::Result<T>,
+    ) -> io::Result<T> {
+        let done = work(&mut link);
+        self.note(begun, timeout, done.as_ref().err());
+        if done.is_ok() {
             let mut idle = self.idle();
             if idle.len() < KEPT {
                 idle.push((link, Instant::now()));
             }
-            Ok(done)
-        });
-        self.note(begun, timeout, done.as_ref().err());
+        }
         done
     }
 

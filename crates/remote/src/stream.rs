@@ -119,6 +119,24 @@ impl Stream {
         Ok(())
     }
 
+    /// Sends all of this, and never waits.
+    ///
+    /// # Errors
+    /// The connection is broken, or does not take all of it at once. It must not be used again.
+    pub fn send_at_once(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.socket.set_nonblocking(true)?;
+        match &mut self.tls {
+            None => (&self.socket).write_all(bytes)?,
+            Some(tls) => {
+                tls.writer().write_all(bytes)?;
+                while tls.wants_write() {
+                    tls.write_tls(&mut &self.socket)?;
+                }
+            }
+        }
+        self.socket.set_nonblocking(false)
+    }
+
     /// Receives some bytes of the server. Returns 0 if it has closed the connection.
     ///
     /// # Errors

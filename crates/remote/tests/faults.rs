@@ -190,6 +190,35 @@ fn a_page_that_is_damaged_at_its_owner_comes_from_a_replica_and_is_corrupt_if_no
 }
 
 #[test]
+fn a_request_that_was_begun_is_answered_or_costs_nothing_whatever_became_of_the_page_or_its_node() {
+    let Some(mut valkey) = start(Layout::default()) else { return };
+    let store = store(&cluster(&valkey, 1));
+    let handles = stored(put(&store, 0, 40));
+    // More than are kept, and some twice.
+    for round in 0..3 {
+        (0..).zip(&handles).for_each(|(page, handle)| store.begin(key(page % 20), *handle));
+        for (page, handle) in (0..).zip(&handles) {
+            assert_eq!(get_at_last(&store, page, *handle), GetOutcome::Found, "round {round}");
+        }
+    }
+    // It is freed, and never was.
+    store.begin(key(0), handles[0]);
+    store.free(key(0), handles[0]);
+    store.tidy();
+    assert_eq!(get_at_last(&store, 1, handles[1]), GetOutcome::Found);
+    store.begin(key(99), handles[1]);
+    assert_eq!(get_at_last(&store, 99, handles[1]), GetOutcome::Absent);
+    // Nothing is read of it, for longer than its node may take; and its node dies.
+    store.begin(key(2), handles[2]);
+    let slot = slot_of(format!("b{{{VM}:0:0}}").as_bytes());
+    valkey.kill(valkey.owner(slot).expect("an owner"));
+    (0..).zip(&handles).skip(1).for_each(|(page, handle)| {
+        store.begin(key(page), *handle);
+        assert_eq!(get_at_last(&store, page, *handle), GetOutcome::Found, "a replica takes over");
+    });
+}
+
+#[test]
 fn a_vm_without_a_lease_is_swept_by_another_host_and_one_with_a_lease_is_not() {
     let Some(valkey) = start(Layout { primaries: 1, ..Layout::default() }) else { return };
     let (ours, theirs) = (cluster(&valkey, 1), cluster(&valkey, 1));

@@ -112,6 +112,15 @@ impl Readahead {
         Some((PageRange::new(PageIdx(page + 1), PageIdx(half)), PageRange::new(PageIdx(more.min(end)), PageIdx(end))))
     }
 
+    /// May a fault on this page continue a stream?
+    pub fn is_in_order(&self, region: u32, page: u64) -> bool {
+        let reach = REACH.max(self.most);
+        let leads_here = |stream: &Stream| {
+            stream.met > 0 && stream.region == region && (stream.page + 1..=stream.next + reach).contains(&page)
+        };
+        self.streams.iter().any(leads_here)
+    }
+
     /// The pages that came with the last fault end before this page.
     pub fn came(&mut self, end: u64) {
         if let Some(last) = self.streams.iter_mut().find(|stream| stream.met == self.faults) {

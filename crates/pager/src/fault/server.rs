@@ -40,6 +40,7 @@ use crate::vm::stats::Counter;
 use crate::vm::view::View;
 use crate::vm::workers::Serves;
 use ballast_page::outcome::Served;
+use ballast_page::page_state::State;
 
 /// Time for which faults that wait for a page lock are tried again at once: a lock is held for some 20 to 40 us. After
 /// that there is a pause of [`RETRY`] between tries: a busy store takes longer.
@@ -302,6 +303,11 @@ impl FaultServer {
         // Only near stores are asked here. A page that leaves them at this moment is tried again, and then it is in a
         // slow store.
         if vm.stores.has_slow() && region.is_slow(page) {
+            let word = region.word(page);
+            let is_one = is_missing && granule.pages() == 1 && word.state() == State::Far;
+            if is_one && !vm.mail.slow.is_in_order(region.number, page.0) {
+                vm.stores.begin(region.key(page), word);
+            }
             vm.mail.slow.take(vm.stats(), &view, *pending);
             return true;
         }

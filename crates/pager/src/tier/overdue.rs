@@ -119,6 +119,10 @@ impl Store for Overdue {
         outcome
     }
 
+    fn begin(&self, key: PageKey, handle: Handle) {
+        self.store.begin(key, handle);
+    }
+
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
         self.store.put_run(first, pages, outcomes);
     }

@@ -142,6 +142,12 @@ impl SlowQueue {
         self.cluster.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Does this page continue an order in which pages are read, so that it comes with others?
+    pub(crate) fn is_in_order(&self, region: u32, page: u64) -> bool {
+        // If it is being changed, a page of this VM is asked for by another worker at this moment.
+        self.readahead.try_lock().map_or(true, |readahead| readahead.is_in_order(region, page))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().expect("no panic while held")
     }

@@ -113,6 +113,13 @@ impl Stores {
         self.0.iter().find(|tier| tier.number == number)
     }
 
+    /// Another thread is about to get the page of this word, which is far: see [`Store::begin`].
+    pub fn begin(&self, key: PageKey, word: Word) {
+        if let Some(tier) = self.get(word.store()) {
+            tier.store.begin(key, word.handle());
+        }
+    }
+
     /// Only stores that return at once: for workers that must not wait.
     pub fn near(&self) -> Near<'_> {
         Near(self)
