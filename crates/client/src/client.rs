@@ -69,6 +69,7 @@ impl Client {
         region.ram.register(&shared.uffds).map_err(|error| {
             RequestError::Invalid(format!("RAM at {hva} comes on demand, and cannot be registered: {error}"))
         })?;
+        let must_be_managed = region.ram.is_on_demand;
         let (info, fds) = region.describe();
         let sent = fds.iter().map(|fd| fd.try_clone_to_owned()).collect::<std::io::Result<Vec<_>>>();
         let sent = sent.map_err(|error| RequestError::Invalid(error.to_string()))?;
@@ -94,6 +95,10 @@ impl Client {
             let answer = shared.link.ask(&message, &fds, shared.timing.handshake, false, |_| {
                 lock(&shared.table).extend(region.take());
             });
+            // Nobody would serve such RAM if the next keeper did not take it.
+            if matches!(answer, Ok(Asked::Later)) && must_be_managed && waits.is_none() {
+                waits = Some("there is no keeper, and this memory comes on demand".into());
+            }
             if matches!(answer, Ok(Asked::Later))
                 && let Some(why) = waits
             {

@@ -32,8 +32,8 @@ static CLIENT: OnceLock<Client> = OnceLock::new();
 static ATTACHING: Mutex<()> = Mutex::new(());
 /// A reason to pin that was given before there was RAM.
 static EARLY_PIN: Mutex<Option<&'static str>> = Mutex::new(None);
-/// `mlockall(MCL_FUTURE)` was called.
-static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
+/// `mlockall(MCL_FUTURE)` was called: all memory that is mapped from now on is locked.
+pub static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
 
 const LOCKED: &str = "memory is locked (mlock)";
 

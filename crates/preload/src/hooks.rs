@@ -7,6 +7,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
+use std::sync::atomic::Ordering;
 
 use ballast_base::HUGE_SIZE;
 use libc::{msghdr, off_t, size_t, ssize_t};
@@ -60,8 +61,9 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
     if may_be_ram {
         // If there is a bug, the VMM must not map the stand-in of RAM.
         let fallback = pool::is_wanted().then_some(Err(libc::ENOMEM));
+        let locked = if decide::LOCKS_ALL.load(Ordering::Relaxed) { libc::MAP_LOCKED } else { 0 };
         // SAFETY: the caller's promise.
-        let provided = quietly(fallback, || unsafe { pool::provide(addr, len, prot, flags, fd, offset) });
+        let provided = quietly(fallback, || unsafe { pool::provide(addr, len, prot, flags | locked, fd, offset) });
         match provided {
             Some(Ok(ram)) => {
                 return match quietly(Ok(()), || decide::new_ram_of_pool(ram, flags)) {

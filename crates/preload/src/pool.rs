@@ -79,6 +79,10 @@ pub unsafe fn provide(
         if pages.size() != page {
             return Err(format!("its backend has pages of {page}, and {VARIABLE} is {pages}"));
         }
+        if pages == Pages::OnDemand && flags & libc::MAP_LOCKED != 0 {
+            // The kernel would allocate all of it before anybody serves its touches.
+            return Err("memory that is locked does not come on demand".into());
+        }
         if flags & libc::MAP_FIXED == 0 || !(addr as u64).is_multiple_of(page.0) {
             return Err(format!("the VMM maps its RAM at no fixed address, or not at a multiple of {page}"));
         }

@@ -26,7 +26,7 @@ use crate::error::{During, Error};
 use crate::host::Page;
 use crate::journal;
 use crate::live::Live;
-use crate::promises::{ASIDE, FILE, OnDemand, Promise, STEP};
+use crate::promises::{ASIDE, FILE, OnDemand, Promise};
 use crate::reserve::{Grant, Reserve};
 
 impl Reserve {
@@ -131,9 +131,9 @@ impl Reserve {
         let wanted = now.wanted();
         let names = self.dir.join("names.json");
         if now.aside < wanted {
-            let mut left = (wanted - now.aside).min(live.ready_for_demand());
+            let mut left = now.lacks(live.ready_for_demand());
             while left > 0 {
-                let slices = left.min(STEP);
+                let slices = left.min(now.step());
                 let (id, domain) = live.new_vm().during("Asking for random numbers")?;
                 // Of one domain, so that they share files, which no process has.
                 let domain = live.aside_domain().unwrap_or(domain);
@@ -142,9 +142,9 @@ impl Reserve {
                 let parts = live.parts(slices, &ballast_base::pool::Nodes::Any)?;
                 let request = Request { vm: VmId(id), domain, kind: Kind::Hugetlb, mode: Mode::Slices, parts };
                 if let Err(why) = live.pool.allocate(&request) {
-                    tracing::debug!("Setting memory of the pool aside: {why}");
                     live.names.remove(&id.get());
-                    return journal::store(&names, &live.names).during("Writing who has what");
+                    journal::store(&names, &live.names).during("Writing who has what")?;
+                    return Err(Error::Refused(why, live.page));
                 }
                 live.punch_aside(VmId(id))?;
                 left -= slices;
@@ -152,7 +152,7 @@ impl Reserve {
             return Ok(());
         }
         // Half a step more stays, so that a page that comes and goes moves nothing.
-        let mut spare = (now.aside - wanted).saturating_sub(if now.promised == 0 { 0 } else { STEP / 2 });
+        let mut spare = (now.aside - wanted).saturating_sub(if now.promised == 0 { 0 } else { now.step() / 2 });
         let aside: Vec<(VmId, u32)> = live.aside().collect();
         let mut released = false;
         for (vm, slices) in aside.into_iter().rev() {
@@ -206,15 +206,18 @@ impl Live {
         Ok((bytes.0 / self.page.bytes()) as u32)
     }
 
+    /// Counts slices.
+    fn count(&self, is_one: impl Fn(SliceIdx) -> bool) -> u32 {
+        let slices = self.first_slices().flat_map(|(first, spec)| (first..first + spec.slices).map(SliceIdx));
+        slices.filter(|at| is_one(*at)).count() as u32
+    }
+
     /// Slices of the files of what is set aside that are zeroed: only that can get them.
     fn ready_aside(&self) -> u32 {
         let Some(domain) = self.aside_domain() else { return 0 };
-        let ready = |at: &SliceIdx| {
-            self.pool.state(*at) == SliceState::Free(Content::Zeroed) && self.pool.domain(*at) == Some(domain)
-        };
-        self.first_slices()
-            .map(|(first, spec)| (first..first + spec.slices).map(SliceIdx).filter(ready).count() as u32)
-            .sum()
+        self.count(|at| {
+            self.pool.state(at) == SliceState::Free(Content::Zeroed) && self.pool.domain(at) == Some(domain)
+        })
     }
 
     /// Slices that can be set aside now.
@@ -223,12 +226,30 @@ impl Live {
         stats.map(|stats| stats.ready - stats.fenced).sum::<u32>() + self.ready_aside()
     }
 
+    /// Slices for VMs on demand: set aside, or free and in no file of which another VM has a part.
+    fn backing(&self) -> Result<u32, Error> {
+        let aside = self.aside_domain();
+        let unzeroed = self.count(|at| {
+            matches!(self.pool.state(at), SliceState::Free(Content::Dirty | Content::Zeroing))
+                && self.pool.domain(at).is_none_or(|domain| Some(domain) == aside)
+        });
+        Ok(self.ready_for_demand() + unzeroed + self.on_demand()?.aside)
+    }
+
     /// Slices that are promised to nobody: free or set aside, less what VMs on demand were promised.
     pub(crate) fn unpromised(&self) -> Result<u32, Error> {
-        let stats = self.pool.layout().nodes().filter_map(|(node, _)| self.pool.stats(node));
-        let unzeroed: u32 = stats.map(|stats| stats.dirty + stats.zeroing).sum();
-        let now = self.on_demand()?;
-        Ok((self.ready_for_demand() + unzeroed + now.aside).saturating_sub(now.promised))
+        Ok(self.backing()?.saturating_sub(self.on_demand()?.promised))
+    }
+
+    /// Checks that what VMs on demand were promised is there still, after another VM got memory: it also keeps the rest
+    /// of its last file from others.
+    pub(crate) fn keeps_promises(&self) -> Result<(), Error> {
+        let (backing, promised) = (self.backing()?, self.on_demand()?.promised);
+        if backing >= promised {
+            return Ok(());
+        }
+        let size = |slices| self.page.size(slices);
+        Err(Error::Promised { wanted: size(promised - backing), left: size(0), promised: size(promised) })
     }
 
     /// Gives the pages of slices that are set aside to the kernel.

@@ -40,11 +40,25 @@ pub struct OnDemand {
 }
 
 impl OnDemand {
-    /// How many slices are to be set aside.
+    /// How many slices are to be set aside: whole steps, since each call that sets some aside takes a place in the
+    /// state.
     pub(crate) fn wanted(self) -> u32 {
         let untouched = self.promised.saturating_sub(self.touched);
+        let wanted = self.touched + (untouched / AHEAD).max(STEP);
         // A VM that made its file longer has more than it was promised, and takes it from others.
-        self.promised.min(self.touched + (untouched / AHEAD).max(STEP))
+        self.promised.min(wanted.next_multiple_of(self.step()))
+    }
+
+    /// Slices that are set aside at once, so that there are some 500 such pieces at most.
+    pub(crate) fn step(self) -> u32 {
+        STEP.max((self.promised / 512).next_multiple_of(STEP))
+    }
+
+    /// How many to set aside now, of this many that are ready. Less than is wanted only if touches need it: the rest
+    /// is being zeroed, and comes as one.
+    pub(crate) fn lacks(self, ready: u32) -> u32 {
+        let lacks = self.wanted().saturating_sub(self.aside);
+        if lacks <= ready || self.aside <= self.touched { lacks.min(ready) } else { 0 }
     }
 }
 
@@ -57,5 +71,26 @@ mod tests {
         let wanted = |promised, touched| OnDemand { promised, touched, aside: 0 }.wanted();
         assert_eq!([wanted(0, 0), wanted(32, 0), wanted(32, 32), wanted(32, 40)], [0, 32, 32, 32]);
         assert_eq!([wanted(2048, 0), wanted(2048, 1024), wanted(2048, 2000)], [256, 1152, 2048]);
+    }
+
+    #[test]
+    fn a_large_vm_that_is_touched_page_by_page_has_some_hundred_pieces_set_aside() {
+        for promised in [512, 8192, 1 << 20] {
+            let (mut aside, mut pieces) = (0, 0);
+            for touched in 0..=promised {
+                let now = OnDemand { promised, touched, aside };
+                let lacks = now.lacks(u32::MAX);
+                pieces += lacks.div_ceil(now.step());
+                aside += lacks;
+                assert!(aside > touched || aside == promised);
+            }
+            assert!(pieces <= 600 && aside == promised, "{pieces} pieces for {promised}");
+        }
+    }
+
+    #[test]
+    fn a_part_of_a_step_is_set_aside_only_if_touches_need_it() {
+        let lacks = |touched, ready| OnDemand { promised: 8192, touched, aside: 1280 }.lacks(ready);
+        assert_eq!([lacks(1000, 3), lacks(1279, 3), lacks(1280, 3), lacks(1000, 9000)], [0, 0, 3, 640]);
     }
 }

@@ -224,7 +224,8 @@ impl Reserve {
         journal::store(&names, &live.names).during("Writing who has what")?;
         let request = Request { vm: VmId(id), domain, kind: Kind::Hugetlb, mode, parts };
         let given = live.pool.allocate(&request).map_err(|why| Error::Refused(why, page)).and_then(|grant| {
-            let cut = live.cut(id.get(), &grant.segments);
+            let kept = if live.promises.is_empty() { Ok(()) } else { live.keeps_promises() };
+            let cut = kept.and_then(|()| live.cut(id.get(), &grant.segments));
             cut.map(|(extents, files)| Grant { vm: id.get(), extents, files }).inspect_err(|_| {
                 // No process has seen the memory.
                 let _ = live.pool.release(VmId(id));
