@@ -29,7 +29,7 @@ QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=rwp,uffd,collapse,hwpoison scripts/in-q
     "$(program track)" "$(program coalesce)" "$(program shard)" "$(program native)" "$(program memory_error)" \
     "$(program ballast_sys) memory_error" "$(program arena_memory)" "$(program engine_memory)"
 # Pages of 1 GiB, which a machine that has run for a while has none of.
-QEMU_MEMORY=6G QEMU_SECONDS=2400 REQUIRE=uffd,hugetlb,memory,hwpoison scripts/in-qemu.sh "$out/vmlinuz" \
+QEMU_MEMORY=8G QEMU_SECONDS=2400 REQUIRE=uffd,hugetlb,memory,hwpoison scripts/in-qemu.sh "$out/vmlinuz" \
     "$(program gib) --test-threads=1" "$(program pool) a_vm_on_pages_of_a_gib" "$(program failed) a_page_of_a_gib"
 # Two NUMA nodes of different sizes: tiers of the host, and the pool. Memory that fails comes last: it stays the
 # kernel's for ever.
