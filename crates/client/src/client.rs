@@ -69,7 +69,9 @@ impl Client {
         region.ram.register(&shared.uffds).map_err(|error| {
             RequestError::Invalid(format!("RAM at {hva} comes on demand, and cannot be registered: {error}"))
         })?;
-        let must_be_managed = region.ram.is_on_demand;
+        // Why the keeper asked to wait, or why RAM may not wait for the next one: nobody would serve it then.
+        let mut waits =
+            region.ram.is_on_demand.then(|| "there is no keeper, and this memory comes on demand".to_owned());
         let (info, fds) = region.describe();
         let sent = fds.iter().map(|fd| fd.try_clone_to_owned()).collect::<std::io::Result<Vec<_>>>();
         let sent = sent.map_err(|error| RequestError::Invalid(error.to_string()))?;
@@ -88,17 +90,11 @@ impl Client {
         }
         let fds: Vec<_> = sent.iter().map(AsFd::as_fd).collect();
         let until = Instant::now() + shared.timing.answer;
-        // Why the keeper asked to wait.
-        let mut waits = None;
         loop {
             let message = ClientToKeeper::AddRegion { region: info.clone(), files: fds.len() as u8 };
             let answer = shared.link.ask(&message, &fds, shared.timing.handshake, false, |_| {
                 lock(&shared.table).extend(region.take());
             });
-            // Nobody would serve such RAM if the next keeper did not take it.
-            if matches!(answer, Ok(Asked::Later)) && must_be_managed && waits.is_none() {
-                waits = Some("there is no keeper, and this memory comes on demand".into());
-            }
             if matches!(answer, Ok(Asked::Later))
                 && let Some(why) = waits
             {

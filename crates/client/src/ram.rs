@@ -81,8 +81,7 @@ impl Checked {
             list.push(Extent { file: number as u16, offset, len });
         }
         let extents = Extents::new(&list).map_err(|error| wrong(&error))?;
-        let on_demand =
-            files.iter().map(|(fd, _)| memfd::is_on_demand(fd)).collect::<io::Result<Vec<_>>>().map_err(io)?;
+        let is_on_demand = memfd::any_is_on_demand(files.iter().map(|(fd, _)| fd)).map_err(io)?;
         let mut pages = files.iter().map(|(fd, _)| memfd::check_ram_file(fd).map_err(|error| wrong(&error)));
         let page = pages.next().ok_or_else(|| wrong(&"it has no file"))??;
         for other in pages {
@@ -108,7 +107,7 @@ impl Checked {
             }
             at += len.0;
         }
-        Ok(Self { span, extents, guest_address, files, page: page.0, is_on_demand: on_demand.contains(&true) })
+        Ok(Self { span, extents, guest_address, files, page: page.0, is_on_demand })
     }
 
     /// If its pages come when they are touched, registers all of it before the first touch: until an engine serves it,

@@ -65,15 +65,16 @@ pub fn verdicts(
         }
         Ok(map)
     });
-    let unknown = match asked {
-        Ok(map) if said.contains(&Verdict::Lost) => loses(&map).err().map(|why| (why, false)),
-        Ok(_) => None,
-        Err(error) => Some((error.to_string(), true)),
+    let (open, why): (&[Verdict], String) = match asked {
+        Err(error) => (&[Verdict::Lost, Verdict::Damaged], error.to_string()),
+        Ok(map) => match said.contains(&Verdict::Lost).then(|| loses(&map)) {
+            Some(Err(why)) => (&[Verdict::Lost], why),
+            _ => return said,
+        },
     };
-    if let Some((why, also_damaged)) = unknown {
-        let is_open = |verdict: &Verdict| *verdict == Verdict::Lost || also_damaged && *verdict == Verdict::Damaged;
-        said.iter_mut().filter(|verdict| is_open(verdict)).for_each(|verdict| *verdict = Verdict::Unknown(why.clone()));
-    }
+    said.iter_mut()
+        .filter(|verdict| open.contains(verdict))
+        .for_each(|verdict| *verdict = Verdict::Unknown(why.clone()));
     said
 }
 

@@ -93,7 +93,8 @@ impl Reserve {
     /// Refuses a promise of this many slices if the pool has fewer beside all other promises.
     pub(crate) fn check_promises(&self, slices: u32) -> Result<(), Error> {
         let Some(live) = &self.live else { return Ok(()) };
-        let (left, now) = (live.unpromised()?, live.on_demand()?);
+        let now = live.on_demand()?;
+        let left = live.unpromised(now);
         match slices <= left {
             true => Ok(()),
             false => {
@@ -227,24 +228,25 @@ impl Live {
     }
 
     /// Slices for VMs on demand: set aside, or free and in no file of which another VM has a part.
-    fn backing(&self) -> Result<u32, Error> {
+    fn backing(&self, now: OnDemand) -> u32 {
         let aside = self.aside_domain();
         let unzeroed = self.count(|at| {
             matches!(self.pool.state(at), SliceState::Free(Content::Dirty | Content::Zeroing))
                 && self.pool.domain(at).is_none_or(|domain| Some(domain) == aside)
         });
-        Ok(self.ready_for_demand() + unzeroed + self.on_demand()?.aside)
+        self.ready_for_demand() + unzeroed + now.aside
     }
 
     /// Slices that are promised to nobody: free or set aside, less what VMs on demand were promised.
-    pub(crate) fn unpromised(&self) -> Result<u32, Error> {
-        Ok(self.backing()?.saturating_sub(self.on_demand()?.promised))
+    pub(crate) fn unpromised(&self, now: OnDemand) -> u32 {
+        self.backing(now).saturating_sub(now.promised)
     }
 
     /// Checks that what VMs on demand were promised is there still, after another VM got memory: it also keeps the rest
     /// of its last file from others.
     pub(crate) fn keeps_promises(&self) -> Result<(), Error> {
-        let (backing, promised) = (self.backing()?, self.on_demand()?.promised);
+        let now = self.on_demand()?;
+        let (backing, promised) = (self.backing(now), now.promised);
         if backing >= promised {
             return Ok(());
         }

@@ -96,11 +96,11 @@ impl Reserve {
     fn lend_of(&mut self, at: NodeIdx, spec: NodeSpec, each: u32) -> Result<(), Error> {
         let page = self.host.page();
         let Some(live) = &mut self.live else { return Ok(()) };
-        let unpromised = live.unpromised()?;
         let lent = live.pool.stats(at).map_or(0, |stats| stats.lent);
         if lent >= each {
             return self.add(spec.numa, lent - each);
         }
+        let unpromised = live.unpromised(live.on_demand()?);
         let extents = live.pool.lend(at, Kind::Hugetlb, (each - lent).min(unpromised));
         for brick in extents.iter().flat_map(|extent| live.pool.bricks(*extent)).collect::<Vec<_>>() {
             live.empty(brick, |state| state == SliceState::Borrow)?;

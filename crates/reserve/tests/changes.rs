@@ -41,6 +41,12 @@ fn pool(place: &Place, root: &Path) -> (Reserve, Host) {
     (reserve, host)
 }
 
+/// The kernel has this number of surplus pages on a node.
+fn set_surplus(root: &Path, node: u32, pages: u32) {
+    let file = format!("sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/surplus_hugepages");
+    std::fs::write(root.join(file), format!("{pages}\n")).expect("write");
+}
+
 fn pages(host: &Host) -> [u64; 2] {
     [0, 1].map(|node| host.pages(node).expect("pages").total)
 }
@@ -68,8 +74,7 @@ fn a_change_that_fails_on_one_node_is_undone_at_once_where_the_kernel_allows_it(
     let root = tempfile::tempdir().expect("a directory");
     let (mut reserve, host) = pool(&place, root.path());
     // The account of what is owed cannot be written, and there is something to owe: a surplus page that is converted.
-    let surplus = root.path().join("sys/devices/system/node/node1/hugepages/hugepages-2048kB/surplus_hugepages");
-    std::fs::write(&surplus, "1\n").expect("write");
+    set_surplus(root.path(), 1, 1);
     std::fs::create_dir(place.dir().join("owed.new")).expect("make");
     reserve.grow(Want::Bytes(Bytes(36 * MIB)), Some(1), None).expect_err("nothing can be noted");
     assert!(!place.dir().join("journal.json").exists(), "it would undo what others do meanwhile");
@@ -83,11 +88,10 @@ fn a_change_that_fails_or_whose_author_dies_gives_away_no_page_that_slices_still
     let Some(place) = Place::new() else { return };
     let root = tempfile::tempdir().expect("a directory");
     let (mut reserve, host) = pool(&place, root.path());
-    let surplus = root.path().join("sys/devices/system/node/node0/hugepages/hugepages-2048kB/surplus_hugepages");
-    std::fs::write(&surplus, "2\n").expect("write");
+    set_surplus(root.path(), 0, 2);
     reserve.grow(Want::Bytes(Bytes(36 * MIB)), Some(0), None).expect("grow");
     // The kernel has converted them.
-    std::fs::write(&surplus, "0\n").expect("write");
+    set_surplus(root.path(), 0, 0);
     let grown = pages(&host);
     let owed = || std::fs::read_to_string(place.dir().join("owed.json")).expect("something is owed");
     let before = owed();

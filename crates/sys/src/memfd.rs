@@ -221,6 +221,11 @@ pub fn is_on_demand(fd: impl AsFd) -> io::Result<bool> {
         && ram_page(fd)?.is_some_and(|page| page.0 > PAGE_SIZE as u64))
 }
 
+/// Is [`is_on_demand`] so for one of these files?
+pub fn any_is_on_demand<F: AsFd>(files: impl IntoIterator<Item = F>) -> io::Result<bool> {
+    files.into_iter().try_fold(false, |any, file| Ok(any || is_on_demand(file)?))
+}
+
 /// Check that guest RAM can be in this file. Returns the size of its pages.
 ///
 /// # Errors

@@ -194,16 +194,14 @@ impl PoolService {
         if is_due {
             *again = Instant::now();
         }
-        let mut jobs = parts.jobs(is_due).unwrap_or_else(|error| {
-            failed = std::mem::replace(&mut failed, Ok(())).and(Err(error));
-            Jobs::default()
-        });
+        let (mut jobs, found) =
+            parts.jobs(is_due).map_or_else(|error| (Jobs::default(), Err(error)), |jobs| (jobs, Ok(())));
+        failed = failed.and(found);
         if jobs.is_empty() {
-            let rests = parts.is_at_rest().unwrap_or_else(|error| {
-                failed = std::mem::replace(&mut failed, Ok(())).and(Err(error));
-                false
-            });
-            match rests && failed.is_ok() {
+            let rests = parts.is_at_rest();
+            let is_at_rest = matches!(rests, Ok(true)) && failed.is_ok();
+            failed = failed.and(rests.map(drop));
+            match is_at_rest {
                 // No VM has memory of it, and there is nothing to do: a thread that changes that notifies.
                 true => match wait {
                     None => drop(self.changed.wait(state)),

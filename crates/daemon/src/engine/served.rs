@@ -178,11 +178,7 @@ impl Served {
         then: impl FnOnce(io::Result<()>) + Send + 'static,
     ) -> io::Result<()> {
         self.vm.hold(kind, Some(reason));
-        let (vm, under_way) = (self.vm.clone(), Counted::new(&self.restoring));
-        self.jobs.begin("restore", move || {
-            let _listed = vm.state.list_thread();
-            let result = vm.restore();
-            drop(under_way);
+        self.bring_back(|vm, result| {
             if let Err(error) = &result {
                 vm.report("restore-failed", format!("Bringing its pages back: {error}"));
             }
@@ -195,13 +191,21 @@ impl Served {
         if self.vm.stats().get(Counter::Far) == 0 || self.restoring.load(Ordering::Acquire) > 0 {
             return Ok(());
         }
+        self.bring_back(|vm, result| {
+            if let Err(error) = result {
+                tracing::warn!(vm = vm.state.name(), "Bringing its pages back again: {error}");
+            }
+        })
+    }
+
+    /// Begins a thread that brings all of its pages back, and then does this.
+    fn bring_back(&self, then: impl FnOnce(&Vm, io::Result<()>) + Send + 'static) -> io::Result<()> {
         let (vm, under_way) = (self.vm.clone(), Counted::new(&self.restoring));
         self.jobs.begin("restore", move || {
             let _listed = vm.state.list_thread();
-            if let Err(error) = vm.restore() {
-                tracing::warn!(vm = vm.state.name(), "Bringing its pages back again: {error}");
-            }
+            let result = vm.restore();
             drop(under_way);
+            then(&vm, result);
         })
     }
 

@@ -118,8 +118,7 @@ impl Ram {
         if let Some(Bytes(page)) = page {
             ram.granule = PAGES_PER_UNIT;
             ram.is_fixed = page > HUGE_SIZE as u64;
-            let on_demand = ram.files.iter().map(memfd::is_on_demand).collect::<io::Result<Vec<_>>>()?;
-            ram.is_on_demand = on_demand.contains(&true);
+            ram.is_on_demand = memfd::any_is_on_demand(&ram.files)?;
             ram.huge = Some(Presence::new(ram.map()?, page as usize)?);
         }
         Ok(ram)

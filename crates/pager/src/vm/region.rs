@@ -10,8 +10,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ballast_base::store::{RegionKey, StoreSet, is_zero};
-use ballast_base::stripes::PAGES_PER_CHUNK;
-use ballast_base::stripes::Stripes;
+use ballast_base::stripes::{PAGES_PER_CHUNK, Stripes};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Extent, Extents, PAGE_SIZE, PageCount, PageIdx, PageRange};
 use ballast_handover::state_file::RegionRecord;
