@@ -30,8 +30,12 @@ fn placed(fast_percent: u32) -> Option<Rig> {
     let tiers = HostTiers { fast_node: 0, slow_node: 1, fast_percent, mib_per_s: 1024 };
     let rig = Rig::on_nodes(RAM, AMPLE, tiers).made_huge()?;
     let addresses: Vec<u64> = (0..rig.pages).map(|page| address(&rig, page).0).collect();
-    numa::move_pages(std::process::id(), &addresses, 0).expect("permitted");
-    assert_eq!(on_slow(&rig, 0..rig.pages), 0);
+    // The kernel passes over a huge page that somebody else holds for a moment, or for which it has no place yet.
+    let moved = (0..100).any(|_| {
+        numa::move_pages(std::process::id(), &addresses, 0).expect("permitted");
+        on_slow(&rig, 0..rig.pages) == 0
+    });
+    assert!(moved, "all is on the fast node");
     Some(rig)
 }
 

@@ -181,7 +181,7 @@ impl FileStore {
             _ => Err(io::Error::new(io::ErrorKind::TimedOut, format!("{what} 4096 bytes takes too long"))),
         };
         moved(unfaulty.write(&[(spare, &[[0x5a; PAGE_SIZE]])], |_| || (), || ()), "writing")?;
-        moved(unfaulty.read(&[(spare, 1)], |_, _| ()), "reading")?;
+        moved(unfaulty.read(&[(spare, 1)], |_| disk::read_timeout(u8::MAX), |_, _| ()), "reading")?;
         self.wait_for_writes()
     }
 

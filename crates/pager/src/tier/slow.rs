@@ -3,8 +3,8 @@
 //! Before: a fault worker met a page of a slow store (`slow_queue`). After: the same `fault::serve` is called here,
 //! where it may wait.
 //! Threads: [`WORKERS`](super::slow_queue::WORKERS) tasks per VM that has a slow store; each waits for the disk for up
-//! to a tenth of a second at a time. Promise: no fault on any other page waits for the disk. A fault taken here is
-//! served or, if the worker panics or the engine dies, raised again by a wake.
+//! to a tenth of a second at a time, and longer for a page that was late. Promise: no fault on any other page waits for
+//! the disk. A fault taken here is served or, if the worker panics or the engine dies, raised again by a wake.
 //!
 //! *Readahead.* A thread that reads memory in order gets up to 64 pages by the request for the one that it waits for.
 //! The 64 after those are requested at the same time by another worker. A thread that is quicker than the store waits

@@ -11,11 +11,12 @@ use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::sync::atomic::{AtomicIsize, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use ballast_base::PageIdx;
 use ballast_handover::arena::WORD_TODAY;
 
-use super::disk::{Disk, Moved, PIECE_BLOCKS};
+use super::disk::{self, Disk, Moved, PIECE_BLOCKS};
 use super::layout::AREA_BLOCKS;
 use super::limits::{self, Limits, Refusal};
 use crate::alloc::{Allocator, Place};
@@ -48,15 +49,24 @@ pub(super) enum Counter {
     WrittenBlocks,
 }
 
+/// How often reads of a block went wrong since the last that did not.
+#[derive(Clone, Copy, Debug, Default)]
+struct Unread {
+    /// The device reported an error.
+    failed: u8,
+    /// It was not over in time.
+    late: u8,
+}
+
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) allocator: Allocator,
     pub(super) disk: Disk,
     pub(super) limits: Limits,
-    /// Blocks that could not be read, and how often.
-    unreadable: Mutex<HashMap<u64, u8>>,
+    /// Blocks that could not be read.
+    unread: Mutex<HashMap<u64, Unread>>,
     /// Their number: nearly always 0.
-    unreadable_count: AtomicUsize,
+    unread_count: AtomicUsize,
     /// Blocks with writes that no thread waits for and that are not over. Below zero for a moment, when one is over
     /// before it is counted.
     late: AtomicIsize,
@@ -89,9 +99,9 @@ pub(super) fn page_after(first: PageKey, index: usize) -> PageKey {
 
 impl Inner {
     pub(super) fn new(allocator: Allocator, disk: Disk, limits: Limits) -> Self {
-        let (unreadable, unreadable_count, late) = Default::default();
+        let (unread, unread_count, late) = Default::default();
         let next_write = RandomState::new().hash_one(0).into();
-        Self { allocator, disk, limits, unreadable, unreadable_count, late, next_write }
+        Self { allocator, disk, limits, unread, unread_count, late, next_write }
     }
 
     pub(super) fn count(&self, counter: Counter) {
@@ -140,18 +150,28 @@ impl Inner {
         self.count(Counter::BadBlocks);
     }
 
-    fn unreadable(&self) -> MutexGuard<'_, HashMap<u64, u8>> {
-        self.unreadable.lock().unwrap_or_else(PoisonError::into_inner)
+    fn unread(&self) -> MutexGuard<'_, HashMap<u64, Unread>> {
+        self.unread.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forget earlier failures to read this block; returns true if the last read failed.
+    /// Forget earlier failures to read this block; returns true if the device reported one.
     fn was_unreadable(&self, block: u64) -> bool {
-        self.unreadable_count.load(Ordering::Acquire) > 0 && {
-            let mut unreadable = self.unreadable();
-            let was = unreadable.remove(&block).is_some();
-            self.unreadable_count.store(unreadable.len(), Ordering::Release);
-            was
+        self.unread_count.load(Ordering::Acquire) > 0 && {
+            let mut unread = self.unread();
+            let was = unread.remove(&block);
+            self.unread_count.store(unread.len(), Ordering::Release);
+            was.is_some_and(|unread| unread.failed > 0)
         }
+    }
+
+    /// Counts a read that went wrong. Returns how often it did, with this one.
+    fn count_unread(&self, block: u64, count: impl FnOnce(&mut Unread)) -> Unread {
+        let mut unread = self.unread();
+        let of_block = unread.entry(block).or_default();
+        count(of_block);
+        let now = *of_block;
+        self.unread_count.store(unread.len(), Ordering::Release);
+        now
     }
 
     /// The outcome of a get whose read failed.
@@ -159,12 +179,18 @@ impl Inner {
         if !limits::is_of_the_medium(error) {
             return GetOutcome::Busy;
         }
-        let mut unreadable = self.unreadable();
-        let times = unreadable.entry(block).or_insert(0);
-        *times = times.saturating_add(1);
-        let lost = *times > UNREADABLE_MAX;
-        self.unreadable_count.store(unreadable.len(), Ordering::Release);
-        if lost { GetOutcome::Corrupt } else { GetOutcome::Busy }
+        let unread = self.count_unread(block, |unread| unread.failed = unread.failed.saturating_add(1));
+        if unread.failed > UNREADABLE_MAX { GetOutcome::Corrupt } else { GetOutcome::Busy }
+    }
+
+    /// How long to wait for a piece: its blocks are read together.
+    fn read_timeout(&self, piece: &[Wanted]) -> Duration {
+        if self.unread_count.load(Ordering::Acquire) == 0 {
+            return disk::read_timeout(0);
+        }
+        let unread = self.unread();
+        let late = piece.iter().filter_map(|wanted| unread.get(&wanted.block)).map(|unread| unread.late).max();
+        disk::read_timeout(late.unwrap_or(0))
     }
 
     /// The outcome of a put whose block was not written; decides what to do with the block.
@@ -329,7 +355,8 @@ impl Inner {
         outcomes: &mut [GetOutcome],
     ) -> Vec<Moved> {
         let sizes: Vec<(u64, usize)> = pieces.iter().map(|piece| (piece[0].block, piece.len())).collect();
-        let moved = self.disk.read(&sizes, |number, pages| {
+        let read_timeout = |number: usize| self.read_timeout(pieces[number]);
+        let moved = self.disk.read(&sizes, read_timeout, |number, pages| {
             for (wanted, page) in pieces[number].iter().zip(pages) {
                 self.was_unreadable(wanted.block);
                 let found = codec::is_raw_page(page_after(first, wanted.index), wanted.header, page);
@@ -345,7 +372,11 @@ impl Inner {
                     Moved::Failed(error) if piece.len() == 1 => {
                         outcomes[wanted.index] = self.read_failed(wanted.block, error);
                     }
-                    Moved::Failed(_) | Moved::Late | Moved::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
+                    Moved::Late => {
+                        self.count_unread(wanted.block, |unread| unread.late = unread.late.saturating_add(1));
+                        outcomes[wanted.index] = GetOutcome::Busy;
+                    }
+                    Moved::Failed(_) | Moved::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
                 }
             }
         }

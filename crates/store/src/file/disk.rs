@@ -30,8 +30,11 @@ const AT_ONCE: usize = 8;
 const RING_TRANSFERS: u32 = 2 * AT_ONCE as u32;
 /// Sizes of buffers, and how many of each a thread keeps for reuse: a little over 2 MiB.
 const BUFFERS: [(usize, usize); 2] = [(PAGE_SIZE, AT_ONCE), (PIECE_BLOCKS * PAGE_SIZE, AT_ONCE)];
-/// How long a fault worker waits for a page before it serves others and asks again. A healthy device is faster.
+/// How long a worker waits for a page before it serves others and asks again. A healthy device is faster.
 const READ_TIMEOUT: Duration = Duration::from_millis(100);
+/// A read that is given up begins anew, so the wait for a block doubles each time, this often: up to 6.4 s. With one
+/// limit for all, no page would come from a device that is slow for long, such as a throttled volume.
+const DOUBLINGS: u8 = 6;
 /// Reclaim has time, and an abandoned write blocks its block until it is over. After one that is late, a call waits for
 /// none of its others, and begins no more.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -68,6 +71,13 @@ pub enum DiskFault {
     Short(usize),
     /// It is not over in time.
     Late,
+    /// It takes this long: it is over in time for those who wait longer.
+    Takes(Duration),
+}
+
+/// How long to wait for a read of a block that was `late` this many times.
+pub(crate) fn read_timeout(late: u8) -> Duration {
+    READ_TIMEOUT * (1 << late.min(DOUBLINGS))
 }
 
 impl DiskFaults {
@@ -86,6 +96,13 @@ impl DiskFaults {
     /// The next `n` writes fail like this, after those ordered before.
     pub fn fail_writes(&self, n: usize, fault: DiskFault) {
         self.order(Direction::Write, n, fault);
+    }
+
+    /// The reads and writes ordered to fail that have not come yet do not.
+    pub fn forget(&self) {
+        for direction in [Direction::Read, Direction::Write] {
+            self.queue(direction).lock().unwrap_or_else(PoisonError::into_inner).clear();
+        }
     }
 
     /// From now on no thread gets a ring.
@@ -171,8 +188,8 @@ fn with_transfers<R>(work: impl FnOnce(&mut Transfers) -> R) -> io::Result<R> {
 /// A piece that was begun.
 struct Begun {
     ticket: Ticket,
-    /// A test ordered that no thread waits for it.
-    late: bool,
+    /// A test ordered that it takes at least this long.
+    takes: Duration,
 }
 
 impl Disk {
@@ -182,19 +199,20 @@ impl Disk {
         direction: Direction,
         mut transfer: Transfer,
     ) -> Result<Begun, io::Error> {
-        let mut late = false;
+        let mut takes = Duration::ZERO;
         match self.faults.as_ref().and_then(|faults| faults.next(direction)) {
             Some(DiskFault::Errno(errno)) => {
                 transfers.put_back(transfer.buffer);
                 return Err(io::Error::from_raw_os_error(errno));
             }
             Some(DiskFault::Short(bytes)) => transfer.end = transfer.end.min(transfer.done + bytes),
-            Some(DiskFault::Late) => late = true,
+            Some(DiskFault::Late) => takes = Duration::MAX,
+            Some(DiskFault::Takes(time)) => takes = time,
             None => {}
         }
         transfers.ring.reap();
         match transfers.ring.start(transfer) {
-            Ok(ticket) => Ok(Begun { ticket, late }),
+            Ok(ticket) => Ok(Begun { ticket, takes }),
             Err(transfer) => {
                 transfers.put_back(transfer.buffer);
                 Err(io::ErrorKind::WouldBlock.into())
@@ -202,23 +220,18 @@ impl Disk {
         }
     }
 
-    /// Wait until `bytes` are moved; after a late piece, not at all. Returns the buffer, unless it was late.
+    /// Wait until `bytes` are moved, or until it is late. Returns the buffer, unless it was late.
     fn finish(
         &self,
         transfers: &mut Transfers,
         direction: Direction,
         begun: Result<Begun, io::Error>,
-        (bytes, after_late): (usize, bool),
+        (bytes, timeout): (usize, Duration),
         when_late: impl FnOnce() + Send + 'static,
     ) -> Result<Buffer, Moved> {
         let mut begun = begun.map_err(Moved::Failed)?;
         for _ in 0..TRIES {
-            let timeout = match direction {
-                Direction::Read => READ_TIMEOUT,
-                Direction::Write if after_late => Duration::ZERO,
-                Direction::Write => WRITE_TIMEOUT,
-            };
-            let over = if begun.late { None } else { transfers.ring.wait(&begun.ticket, timeout) };
+            let over = if begun.takes > timeout { None } else { transfers.ring.wait(&begun.ticket, timeout) };
             let Some((mut transfer, result)) = over else {
                 transfers.ring.abandon(begun.ticket, when_late);
                 return Err(Moved::Late);
@@ -258,14 +271,21 @@ impl Disk {
     ) -> Vec<Moved> {
         let sizes: Vec<(u64, usize)> = pieces.iter().map(|(block, pages)| (*block, pages.len())).collect();
         let fill = |index: usize, buffer: &mut [u8]| buffer.copy_from_slice(pieces[index].1.as_flattened());
-        self.all(Direction::Write, &sizes, fill, when_late, meanwhile, |_, _| ())
+        let timeout = |_, after_late| if after_late { Duration::ZERO } else { WRITE_TIMEOUT };
+        self.all(Direction::Write, &sizes, (fill, timeout), when_late, meanwhile, |_, _| ())
     }
 
-    /// Read pieces, each given by its first block and a number of pages. One outcome each, in order; for each `Done`
-    /// piece, `take` was called with its index and its pages.
-    pub(crate) fn read(&self, pieces: &[(u64, usize)], mut take: impl FnMut(usize, &[PageBytes])) -> Vec<Moved> {
+    /// Read pieces, each given by its first block and a number of pages, and wait for each as long as `timeout` says of
+    /// its index. One outcome each, in order; for each `Done` piece, `take` was called with its index and its pages.
+    pub(crate) fn read(
+        &self,
+        pieces: &[(u64, usize)],
+        timeout: impl Fn(usize) -> Duration,
+        mut take: impl FnMut(usize, &[PageBytes]),
+    ) -> Vec<Moved> {
         let done = |index: usize, bytes: &[u8]| take(index, bytes.as_chunks().0);
-        self.all(Direction::Read, pieces, |_, _| (), |_| || (), || (), done)
+        let timeout = |index, _| timeout(index);
+        self.all(Direction::Read, pieces, (|_, _: &mut [u8]| (), timeout), |_| || (), || (), done)
     }
 
     fn read_without_ring(&self, (block, pages): (u64, usize), done: impl FnOnce(&[u8])) -> Moved {
@@ -302,7 +322,7 @@ impl Disk {
         &self,
         direction: Direction,
         pieces: &[(u64, usize)],
-        fill: impl Fn(usize, &mut [u8]),
+        (fill, timeout): (impl Fn(usize, &mut [u8]), impl Fn(usize, bool) -> Duration),
         when_late: impl Fn(usize) -> L,
         meanwhile: impl FnOnce(),
         mut done: impl FnMut(usize, &[u8]),
@@ -342,7 +362,8 @@ impl Disk {
                 for (index, (begun, (_, pages))) in begun.into_iter().zip(group).enumerate() {
                     let bytes = pages * PAGE_SIZE;
                     let when_late = when_late(first + index);
-                    outcomes.push(match self.finish(transfers, direction, begun, (bytes, after_late), when_late) {
+                    let limits = (bytes, timeout(first + index, after_late));
+                    outcomes.push(match self.finish(transfers, direction, begun, limits, when_late) {
                         Ok(buffer) => {
                             done(first + index, &buffer.as_slice()[..bytes]);
                             transfers.put_back(buffer);
