@@ -66,6 +66,12 @@ pub struct PoolStat {
     /// Memory of the pool that is set aside for it, touched or not; part of what is used.
     #[serde(default)]
     pub aside_bytes: u64,
+    /// What the pool has for memory on demand: set aside for it, or promised to nobody else.
+    #[serde(default)]
+    pub for_demand_bytes: u64,
+    /// How much of that it may promise, in percent, as far as these VMs can have the rest far.
+    #[serde(default)]
+    pub overcommit_percent: u32,
     /// The same of its pages of 1 GiB, if any were ever reserved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(no_recursion)]
@@ -128,6 +134,10 @@ pub struct PoolRequest {
     /// Size of a file: 1 to 512 pages, a power of two. Once there is a pool it cannot change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file_bytes: Option<u64>,
+    /// From now on up to this many percent of what the pool has for memory on demand are promised, 100 to 1000, as far
+    /// as these VMs can have the rest far. Without it, nothing changes; at first it is 100.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overcommit_percent: Option<u32>,
     /// The pages to reserve.
     #[serde(default, skip_serializing_if = "PoolPages::is_default")]
     pub pages: PoolPages,

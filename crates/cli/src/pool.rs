@@ -30,6 +30,9 @@ pub enum PoolCommand {
         /// Size of the pool's files, of which a VM has up to 32 for itself; fixed once there is a pool
         #[arg(long, value_name = "BYTES")]
         file_size: Option<Bytes>,
+        /// Promise VMs on demand up to this part of what the pool has for them, as far as they can have the rest far
+        #[arg(long, value_name = "PERCENT%")]
+        overcommit: Option<Percent>,
         /// Pages of 2 MiB, or of 1 GiB beside them, in which a VM is not paged
         #[arg(long, value_name = "2M|1G", default_value = "2M")]
         pages: PoolPages,
@@ -80,17 +83,31 @@ impl FromStr for Part {
     }
 }
 
+/// A number of percents, 100 or more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Percent(u32);
+
+impl FromStr for Percent {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = text.strip_suffix('%').and_then(|number| number.parse().ok());
+        number.filter(|percent| (100..=1000).contains(percent)).map(Self).ok_or_else(|| "write 100% to 1000%".into())
+    }
+}
+
 /// Run the command.
 pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
     let (pool, changed) = match command {
         PoolCommand::Show => (client.pool()?, None),
-        PoolCommand::Reserve { size, node, file_size, pages } => {
+        PoolCommand::Reserve { size, node, file_size, overcommit, pages } => {
             let (bytes, percent) = match size {
                 Part::Bytes(bytes) => (Some(bytes.0), None),
                 Part::Percent(percent) => (None, Some(*percent)),
             };
             let file_bytes = file_size.map(|size| size.0);
-            let request = PoolRequest { bytes, percent, node: *node, file_bytes, pages: *pages };
+            let overcommit_percent = overcommit.map(|Percent(percent)| percent);
+            let request = PoolRequest { bytes, percent, node: *node, file_bytes, overcommit_percent, pages: *pages };
             (client.reserve_pool(&request)?, Some(*pages))
         }
         PoolCommand::Lend { size, node, when_short, pages } => {
@@ -166,6 +183,10 @@ fn describe_part(pool: &PoolStat) -> String {
     if pool.promised_bytes > 0 {
         let [promised, touched, aside] = [pool.promised_bytes, pool.touched_bytes, pool.aside_bytes].map(show::size);
         let _ = writeln!(text, "on demand: {promised} promised, {touched} touched, {aside} set aside");
+        if pool.overcommit_percent > 100 {
+            let (percent, has) = (pool.overcommit_percent, show::size(pool.for_demand_bytes));
+            let _ = writeln!(text, "up to {percent} % of the {has} for it may be promised");
+        }
     }
     if pool.waiting_bytes > 0 {
         let _ = writeln!(text, "{} cannot be zeroed yet: its pages are held", show::size(pool.waiting_bytes));
@@ -190,6 +211,10 @@ mod tests {
     fn a_part_of_the_host_is_a_size_or_percents() {
         assert_eq!("80%".parse(), Ok(Part::Percent(80)));
         assert_eq!("4G".parse(), Ok(Part::Bytes(Bytes(4 << 30))));
+        assert_eq!("150%".parse(), Ok(Percent(150)));
+        for wrong in ["99%", "1001%", "150", "1.5", "%", "-100%"] {
+            assert!(wrong.parse::<Percent>().is_err(), "{wrong}");
+        }
         for wrong in ["0%", "101%", "-1%", "%", "80", "x%"] {
             assert!(wrong.parse::<Part>().is_err(), "{wrong}");
         }

@@ -6,14 +6,15 @@
 
 mod common;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ballast_api::{LendRequest, VmStat};
+use ballast_api::{LendRequest, PoolRequest, VmClass, VmPatch, VmStat};
+use ballast_base::format::Stamp;
 use ballast_base::pool::{Nodes, Pages, Take};
-use ballast_base::{Bytes, HUGE_SIZE, Hva, MIB, PAGE_SIZE};
+use ballast_base::{Bytes, HUGE_SIZE, Hva, MIB};
 use ballast_client::pool::take;
 use ballast_client::{Client, Ram};
 use ballast_sys::{Mapping, memfd};
@@ -24,75 +25,125 @@ use common::{missing, until};
 const BE_A_VM: &str = "BALLAST_TEST_ON_DEMAND_VM";
 const POOL: u64 = 64;
 const VM: u64 = 40;
+/// Threads of a VM that touches all it has at once.
+const GREEDY: usize = 4;
 
 /// What a VM writes to a word.
 fn secret(at: usize) -> u64 {
     at as u64 ^ 0x5ec2_e75e_c2e7_5ec2
 }
 
+/// What a VM was told last: the number of the order, how many MiB to touch, and whether again and again.
+fn told(dir: &Path, name: &str) -> Option<(u64, u64, bool)> {
+    let text = std::fs::read_to_string(dir.join(format!("{name}.told"))).ok()?;
+    let mut words = text.split(' ').map(|word| word.parse().ok());
+    Some((words.next()??, words.next()??, words.next()?? > 0))
+}
+
+fn say(dir: &Path, file: &str, text: &str) {
+    std::fs::write(dir.join("new").with_extension(file), text).expect("write");
+    std::fs::rename(dir.join("new").with_extension(file), dir.join(file)).expect("rename");
+}
+
+/// Look at every word of these 2 MiB, or write each for the first time.
+fn look(map: &Mapping, at: usize, is_new: bool) {
+    for (number, word) in map.words(at, HUGE_SIZE / 8).iter().enumerate() {
+        let (place, expected) = (at + number * 8, if is_new { 0 } else { secret(at + number * 8) });
+        assert_eq!(word.load(Ordering::Relaxed), expected, "at {place:#x}, touched before: {}", !is_new);
+        if is_new {
+            word.store(secret(place), Ordering::Relaxed);
+        }
+    }
+}
+
 #[test]
 fn a_vm_that_touches_as_much_as_it_is_told() {
-    let Ok(dir) = std::env::var(BE_A_VM).map(PathBuf::from) else { return };
-    let wanted = Take { name: "demand".into(), size: Bytes(VM * MIB), pages: Pages::OnDemand, nodes: Nodes::Any };
+    let Ok(what) = std::env::var(BE_A_VM) else { return };
+    let [name, mib, dir] = what.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("{what}") };
+    let (size, dir) = (Bytes(mib.parse::<u64>().expect("a size") * MIB), Path::new(dir));
+    let wanted = Take { name: name.into(), size, pages: Pages::OnDemand, nodes: Nodes::Any };
     let pieces = take(&dir.join("pool.sock"), &wanted).expect("memory");
     assert_eq!(pieces.len(), 1);
-    let map = Mapping::shared(&pieces[0].fd, 0, (VM * MIB) as usize).expect("map");
+    let map = Mapping::shared(&pieces[0].fd, 0, size.0 as usize).expect("map");
     let ram = Ram { hva: Hva(map.addr() as u64), extents: pieces, guest_address: None };
-    let _client = Client::builder().ram(ram).name("demand").socket(dir.join("attach.sock")).attach().expect("attach");
+    let _client = Client::builder().ram(ram).name(name).socket(dir.join("attach.sock")).attach().expect("attach");
     let parent = rustix::process::getppid();
-    let mut touched = 0;
+    let (mut touched, mut done) = (0, 0);
     while rustix::process::getppid() == parent {
-        let wanted = std::fs::read_to_string(dir.join("touch")).ok().and_then(|text| text.parse().ok()).unwrap_or(0u64);
-        for page in (0..(wanted * MIB) as usize).step_by(PAGE_SIZE) {
-            let word = &map.words(page, 1)[0];
-            if page < touched {
-                assert_eq!(word.load(Ordering::Relaxed), secret(page), "at {page:#x}");
-            } else {
-                assert_eq!(word.swap(secret(page), Ordering::Relaxed), 0, "at {page:#x}, touched for the first time");
-                touched = page + PAGE_SIZE;
+        let Some((order, mib, again)) = told(dir, name).filter(|(order, ..)| *order != done) else {
+            std::thread::sleep(Duration::from_millis(5));
+            continue;
+        };
+        let (end, threads) = ((mib * MIB) as usize, if again { GREEDY } else { 1 });
+        loop {
+            std::thread::scope(|scope| {
+                for thread in 0..threads {
+                    let mine = (thread * HUGE_SIZE..end).step_by(threads * HUGE_SIZE);
+                    let map = &map;
+                    scope.spawn(move || mine.for_each(|at| look(map, at, at >= touched)));
+                }
+            });
+            touched = touched.max(end);
+            say(dir, &format!("{name}.done"), &order.to_string());
+            let is_over = told(dir, name).is_none_or(|now| now.0 != order) || rustix::process::getppid() != parent;
+            if is_over || !again {
+                break;
             }
         }
-        std::fs::write(dir.join("touched.new"), wanted.to_string()).expect("say so");
-        std::fs::rename(dir.join("touched.new"), dir.join("touched")).expect("say so");
-        std::thread::sleep(Duration::from_millis(5));
+        done = order;
     }
 }
 
 /// A VM that was told nothing yet.
-struct Vm(Child, PathBuf);
+struct Vm {
+    process: Child,
+    dir: PathBuf,
+    name: &'static str,
+    orders: u64,
+}
 
 impl Vm {
-    fn start(pooled: &Pooled) -> Self {
+    fn start(pooled: &Pooled, name: &'static str, mib: u64) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("own program"));
         command.args(["--exact", "a_vm_that_touches_as_much_as_it_is_told", "--nocapture"]);
-        command.env(BE_A_VM, &pooled.dir).stdout(Stdio::null());
-        let vm = Self(command.spawn().expect("start"), pooled.dir.clone());
-        until("the VM is attached", || pooled.daemon().api.vm("demand").is_ok());
+        command.env(BE_A_VM, format!("{name} {mib} {}", pooled.dir.display())).stdout(Stdio::null());
+        let process = command.spawn().expect("start");
+        let vm = Self { process, dir: pooled.dir.clone(), name, orders: 0 };
+        let is_served = || pooled.daemon().api.vm(name).is_ok_and(|vm| vm.registered_bytes == mib * MIB);
+        until("the VM is attached and served", is_served);
         vm
     }
 
-    fn tell(&self, mib: u64) {
-        std::fs::write(self.1.join("touch.new"), mib.to_string()).expect("write");
-        std::fs::rename(self.1.join("touch.new"), self.1.join("touch")).expect("rename");
+    fn order(&mut self, mib: u64, again: bool) {
+        self.orders += 1;
+        say(&self.dir, &format!("{}.told", self.name), &format!("{} {mib} {}", self.orders, u8::from(again)));
     }
 
-    fn has_touched(&mut self, mib: u64) -> bool {
-        assert_eq!(self.0.try_wait().expect("look").map(|status| status.to_string()), None, "it ended");
-        std::fs::read_to_string(self.1.join("touched")).is_ok_and(|text| text == mib.to_string())
+    /// Have it touch so much, and look at all of that.
+    fn tell(&mut self, mib: u64) {
+        self.order(mib, false);
     }
 
-    /// Have it touch so much, and look at it again.
+    fn is_done(&mut self) -> bool {
+        assert_eq!(self.process.try_wait().expect("look").map(|status| status.to_string()), None, "it ended");
+        let done = std::fs::read_to_string(self.dir.join(format!("{}.done", self.name)));
+        done.is_ok_and(|text| text == self.orders.to_string())
+    }
+
+    fn goes_on(&mut self) {
+        until("it has touched and looked at it", || self.is_done());
+    }
+
     fn touch(&mut self, mib: u64) {
-        let _ = std::fs::remove_file(self.1.join("touched"));
         self.tell(mib);
-        until("it has touched it", || self.has_touched(mib));
+        self.goes_on();
     }
 }
 
 impl Drop for Vm {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }
 
@@ -105,17 +156,25 @@ fn pool() -> Option<Pooled> {
     Some(pooled)
 }
 
+/// What a pool with memory on demand states of its layout: programs of before must not open it.
+const ON_DEMAND: Stamp = Stamp { version: 2, least_reader: 2 };
+
+fn stamp(pooled: &Pooled) -> Stamp {
+    let state = std::fs::read(pooled.dir.join("pool/state")).expect("the pool's state");
+    Stamp::from_word(u64::from_le_bytes(state[8..16].try_into().expect("a word")))
+}
+
 #[test]
 fn a_vm_on_demand_has_what_it_touches_and_the_rest_is_promised_also_after_any_process_was_killed() {
     let Some(mut pooled) = pool() else { return };
-    let mut vm = Vm::start(&pooled);
+    let mut vm = Vm::start(&pooled, "demand", VM);
     let mib = |bytes: u64| bytes / MIB;
     let seen = |pooled: &Pooled| {
         let pool = pooled.stat();
         assert_eq!(pool.vms.iter().map(|vm| (&*vm.name, vm.bytes)).collect::<Vec<_>>(), [("demand", VM * MIB)]);
         (mib(pool.promised_bytes), mib(pool.touched_bytes), mib(pool.aside_bytes))
     };
-    assert_eq!(seen(&pooled), (VM, 0, VM));
+    assert_eq!((seen(&pooled), stamp(&pooled)), ((VM, 0, VM), ON_DEMAND));
     let stat = |pooled: &Pooled| -> VmStat { pooled.daemon().api.vm("demand").expect("it is there") };
     let vm_now = stat(&pooled);
     assert_eq!((vm_now.resident_bytes, vm_now.size_bytes, vm_now.registered_bytes), (0, VM * MIB, VM * MIB));
@@ -141,12 +200,12 @@ fn a_vm_on_demand_has_what_it_touches_and_the_rest_is_promised_also_after_any_pr
     common::kill(old);
     vm.tell(20);
     pooled.daemon().wait_for_engine_after(old);
-    until("it goes on", || vm.has_touched(20));
+    vm.goes_on();
     for with_engine in [false, true] {
         let daemon = pooled.daemon.as_mut().expect("it runs");
         vm.tell(if with_engine { 30 } else { 24 });
         daemon.kill_and_restart_keeper(with_engine);
-        until("it goes on", || vm.has_touched(if with_engine { 30 } else { 24 }));
+        vm.goes_on();
     }
     until("the next engine has the pool", || !pooled.stat().vms.is_empty());
     assert_eq!(seen(&pooled), (VM, 30, VM));
@@ -166,12 +225,13 @@ fn a_vm_on_demand_has_what_it_touches_and_the_rest_is_promised_also_after_any_pr
     until("nothing is promised", || pooled.stat().promised_bytes == 0);
     pooled.settled(POOL);
     assert_eq!((pooled.pages(), pooled.stat().aside_bytes), (POOL / 2, 0), "a page is lost, or one too many");
+    assert_eq!(stamp(&pooled), Stamp { least_reader: 1, ..ON_DEMAND }, "any engine may have the pool again");
 }
 
 #[test]
 fn a_first_touch_for_which_no_page_is_free_waits_and_goes_on_when_another_page_of_the_vm_is_far() {
     let Some(pooled) = pool() else { return };
-    let mut vm = Vm::start(&pooled);
+    let mut vm = Vm::start(&pooled, "demand", VM);
     vm.touch(20);
     // Another user of huge pages has all that are free.
     let free = pooled.host.pages(0).expect("pages").free;
@@ -187,7 +247,7 @@ fn a_first_touch_for_which_no_page_is_free_waits_and_goes_on_when_another_page_o
     assert_eq!(before, 20 * MIB);
     // It is not the kernel's touch, which would end the VM; what it has goes far, and makes room.
     pooled.daemon().api.set_limit("demand", Some(16 * MIB)).expect("limit");
-    until("it goes on", || vm.has_touched(24));
+    vm.goes_on();
     drop(hog);
     // All else that is not limited leaves userfaultfd; this does not.
     pooled.daemon().api.set_limit("demand", None).expect("no limit");
@@ -196,6 +256,98 @@ fn a_first_touch_for_which_no_page_is_free_waits_and_goes_on_when_another_page_o
     vm.touch(VM);
     assert!(all_is_registered());
     drop(vm);
+    pooled.settled(POOL);
+    assert_eq!(pooled.pages(), POOL / 2, "a page is lost, or one too many");
+}
+
+/// The pool may promise half as much again as it has.
+fn overcommit(pooled: &Pooled) {
+    let request = PoolRequest { bytes: Some(POOL * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
+    let pool = pooled.daemon().api.reserve_pool(&request).expect("reserve");
+    assert_eq!((pool.overcommit_percent, pool.for_demand_bytes), (150, POOL * MIB));
+}
+
+/// Why so much more is not promised.
+fn refusal(pooled: &Pooled, mib: u64, pages: Pages) -> String {
+    let wanted = Take { name: "next".into(), size: Bytes(mib * MIB), pages, nodes: Nodes::Any };
+    take(&pooled.dir.join("pool.sock"), &wanted).expect_err("too much").to_string()
+}
+
+#[test]
+fn vms_that_were_promised_more_than_there_is_touch_all_of_it_in_turn_also_when_engine_and_keeper_are_killed() {
+    const EACH: u64 = POOL * 3 / 4;
+    let Some(mut pooled) = pool() else { return };
+    let mut first = Vm::start(&pooled, "first", EACH);
+    let said = refusal(&pooled, EACH, Pages::OnDemand);
+    assert!(said.contains("48 MiB are promised to VMs on demand, and 16 MiB are left"), "{said}");
+    overcommit(&pooled);
+    let mut second = Vm::start(&pooled, "second", EACH);
+    for pages in [Pages::OnDemand, Pages::Slices] {
+        let said = refusal(&pooled, 2, pages);
+        assert!(said.contains("0 B are left; 2 MiB are missing: up to 150 % of the 64 MiB"), "{said}");
+        assert!(said.contains("which is 84 MiB now"), "a VM keeps an eighth: {said}");
+    }
+    // What cannot go far is not promised twice.
+    let guaranteed = |name: &str, class| {
+        let patch = VmPatch { class: Some(Some(class)), ..VmPatch::default() };
+        pooled.daemon().api.patch_vm(name, &patch).map(drop).map_err(|error| error.to_string())
+    };
+    guaranteed("first", VmClass::Guaranteed).expect("the other one can have as much far as is missing");
+    let said = guaranteed("second", VmClass::Guaranteed).expect_err("neither could have anything far");
+    assert!(said.contains("could have 0 B far at most then, and 32 MiB are missing"), "{said}");
+    let said = pooled.daemon().api.restore("second").expect_err("all of it in memory").to_string();
+    assert!(said.contains("32 MiB are missing"), "{said}");
+    guaranteed("first", VmClass::Burstable).expect("it takes less");
+
+    for round in 0..4 {
+        first.tell(EACH);
+        match round {
+            1 => {
+                let old = pooled.daemon().kill_engine();
+                pooled.daemon().wait_for_engine_after(old);
+            }
+            2 | 3 => pooled.daemon.as_mut().expect("it runs").kill_and_restart_keeper(round == 3),
+            _ => {}
+        }
+        first.goes_on();
+        second.touch(EACH);
+    }
+    let stat = |name: &str| pooled.daemon().vm(name);
+    let (one, other) = (stat("first"), stat("second"));
+    assert!(one.resident_bytes + other.resident_bytes <= POOL * MIB, "{one:?} {other:?}");
+    assert!(one.far_bytes > 0 && other.stall.some.total_us > 0, "{one:?} {other:?}");
+    let why = pooled.daemon().api.decisions("first").expect("decisions");
+    let why: Vec<_> = why.iter().flat_map(|decision| &decision.sentences).collect();
+    assert!(
+        why.iter().any(|why| why.contains("the pool has 64 MiB for VMs on demand, which were promised 96")),
+        "{why:?}"
+    );
+    // When there is enough again, no VM is limited.
+    drop(second);
+    until("the other one has all it wants", || stat("first").target_bytes.is_none() && pooled.stat().vms.len() == 1);
+    first.touch(EACH);
+    assert_eq!(stat("first").resident_bytes, EACH * MIB);
+    drop(first);
+    pooled.settled(POOL);
+    assert_eq!(pooled.pages(), POOL / 2, "a page is lost, or one too many");
+}
+
+#[test]
+fn a_vm_that_touches_all_it_has_at_once_for_ever_does_not_keep_its_neighbour_from_touching() {
+    const EACH: u64 = POOL * 3 / 4;
+    let Some(pooled) = pool() else { return };
+    overcommit(&pooled);
+    let mut greedy = Vm::start(&pooled, "greedy", EACH);
+    let mut neighbour = Vm::start(&pooled, "neighbour", EACH);
+    greedy.order(EACH, true);
+    greedy.goes_on();
+    neighbour.touch(EACH);
+    neighbour.touch(EACH);
+    let had = pooled.daemon().vm("neighbour").resident_bytes;
+    assert!(had >= 4 * MIB, "it has {had}, and a quarter of an equal part is its own");
+    greedy.tell(EACH);
+    greedy.goes_on();
+    drop((greedy, neighbour));
     pooled.settled(POOL);
     assert_eq!(pooled.pages(), POOL / 2, "a page is lost, or one too many");
 }

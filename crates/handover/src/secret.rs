@@ -10,9 +10,7 @@
 
 use std::sync::atomic::Ordering;
 
-use ballast_base::format::Stamp;
-
-use crate::state_file::{FORMAT, Field, SECRET_WORDS, StateFile};
+use crate::state_file::{SECRET_WORDS, StateFile};
 
 /// The generation from which it counts (zero: there is no key), the key, a checksum.
 const WORDS: usize = SECRET_WORDS;
@@ -73,11 +71,8 @@ impl StateFile {
     /// Writes this key for a VM that has none. `since` is not zero.
     pub fn keep_secret(&self, since: u64, key: &[u8; 32]) {
         let words: [u64; 4] = std::array::from_fn(|at| u64::from_le_bytes(key.as_chunks::<8>().0[at]));
-        let least = Stamp { version: FORMAT.version, least_reader: KNOWN_SINCE };
-        let theirs = self.stamp();
-        let raised = Stamp { least_reader: theirs.least_reader.max(least.least_reader), ..FORMAT.raise(theirs) };
         // First, because older programs must not open the file from here on.
-        self.set(Field::Layout, raised.to_word());
+        self.need_reader(KNOWN_SINCE);
         let values = words.into_iter().chain([checksum(since, &words), since]);
         // The generation comes last: without it the key counts as damaged, and no page is sealed with it yet.
         for (at, value) in [1, 2, 3, 4, 5, 0].into_iter().zip(values) {

@@ -156,6 +156,17 @@ pub enum Reason {
         /// 1/N of the limit.
         one_in: u64,
     },
+    /// Its memory comes on demand, of a pool that has promised more than it has, and this is its part of that.
+    Pool {
+        /// The policy that divides it.
+        policy: String,
+        /// What the pool has for VMs on demand.
+        has_bytes: u64,
+        /// What they were promised.
+        promised_bytes: u64,
+        /// What is left for touches.
+        free_bytes: u64,
+    },
     /// Another program decided.
     External {
         /// Name of the program.
@@ -260,6 +271,14 @@ impl fmt::Display for Reason {
             Self::Gently { one_in } => {
                 write!(f, "it would lose more, but loses at most 1/{one_in} of its limit at a time")
             }
+            Self::Pool { policy, has_bytes, promised_bytes, free_bytes } => write!(
+                f,
+                "the pool has {} for VMs on demand, which were promised {}, and {} are left for touches: {policy} \
+                 divides it among them",
+                size(has_bytes),
+                size(promised_bytes),
+                size(free_bytes)
+            ),
             Self::External { policy } => write!(f, "the program {policy} decided"),
         }
     }

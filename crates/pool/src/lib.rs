@@ -26,6 +26,7 @@ mod damage;
 mod index;
 mod intent;
 pub mod layout;
+mod needs;
 mod plan;
 mod pool;
 pub mod request;

@@ -66,7 +66,7 @@ pub struct Tenant {
 /// The pool.
 #[derive(Debug)]
 pub struct Pool<W> {
-    table: Table<W>,
+    pub(crate) table: Table<W>,
     index: Index,
     run: ZeroRun,
     /// Slices that workers have and that a VM, now gone, may have written since, because it had the file.
@@ -104,6 +104,7 @@ impl<W: Words> Pool<W> {
             }
         }
         check::all(&table)?;
+        layout::raise(&mut table.words);
         let index = Index::new(&table);
         Ok((Self { table, index, run: ZeroRun::next(), exposed: BTreeSet::new() }, redone))
     }

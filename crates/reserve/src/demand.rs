@@ -11,7 +11,9 @@
 //! to be set aside, and the others are filled again.
 //!
 //! What was promised is kept: a promise, to a VM on demand or to one that gets its memory at once, or a loan to the
-//! host, is made only if the pool has as many pages beside all other promises.
+//! host, is made only if the pool has as many pages beside all other promises. An operator may let it promise VMs on
+//! demand more than it has for them, as far as they can have the rest far ([`Terms`]); who owns the pool says how far
+//! that is ([`Reserve::set_far`]), and makes room in time ([`Reserve::overcommitted`]).
 //!
 //! Before: `reserve` has a pool. After: descriptors as of [`Reserve::grant`], and free pages. Threads: the owner's.
 //! Units: slices. Promise: as for the crate; what a VM finds at a first touch is zero, because the engine fills it.
@@ -26,7 +28,7 @@ use crate::error::{During, Error};
 use crate::host::Page;
 use crate::journal;
 use crate::live::Live;
-use crate::promises::{ASIDE, FILE, OnDemand, Promise};
+use crate::promises::{ASIDE, FILE, OnDemand, Overcommitted, Promise, StoredTerms, TERMS_FILE, Terms};
 use crate::reserve::{Grant, Reserve};
 
 impl Reserve {
@@ -47,8 +49,10 @@ impl Reserve {
         let slices = u32::try_from(size.0 / page.bytes()).ok().filter(|_| size.0.is_multiple_of(page.bytes()));
         let slices = slices.filter(|slices| *slices > 0);
         let slices = slices.ok_or_else(|| Error::Request(format!("{size} is no multiple of {page}")))?;
-        self.check_promises(slices)?;
+        let left = |live: &Live, now: OnDemand| live.terms.most(live.backing(now)).saturating_sub(now.promised);
+        self.check_left(slices, left)?;
         let Some(live) = &mut self.live else { return Err(Error::Request("nothing is reserved for VMs".into())) };
+        live.pool.state_on_demand(true);
         let vm = loop {
             let (id, _) = live.new_vm().during("Asking for random numbers")?;
             if !live.promises.contains_key(&id.get()) {
@@ -82,25 +86,74 @@ impl Reserve {
         self.live.as_ref().is_some_and(|live| !live.promises.is_empty() || live.aside().next().is_some())
     }
 
-    /// Memory on demand now.
+    /// Lets the pool promise VMs on demand this many percent of what it has for them.
+    ///
+    /// # Errors
+    /// The percents are out of range, memory of this pool does not come on demand, or the directory cannot be written.
+    pub fn set_overcommit(&mut self, percent: u32) -> Result<(), Error> {
+        self.check_overcommit(percent)?;
+        let live = self.live.as_mut().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
+        let stored = journal::store(&self.dir.join(TERMS_FILE), &StoredTerms { percent });
+        stored.during("Writing how much may be promised")?;
+        live.terms.percent = percent;
+        Ok(())
+    }
+
+    /// Could [`set_overcommit`](Self::set_overcommit) be done?
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_overcommit(&self, percent: u32) -> Result<(), Error> {
+        let range = Terms::PERCENTS;
+        if !range.contains(&percent) {
+            let (least, most) = (range.start(), range.end());
+            return Err(Error::Request(format!("{percent} % of the pool; {least} % to {most} % can be promised")));
+        }
+        match self.host.page() {
+            Page::Huge => Ok(()),
+            page => Err(Error::Request(format!("memory comes on demand in pages of 2 MiB, not of {page}"))),
+        }
+    }
+
+    /// Says how much of what VMs on demand were promised they can have far, all of them at the same time.
+    pub fn set_far(&mut self, far: Bytes) {
+        if let Some(live) = &mut self.live {
+            live.terms.far = u32::try_from(far.0 / live.page.bytes()).unwrap_or(u32::MAX);
+        }
+    }
+
+    /// Returns what the pool has for VMs on demand, if it has promised them more. Looks at all slices.
     ///
     /// # Errors
     /// The kernel does not tell how many pages a VM has.
-    pub fn on_demand(&self) -> Result<OnDemand, Error> {
-        self.live.as_ref().map_or_else(|| Ok(OnDemand::default()), Live::on_demand)
+    pub fn overcommitted(&self) -> Result<Option<Overcommitted>, Error> {
+        let Some(live) = self.live.as_ref().filter(|live| !live.promises.is_empty()) else { return Ok(None) };
+        let now = live.on_demand()?;
+        let (has, size) = (live.backing(now), |slices| live.page.size(slices));
+        let over = Overcommitted { has: size(has), promised: size(now.promised), touched: size(now.touched) };
+        Ok((now.promised > has).then_some(over))
+    }
+
+    /// Returns what VMs on demand have of what they were promised.
+    ///
+    /// # Errors
+    /// The kernel does not tell how many pages a VM has.
+    pub fn on_demand_touched(&self) -> Result<Bytes, Error> {
+        self.live.as_ref().map_or(Ok(Bytes(0)), |live| Ok(live.page.size(live.on_demand()?.touched)))
     }
 
     /// Refuses a promise of this many slices if the pool has fewer beside all other promises.
     pub(crate) fn check_promises(&self, slices: u32) -> Result<(), Error> {
+        self.check_left(slices, Live::unpromised)
+    }
+
+    /// Refuses a promise of this many slices if fewer are left.
+    fn check_left(&self, slices: u32, left: impl FnOnce(&Live, OnDemand) -> u32) -> Result<(), Error> {
         let Some(live) = &self.live else { return Ok(()) };
         let now = live.on_demand()?;
-        let left = live.unpromised(now);
-        match slices <= left {
-            true => Ok(()),
-            false => {
-                let size = |slices| live.page.size(slices);
-                Err(Error::Promised { wanted: size(slices), left: size(left), promised: size(now.promised) })
-            }
+        match left(live, now) {
+            left if slices <= left => Ok(()),
+            left => Err(live.promised_error(now, slices, left)),
         }
     }
 
@@ -163,6 +216,10 @@ impl Reserve {
                 (spare, released) = (spare - slices, true);
             }
         }
+        if now.promised == 0 {
+            let has = live.aside().next().is_some();
+            live.pool.state_on_demand(has);
+        }
         if released {
             journal::store(&names, &live.names).during("Writing who has what")?;
         }
@@ -173,6 +230,8 @@ impl Reserve {
     pub(crate) fn punch_all_aside(&mut self) -> Result<(), Error> {
         let Some(live) = &mut self.live else { return Ok(()) };
         let aside: Vec<VmId> = live.aside().map(|(vm, _)| vm).collect();
+        // A program of before did not say so.
+        live.pool.state_on_demand(!aside.is_empty() || !live.promises.is_empty());
         aside.into_iter().try_for_each(|vm| live.punch_aside(vm))
     }
 }
@@ -228,7 +287,7 @@ impl Live {
     }
 
     /// Slices for VMs on demand: set aside, or free and in no file of which another VM has a part.
-    fn backing(&self, now: OnDemand) -> u32 {
+    pub(crate) fn backing(&self, now: OnDemand) -> u32 {
         let aside = self.aside_domain();
         let unzeroed = self.count(|at| {
             matches!(self.pool.state(at), SliceState::Free(Content::Dirty | Content::Zeroing))
@@ -237,21 +296,38 @@ impl Live {
         self.ready_for_demand() + unzeroed + now.aside
     }
 
-    /// Slices that are promised to nobody: free or set aside, less what VMs on demand were promised.
+    /// Slices that are promised to nobody: free or set aside, less those that are needed for what VMs on demand were
+    /// promised.
     pub(crate) fn unpromised(&self, now: OnDemand) -> u32 {
-        self.backing(now).saturating_sub(now.promised)
+        self.backing(now).saturating_sub(self.terms.least(now.promised))
+    }
+
+    /// The refusal of this many slices, because fewer are left.
+    fn promised_error(&self, now: OnDemand, wanted: u32, left: u32) -> Error {
+        let size = |slices| self.page.size(slices);
+        let Terms { percent, far } = self.terms;
+        let terms = match percent {
+            100 => String::new(),
+            _ => format!(
+                "; {} are missing: up to {percent} % of the {} for these VMs may be promised, as far as they can have \
+                 the rest far, which is {} now (a VM that starts, is pinned or reserved has none)",
+                size(wanted - left),
+                size(self.backing(now)),
+                size(far.min(now.promised)),
+            ),
+        };
+        Error::Promised { wanted: size(wanted), left: size(left), promised: size(now.promised), terms }
     }
 
     /// Checks that what VMs on demand were promised is there still, after another VM got memory: it also keeps the rest
     /// of its last file from others.
     pub(crate) fn keeps_promises(&self) -> Result<(), Error> {
         let now = self.on_demand()?;
-        let (backing, promised) = (self.backing(now), now.promised);
-        if backing >= promised {
+        let (backing, needed) = (self.backing(now), self.terms.least(now.promised));
+        if backing >= needed {
             return Ok(());
         }
-        let size = |slices| self.page.size(slices);
-        Err(Error::Promised { wanted: size(promised - backing), left: size(0), promised: size(promised) })
+        Err(self.promised_error(now, needed - backing, 0))
     }
 
     /// Gives the pages of slices that are set aside to the kernel.

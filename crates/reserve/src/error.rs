@@ -35,7 +35,7 @@ pub enum Error {
     /// The pool has less beside what it has promised to VMs on demand. Caused by the caller.
     #[error(
         "{wanted} more cannot be promised: of what no VM has, {promised} are promised to VMs on demand, and {left} are \
-         left"
+         left{terms}"
     )]
     Promised {
         /// The request.
@@ -44,6 +44,8 @@ pub enum Error {
         left: Bytes,
         /// Promised to VMs on demand.
         promised: Bytes,
+        /// Where more than there is may be promised: how much that is, and what is missing.
+        terms: String,
     },
     /// The request is impossible. Caused by the caller.
     #[error("{0}")]

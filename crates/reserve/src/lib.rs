@@ -53,7 +53,7 @@ pub use host::{Host, Page};
 pub use lend::Lending;
 pub use live::FILES;
 pub use overview::{Node, Overview, Tenant};
-pub use promises::OnDemand;
+pub use promises::Overcommitted;
 pub use refill::{Done, Job};
 pub use reserve::{Grant, Reserve};
 pub use shared::Shared;

@@ -25,7 +25,7 @@ use crate::error::{During, Error};
 use crate::files::Files;
 use crate::host::Page;
 use crate::journal;
-use crate::promises::{self, Promises};
+use crate::promises::{self, Promises, StoredTerms, Terms};
 use crate::refill::Job;
 use crate::shared::Shared;
 
@@ -42,6 +42,8 @@ pub(crate) struct Live {
     pub(crate) names: BTreeMap<u64, String>,
     /// VMs on demand. They have no slices.
     pub(crate) promises: Promises,
+    /// How much may be promised.
+    pub(crate) terms: Terms,
     /// Slices for which the kernel had no page, because another process still holds their old page.
     pub(crate) waiting: Vec<Dirty>,
 }
@@ -61,7 +63,10 @@ impl Live {
             }
         }
         let promises = journal::load(&dir.join(promises::FILE)).during("Reading what is promised")?.unwrap_or_default();
-        Ok(Self { pool, page, files, names, promises, waiting: Vec::new() })
+        let stored: Option<StoredTerms> =
+            journal::load(&dir.join(promises::TERMS_FILE)).during("Reading how much may be promised")?;
+        let terms = stored.map_or_else(Terms::default, |StoredTerms { percent }| Terms { percent, far: 0 });
+        Ok(Self { pool, page, files, names, promises, terms, waiting: Vec::new() })
     }
 
     /// Returns the node with this number on the host.

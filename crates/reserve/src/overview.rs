@@ -28,6 +28,10 @@ pub struct Overview {
     pub vmemmap_freed: Bytes,
     /// Memory on demand: promised, touched, and set aside.
     pub on_demand: [Bytes; 3],
+    /// What the pool has for memory on demand, and how much of that it may promise, in percent.
+    pub for_demand: Bytes,
+    /// See `for_demand`.
+    pub overcommit: u32,
     /// Limit of lending while the host is short of memory; zero: slices are lent by command only.
     pub lent_when_short: Bytes,
 }
@@ -99,6 +103,8 @@ impl Reserve {
             tenants: tenants.chain(on_demand).collect(),
             notes,
             on_demand: [now.promised, now.touched, now.aside].map(|slices| page.size(slices)),
+            for_demand: page.size(if page == Page::Huge { live.backing(now) } else { 0 }),
+            overcommit: live.terms.percent,
             waiting: page.size(live.waiting.len() as u32),
             metadata: Bytes(live.pool.metadata_bytes()),
             vmemmap_freed: Bytes(freed),

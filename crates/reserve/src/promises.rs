@@ -1,16 +1,20 @@
-//! What is promised to VMs on demand, and how much of the pool is set aside for it.
+//! What is promised to VMs on demand, how much that may be, and how much of the pool is set aside for it.
 //!
 //! Before: a VM is to have memory on demand. After: `live` has what is promised to it, and `demand` keeps the promise.
-//! Threads: none; plain values. Units: slices. Promise: no more is set aside than is promised.
+//! Threads: none; plain values. Units: slices. Promise: no more is set aside than is promised, and no more is promised
+//! than the pool has and these VMs can have far.
 
 use std::collections::BTreeMap;
 
+use ballast_base::{Bytes, MIB};
 use serde::{Deserialize, Serialize};
 
 /// The name of what is set aside. No VM has it.
 pub(crate) const ASIDE: &str = "-";
 /// The file with the promises.
 pub(crate) const FILE: &str = "demand.json";
+/// The file that says how far the pool may promise more than it has.
+pub(crate) const TERMS_FILE: &str = "overcommit.json";
 /// Slices set aside at once: 256 MiB. They are given back as one.
 pub(crate) const STEP: u32 = 128;
 /// Part of the untouched places for which pages are set aside in advance; at least [`STEP`].
@@ -30,7 +34,7 @@ pub(crate) struct Promise {
 
 /// Memory on demand, in slices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct OnDemand {
+pub(crate) struct OnDemand {
     /// Promised.
     pub promised: u32,
     /// Pages that VMs have of it.
@@ -62,9 +66,76 @@ impl OnDemand {
     }
 }
 
+/// How far the pool may promise more than it has for VMs on demand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Terms {
+    /// What may be promised, in percent of what there is: as the operator said.
+    pub percent: u32,
+    /// How much of what is promised these VMs can have far at the same time.
+    pub far: u32,
+}
+
+/// How the terms are stored.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct StoredTerms {
+    pub percent: u32,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        Self { percent: 100, far: 0 }
+    }
+}
+
+impl Terms {
+    /// Percents that an operator may say.
+    pub const PERCENTS: std::ops::RangeInclusive<u32> = 100..=1000;
+
+    /// The most that may be promised where there are this many slices for VMs on demand.
+    pub fn most(self, backing: u32) -> u32 {
+        let said = u64::from(backing) * u64::from(self.percent) / 100;
+        said.min(u64::from(backing) + u64::from(self.far)).min(u32::MAX.into()) as u32
+    }
+
+    /// The fewest slices with which this much may be promised.
+    pub fn least(self, promised: u32) -> u32 {
+        let said = (u64::from(promised) * 100).div_ceil(self.percent.max(1).into());
+        (said as u32).max(promised.saturating_sub(self.far))
+    }
+}
+
+/// A pool that has promised VMs on demand more than it has for them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Overcommitted {
+    /// What it has for them.
+    pub has: Bytes,
+    /// What they were promised.
+    pub promised: Bytes,
+    /// What they have of it.
+    pub touched: Bytes,
+}
+
+impl Overcommitted {
+    /// What is left for touches below this is little: a 32nd, 8 to 256 MiB.
+    pub fn low(&self) -> Bytes {
+        Bytes((self.has.0 / 32).clamp(8 * MIB, 256 * MIB))
+    }
+
+    /// What is to be left for touches.
+    pub fn high(&self) -> Bytes {
+        Bytes(2 * self.low().0)
+    }
+
+    /// What is left for touches.
+    pub fn free(&self) -> Bytes {
+        Bytes(self.has.0.saturating_sub(self.touched.0))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn pages_are_set_aside_for_what_is_touched_and_a_part_of_the_rest_and_never_for_more_than_is_promised() {
@@ -85,6 +156,93 @@ mod tests {
                 assert!(aside > touched || aside == promised);
             }
             assert!(pieces <= 600 && aside == promised, "{pieces} pieces for {promised}");
+        }
+    }
+
+    #[test]
+    fn what_may_be_promised_ends_where_the_operator_or_the_far_stores_say() {
+        let terms = |percent, far| Terms { percent, far };
+        assert_eq!([terms(100, 99).most(64), terms(150, 99).most(64), terms(150, 10).most(64)], [64, 96, 74]);
+        assert_eq!([terms(100, 99).least(64), terms(150, 99).least(97), terms(150, 10).least(97)], [64, 65, 87]);
+        assert_eq!(terms(1000, u32::MAX).most(u32::MAX), u32::MAX);
+    }
+
+    /// A pool of this many slices, and VMs on demand: what each was promised, has touched, and has far. A VM that does
+    /// not page has all that it touches in memory.
+    #[derive(Debug, Default)]
+    struct Model {
+        at_once: u32,
+        aside: u32,
+        vms: Vec<(u32, u32, bool)>,
+    }
+
+    impl Model {
+        fn now(&self) -> OnDemand {
+            let sum = |of: fn(&(u32, u32, bool)) -> u32| self.vms.iter().map(of).sum();
+            OnDemand { promised: sum(|vm| vm.0), touched: sum(|vm| vm.1), aside: self.aside }
+        }
+        fn backing(&self, pool: u32) -> u32 {
+            pool - self.at_once
+        }
+        /// A VM that pages keeps an eighth, so that it can go on.
+        fn keeps(vm: &(u32, u32, bool)) -> u32 {
+            if vm.2 { vm.0.div_ceil(8) } else { vm.0 }
+        }
+        fn terms(&self, percent: u32, stores: u32) -> Terms {
+            let far = self.vms.iter().map(|vm| vm.0 - Self::keeps(vm)).sum::<u32>().min(stores);
+            Terms { percent, far }
+        }
+        fn set_aside(&mut self, pool: u32) {
+            let now = self.now();
+            self.aside = match self.aside < now.wanted() {
+                true => self.aside + now.lacks(self.backing(pool) - self.aside),
+                false => self.aside.min(now.wanted().max(now.touched)),
+            };
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_promise_can_be_kept_by_the_pool_and_the_far_stores_whatever_vms_do(
+            pool in 64u32..4096, percent in 100u32..300, stores in 0u32..4096,
+            steps in proptest::collection::vec((0u8..6, 0u32..2048, any::<prop::sample::Index>()), 1..80),
+        ) {
+            let mut model = Model::default();
+            for (what, slices, which) in steps {
+                let (terms, now) = (model.terms(percent, stores), model.now());
+                let backing = model.backing(pool);
+                let at_most = backing.saturating_sub(terms.least(now.promised)).min(backing - model.aside);
+                let some = (!model.vms.is_empty()).then(|| which.index(model.vms.len()));
+                match (what, some) {
+                    // A VM on demand, and one that gets its memory at once.
+                    (0, _) if slices > 0 && now.promised + slices <= terms.most(backing) => {
+                        model.vms.push((slices, 0, slices % 3 > 0));
+                    }
+                    (1, _) if slices <= at_most => model.at_once += slices,
+                    (2, Some(at)) => {
+                        model.vms.swap_remove(at);
+                    }
+                    // A VM touches: what it can without a free page, waits; a VM that pages gives up some of its own.
+                    (3 | 4, Some(at)) => {
+                        let free = model.aside - now.touched;
+                        let (promised, touched, _) = &mut model.vms[at];
+                        *touched += slices.min(free).min(*promised - *touched);
+                    }
+                    (5, Some(at)) if model.vms[at].2 => model.vms[at].1 -= slices.min(model.vms[at].1),
+                    _ => {}
+                }
+                model.set_aside(pool);
+                let (terms, now, backing) = (model.terms(percent, stores), model.now(), model.backing(pool));
+                prop_assert!(now.promised <= terms.most(backing), "{model:?}");
+                prop_assert!(backing >= terms.least(now.promised), "{model:?}");
+                prop_assert!(now.touched <= now.aside && now.aside <= backing, "{model:?}");
+                // Where all that pages is far as far as there is room, the others have all that they were promised.
+                let keep: u32 = model.vms.iter().map(Model::keeps).sum();
+                prop_assert!(keep.max(now.promised - terms.far.min(now.promised)) <= backing, "{model:?}");
+                // No touch waits for ever: what is missing can be set aside, or a VM that pages has something.
+                let waits = now.touched == now.aside && now.touched < now.promised;
+                prop_assert!(!waits || now.aside < backing || model.vms.iter().any(|vm| vm.2 && vm.1 > 0), "{model:?}");
+            }
         }
     }
 

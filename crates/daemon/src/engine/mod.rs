@@ -122,6 +122,7 @@ pub fn run() -> anyhow::Result<()> {
     let mapper_scan = foreign_mappers::start(host.clone())?;
     pin_check::start(host.pins.clone())?;
     governor.start(host.clone(), mapper_scan.clone()).context("Starting the governor")?;
+    link_pool(&host, &governor);
     stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
     let me = Process::this().context("Finding this process's start time")?;
     let engine = Arc::new(Engine {
@@ -143,6 +144,14 @@ pub fn run() -> anyhow::Result<()> {
         orders.serve_as_orphan();
     }
     Ok(())
+}
+
+/// The pool asks what VMs on demand can have far, and tells the governor when little is left for their touches.
+fn link_pool(host: &Arc<Host>, governor: &Arc<Governor>) {
+    let (host_now, governor) = (Arc::downgrade(host), governor.clone());
+    let far = move || host_now.upgrade().map_or(Bytes(0), |host| governor::demand::far(&host, None));
+    let links = pool::demand::Links { far: Box::new(far), short: Box::new(move || governor.pool_is_short()) };
+    host.pool.demand.link(links);
 }
 
 /// The kernel should kill a guest before the process that holds the far memory of many.

@@ -27,6 +27,7 @@ use ballast_sys::memfd::FileId;
 use ballast_sys::{clock, scm};
 
 use crate::engine::lending::Lender;
+use crate::engine::pool::demand::Demand;
 use crate::engine::pool_parts::{Jobs, Parts};
 use crate::events::Events;
 use crate::settings::Pooling;
@@ -46,6 +47,8 @@ const ASKS_WITHIN: Duration = Duration::from_secs(5);
 /// VMMs that ask at once.
 const MOST_ASKING: usize = 64;
 
+pub mod demand;
+
 /// The engine's part of the pool.
 #[derive(Debug)]
 pub struct PoolService {
@@ -59,6 +62,8 @@ pub struct PoolService {
     is_elsewhere: AtomicBool,
     asking: AtomicUsize,
     closer: Arc<Closer>,
+    /// Memory on demand, as the governor sees it.
+    pub demand: Demand,
 }
 
 #[derive(Debug)]
@@ -94,6 +99,7 @@ impl PoolService {
             is_elsewhere: AtomicBool::new(false),
             asking: AtomicUsize::new(0),
             closer: Arc::default(),
+            demand: Demand::default(),
         })
     }
 
@@ -168,11 +174,15 @@ impl PoolService {
         lenders: &mut [Lender; 2],
         events: &Events,
     ) -> Result<(), Error> {
+        self.demand.tell_if_short();
+        let looks = looked.is_none_or(|at| at.elapsed() >= POLL_EVERY);
+        let far = looks.then(|| self.demand.far());
         let mut state = self.lock();
         let State::Ours(parts) = &mut *state else { return Ok(()) };
         // A part that fails keeps neither the other one nor slices from being zeroed.
         let mut failed = Ok(());
-        if looked.is_none_or(|at| at.elapsed() >= POLL_EVERY) {
+        if let Some(far) = far {
+            parts.of(Page::Huge).into_iter().for_each(|huge| huge.set_far(far));
             for (page, reserve) in parts.each() {
                 let lender = &mut lenders[page as usize];
                 match reserve.tend().and_then(|_| lender.adjust(reserve, clock::monotonic_ns() / 1_000_000)) {
@@ -189,7 +199,7 @@ impl PoolService {
         }
         let on_demand = parts.of(Page::Huge).ok().filter(|huge| huge.has_on_demand());
         let has_on_demand = on_demand.is_some();
-        failed = failed.and(on_demand.map_or(Ok(()), Reserve::set_aside));
+        failed = failed.and(self.demand.tend(on_demand, looks));
         let is_due = again.elapsed() >= AGAIN_EVERY;
         if is_due {
             *again = Instant::now();
@@ -302,11 +312,12 @@ impl PoolService {
         if mode.is_none() && take.nodes != Nodes::Any {
             bail!("memory on demand is of any node, and nodes {} are asked for", take.nodes);
         }
-        let begun = Instant::now();
+        let (begun, far) = (Instant::now(), self.demand.far());
         let mut state = self.lock();
         loop {
             let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
             let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
+            reserve.set_far(far);
             // A VM may have ended since the last check.
             let granted = match mode {
                 Some(mode) => reserve.grant(&take.name, take.size, mode, &take.nodes),
@@ -314,6 +325,8 @@ impl PoolService {
             };
             let error = match granted {
                 Ok(grant) => {
+                    // What fails here fails again in the next round, which says so.
+                    let _ = if mode.is_none() { self.demand.tend(Some(reserve), true) } else { Ok(()) };
                     // From now on its end must be noticed.
                     self.changed.notify_all();
                     return Ok(grant);
@@ -373,7 +386,12 @@ impl PoolService {
             (None, Some(percent)) => return Err(format!("{percent} percent; 1 to 100 can be")),
             _ => return Err("either bytes or percent must be there".into()),
         };
-        self.change(request.pages, |reserve| reserve.grow(want, request.node, request.file_bytes.map(Bytes)))
+        let (percent, file) = (request.overcommit_percent, request.file_bytes.map(Bytes));
+        self.change(request.pages, |reserve| {
+            percent.map_or(Ok(()), |percent| reserve.check_overcommit(percent))?;
+            reserve.grow(want, request.node, file)?;
+            percent.map_or(Ok(()), |percent| reserve.set_overcommit(percent))
+        })
     }
 
     /// Lend, or take back.
@@ -400,10 +418,13 @@ impl PoolService {
             PoolPages::Huge => Page::Huge,
             PoolPages::Gib => Page::Gib,
         };
+        let far = self.demand.far();
         let mut state = self.lock_when_left();
         match &mut *state {
             State::Ours(parts) => {
-                what(parts.of(page)?).map_err(|error| error.to_string())?;
+                let part = parts.of(page)?;
+                part.set_far(far);
+                what(part).map_err(|error| error.to_string())?;
                 self.changed.notify_all();
                 Ok(self.stat_of(parts))
             }

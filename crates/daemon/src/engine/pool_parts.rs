@@ -195,6 +195,8 @@ fn stat(part: &Part) -> PoolStat {
         promised_bytes: promised,
         touched_bytes: touched,
         aside_bytes: aside,
+        for_demand_bytes: overview.for_demand.0,
+        overcommit_percent: overview.overcommit,
         gib: None,
     }
 }

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::mem::discriminant;
 
 use ballast_api::DecisionRecord;
-use ballast_policy::{Decision, Plan, Reason, Snapshot, VmSample};
+use ballast_policy::{Action, Decision, Plan, Reason, Snapshot, VmSample};
 
 /// Records of a VM.
 const MOST: usize = 64;
@@ -20,7 +20,9 @@ impl Log {
     /// Record the decisions on this snapshot.
     pub fn add(&mut self, snapshot: &Snapshot, plan: &Plan, unix_ms: u64) {
         self.0.retain(|id, _| snapshot.vms.iter().any(|vm| vm.id == *id));
-        for (vm, decision) in snapshot.vms.iter().zip(&plan.decisions) {
+        // While the policy is none, it has nothing to say of VMs that are not limited for the pool.
+        let said = |(_, decision): &(_, &Decision)| decision.action != Action::Free || !decision.reasons.is_empty();
+        for (vm, decision) in snapshot.vms.iter().zip(&plan.decisions).filter(said) {
             let records = self.0.entry(vm.id.clone()).or_default();
             let record = record(vm, decision, plan, unix_ms);
             match records.back_mut().filter(|last| says_the_same(last, &record)) {
@@ -67,7 +69,6 @@ fn says_the_same(last: &DecisionRecord, new: &DecisionRecord) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_policy::Action;
 
     #[test]
     fn decisions_that_say_the_same_are_one_record_and_the_log_is_bounded() {

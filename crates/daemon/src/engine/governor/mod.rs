@@ -8,10 +8,13 @@
 //! the lower one holds, and the reclaim worker does the rest.
 //! Threads: one runs the loop; API threads ask under its lock. No worker ever calls this: the pager cannot name it.
 //! Units: milliseconds of the monotonic clock. Promise: with the policy *none* and no lease it sleeps and no VM has a
-//! target. A VM that is held, pinned, or left with an orphaned engine keeps what it has. A policy that panics changes
-//! nothing and raises an event; when a program stops sending plans, the policy decides again.
+//! target, unless the pool's memory on demand is divided ([`demand`]). A VM that is held, pinned, or left with an
+//! orphaned engine keeps what it has. A policy that panics changes nothing and raises an event; when a program stops
+//! sending plans, the policy decides again.
 
 mod balloon;
+pub mod demand;
+mod guarded;
 mod kernel_stall;
 mod log;
 pub mod operator;
@@ -19,7 +22,6 @@ pub mod requests;
 mod sample;
 
 use std::collections::HashMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -31,15 +33,20 @@ use ballast_sys::priority::run_first;
 
 use crate::engine::host::Host;
 use crate::engine::served::Served;
+use demand::Division;
+use guarded::guarded;
 use log::Log;
 use sample::{Sampler, now_ms};
+
+/// Most time between two decisions while the pool's memory on demand is divided.
+const DIVIDES_EVERY_MS: u64 = 500;
 
 /// The governor, for its thread and the API.
 pub struct Governor {
     inner: Mutex<Inner>,
     changed: Condvar,
-    /// [`Inner::is_active`] as it was last: a tick may wait for what the kernel tells of a VM.
-    is_active: AtomicBool,
+    /// [`Inner::decides`] as it was last: a tick may wait for what the kernel tells of a VM.
+    decides: AtomicBool,
     /// A scan for foreign mappers follows for each VM that is sent here.
     mapper_scan: OnceLock<mpsc::Sender<Arc<Served>>>,
     /// Called with new settings, so that the next engine begins with them.
@@ -62,6 +69,8 @@ struct Inner {
     overcommitted: bool,
     /// Another engine has, or is about to have, some of the VMs.
     rests: bool,
+    /// The pool's memory on demand.
+    division: Division,
     ticks: u64,
     changed: u64,
     failures: u64,
@@ -83,6 +92,11 @@ impl std::fmt::Debug for Governor {
 impl Inner {
     fn is_active(&self) -> bool {
         self.setup.policy != Kind::None || self.lease.is_some()
+    }
+
+    /// Does anything set targets?
+    fn decides(&self) -> bool {
+        self.is_active() || self.division.divides()
     }
 
     /// The last tick's snapshot. While there are no ticks: a new one, with rates since the last call.
@@ -115,12 +129,13 @@ impl Governor {
             exhaustion_ms: None,
             overcommitted: false,
             rests: false,
+            division: Division::default(),
             ticks: 0,
             changed: 0,
             failures: 0,
         };
-        let (is_active, inner) = (AtomicBool::new(inner.is_active()), Mutex::new(inner));
-        Self { inner, changed: Condvar::new(), is_active, mapper_scan: OnceLock::new(), keep: Box::new(keep) }
+        let (decides, inner) = (AtomicBool::new(inner.decides()), Mutex::new(inner));
+        Self { inner, changed: Condvar::new(), decides, mapper_scan: OnceLock::new(), keep: Box::new(keep) }
     }
 
     /// Start the governor's thread, which lives as long as the engine.
@@ -167,8 +182,16 @@ impl Governor {
     /// Have a tick at once.
     fn notify(&self, inner: &mut Inner) {
         inner.due_ms = Some(0);
-        self.is_active.store(inner.is_active(), Ordering::Release);
+        self.decides.store(inner.decides(), Ordering::Release);
         self.changed.notify_all();
+    }
+
+    /// The pool has little left for touches of VMs on demand: divide it now, unless that goes on already.
+    pub fn pool_is_short(&self) {
+        let mut inner = self.lock();
+        if !inner.division.divides() {
+            self.notify(&mut inner);
+        }
     }
 
     /// Decide nothing while VMs move between engines: an engine that sees some of them would divide all memory among
@@ -188,7 +211,7 @@ impl Governor {
     /// A VM was opened: a target that an earlier engine left has no owner if there is no policy and no lease. Waits for
     /// no tick; if a policy begins at this moment, its next tick sets the target again.
     pub fn opened(&self, served: &Served) {
-        if !self.is_active.load(Ordering::Acquire) {
+        if !self.decides.load(Ordering::Acquire) {
             served.vm.state.set_target(None);
         }
     }
@@ -200,30 +223,40 @@ impl Governor {
             return;
         }
         let at_ms = now_ms();
-        let next_ms = at_ms + inner.setup.tick_ms;
+        let mut next_ms = at_ms + inner.setup.tick_ms;
         let Some(snapshot) = inner.sampler.take(host, &inner.setup, at_ms) else {
             // All targets stay as they are.
             inner.due_ms = Some(next_ms);
             return;
         };
-        let plan = lease_plan(inner, host, &snapshot, at_ms).or_else(|| built_in(inner, host, &snapshot));
-        inner.due_ms = inner.is_active().then_some(next_ms);
-        self.is_active.store(inner.is_active(), Ordering::Release);
+        let mut plan = lease_plan(inner, host, &snapshot, at_ms).or_else(|| built_in(inner, host, &snapshot));
+        if let Some(plan) = &mut plan
+            && let Some(said) = inner.division.add(plan, &snapshot, host, &inner.setup)
+        {
+            host.events.add(None, "pool-divided", said);
+        }
+        if inner.division.divides() {
+            next_ms = next_ms.min(at_ms + DIVIDES_EVERY_MS);
+        }
+        inner.due_ms = inner.decides().then_some(next_ms);
+        self.decides.store(inner.decides(), Ordering::Release);
         if let Some(plan) = plan {
             let vms: HashMap<String, Arc<Served>> =
                 host.all().into_iter().map(|served| (served.vm.state.id().to_string(), served)).collect();
             let apply = |decision: &&Decision| vms.get(&decision.id).is_some_and(|vm| self.apply(vm, decision));
             // Without an owner, no VM has a target: neither one that was opened since the snapshot was taken.
             let free = Decision { action: Action::Free, ..Decision::default() };
-            let changed = match inner.is_active() {
+            let changed = match inner.decides() {
                 true => plan.decisions.iter().filter(apply).count(),
                 false => vms.values().filter(|vm| self.apply(vm, &free)).count(),
             };
             vms.values().for_each(|served| balloon::ask(&served.vm, inner.is_active()));
             inner.ticks += 1;
             inner.changed += changed as u64;
-            if inner.is_active() {
+            if inner.decides() {
                 inner.log.add(&snapshot, &plan, unix_ms());
+            }
+            if inner.is_active() {
                 tell_host_state(inner, host, &snapshot, &plan);
             }
         }
@@ -285,24 +318,17 @@ fn built_in(inner: &mut Inner, host: &Host, snapshot: &Snapshot) -> Option<Plan>
     let Some(policy) = inner.setup.policy.policy(inner.setup.params) else {
         return Some(free_all(snapshot));
     };
-    let mut state = inner.state.clone();
-    match catch_unwind(AssertUnwindSafe(|| policy.decide(snapshot, &mut state))) {
-        Ok(plan) => {
-            inner.state = state;
-            Some(plan)
-        }
-        Err(_) => {
-            // Its state may be the cause. Reported at the 1st, 2nd, 4th, 8th ... time.
-            inner.state = State::default();
-            inner.failures += 1;
-            if inner.failures.is_power_of_two() {
-                let text = format!("the policy {} panicked; all limits stay as they are", policy.name());
-                tracing::error!("{text}");
-                host.events.add(None, "policy-failed", text);
-            }
-            None
+    let plan = guarded(&*policy, snapshot, &mut inner.state);
+    if plan.is_none() {
+        // Reported at the 1st, 2nd, 4th, 8th ... time.
+        inner.failures += 1;
+        if inner.failures.is_power_of_two() {
+            let text = format!("the policy {} panicked; all limits stay as they are", policy.name());
+            tracing::error!("{text}");
+            host.events.add(None, "policy-failed", text);
         }
     }
+    plan
 }
 
 fn free_all(snapshot: &Snapshot) -> Plan {

@@ -10,7 +10,7 @@ use ballast_policy::admission::Admission;
 use ballast_policy::{Class, External, HostState, Kind, Params, Plan, Settings, Setup, Snapshot, check_external};
 
 use super::sample::now_ms;
-use super::{Governor, Lease, operator};
+use super::{Governor, Lease, demand, operator};
 use crate::engine::host::Host;
 use crate::engine::served::Served;
 
@@ -154,7 +154,8 @@ impl Governor {
         change: impl FnOnce(),
     ) -> Result<(), String> {
         let (size, state) = (served.vm.size().bytes().0, &served.vm.state);
-        if let Some(why) = settings.contradiction(size, limit.map(|limit| limit.0)) {
+        let contradiction = settings.contradiction(size, limit.map(|limit| limit.0));
+        if let Some(why) = contradiction.or_else(|| demand::refusal(host, served, settings, limit)) {
             return Err(why);
         }
         let mut inner = self.lock();

@@ -1,0 +1,82 @@
+//! Memory on demand between the pool and the governor: what VMs can have far, and what the pool has for them where it
+//! has promised more.
+//!
+//! Before: the engine has a governor. After: the pool makes promises by what the VMs can have far, and the governor
+//! divides what the pool has when little is left. Threads: the pool's looks; the governor's, and those of the API, read
+//! what it saw last. Units: bytes.
+//! Promise: neither waits for the other: the pool asks without its lock, and the governor reads a copy.
+
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use ballast_base::Bytes;
+use ballast_reserve::{Error, Overcommitted, Reserve};
+
+/// What the pool asks and tells the rest of the engine.
+pub struct Links {
+    /// How much of what VMs on demand were promised they can have far, all at the same time.
+    pub far: Box<dyn Fn() -> Bytes + Send + Sync>,
+    /// Little is left for touches.
+    pub short: Box<dyn Fn() + Send + Sync>,
+}
+
+impl fmt::Debug for Links {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Links").finish_non_exhaustive()
+    }
+}
+
+/// Memory on demand, as it was seen last.
+#[derive(Debug, Default)]
+pub struct Demand {
+    links: OnceLock<Links>,
+    over: Mutex<Option<Overcommitted>>,
+}
+
+impl Demand {
+    /// The engine has a governor.
+    pub fn link(&self, links: Links) {
+        // It has one for life.
+        let _ = self.links.set(links);
+    }
+
+    /// See [`Links::far`].
+    pub fn far(&self) -> Bytes {
+        self.links.get().map_or(Bytes(0), |links| (links.far)())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Overcommitted>> {
+        self.over.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the pool has for VMs on demand, if it has promised them more.
+    pub fn overcommitted(&self) -> Option<Overcommitted> {
+        *self.lock()
+    }
+
+    /// Tells the governor if little is left. No lock is held.
+    pub fn tell_if_short(&self) {
+        let is_short = self.overcommitted().is_some_and(|over| over.free() < over.low());
+        if let Some(links) = self.links.get().filter(|_| is_short) {
+            (links.short)();
+        }
+    }
+
+    /// Sets aside for the next touches, and looks how much is left. `all`: also at what the pool has, which takes a
+    /// look at each slice.
+    pub fn tend(&self, reserve: Option<&mut Reserve>, all: bool) -> Result<(), Error> {
+        let Some(reserve) = reserve else {
+            *self.lock() = None;
+            return Ok(());
+        };
+        let done = reserve.set_aside();
+        let before = self.overcommitted();
+        let over = match before.filter(|_| !all) {
+            Some(over) => Some(Overcommitted { touched: reserve.on_demand_touched()?, ..over }),
+            None if all => reserve.overcommitted()?,
+            None => None,
+        };
+        *self.lock() = over;
+        done
+    }
+}
