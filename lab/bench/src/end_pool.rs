@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ballast_base::Bytes;
-use ballast_reserve::{Error, FILES, Host, Reserve};
+use ballast_reserve::{Error, Host, Page, Reserve};
 
 /// How long a killed daemon and killed VMs may take to end.
 const ENDED_WITHIN: Duration = Duration::from_secs(20);
@@ -19,12 +19,19 @@ const PAUSE: Duration = Duration::from_millis(20);
 
 /// Return the memory of the pool in this directory, if it is still there.
 pub(crate) fn end_pool(dir: &Path) -> Result<()> {
+    let gib = dir.join("gib");
+    let ends = [(gib.as_path(), Page::Gib), (dir, Page::Huge)].map(|(dir, page)| end_part(dir, page));
+    ends.into_iter().collect::<Result<()>>()?;
+    unmount(dir).context("Unmounting the pool's files")
+}
+
+fn end_part(dir: &Path, page: Page) -> Result<()> {
     if !dir.exists() {
         return Ok(());
     }
     let start = Instant::now();
     let mut reserve = loop {
-        match Reserve::open(dir, Host::default()) {
+        match Reserve::open(dir, Host::default().with(page)) {
             Err(Error::Taken(_)) if start.elapsed() < ENDED_WITHIN => std::thread::sleep(PAUSE),
             opened => break opened.context("Opening the pool")?,
         }
@@ -41,17 +48,19 @@ pub(crate) fn end_pool(dir: &Path) -> Result<()> {
         reserve.lend(Bytes(all), None)?;
         std::thread::sleep(PAUSE);
     }
-    drop(reserve);
-    unmount(dir).context("Unmounting the pool's files")
+    Ok(())
 }
 
 /// Unmount the files of the pool in this directory, if there is a pool.
 pub(crate) fn unmount(dir: &Path) -> io::Result<()> {
-    if !dir.join(FILES).exists() {
-        return Ok(());
+    let all = [dir.join("gib").join(Page::Gib.files()), dir.join(Page::Huge.files())];
+    for files in all.iter().filter(|files| files.exists()) {
+        let files = CString::new(files.as_os_str().as_bytes())?;
+        // SAFETY: the path is a C string that lives during the call, which only reads it.
+        let done = unsafe { libc::umount2(files.as_ptr(), libc::MNT_DETACH | libc::UMOUNT_NOFOLLOW) };
+        if done != 0 {
+            return Err(io::Error::last_os_error());
+        }
     }
-    let files = CString::new(dir.join(FILES).as_os_str().as_bytes())?;
-    // SAFETY: the path is a C string that lives during the call, which only reads it.
-    let done = unsafe { libc::umount2(files.as_ptr(), libc::MNT_DETACH | libc::UMOUNT_NOFOLLOW) };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    Ok(())
 }

@@ -6,7 +6,8 @@
 //! Threads: one. Promise: interrupt, termination and hang-up do not end it; it names a setting that it cannot restore
 //! on standard error.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use ballast_base::Bytes;
@@ -18,7 +19,7 @@ use crate::cgroup::{self, Cgroup};
 use crate::end_pool::end_pool;
 use crate::helper::obey;
 use crate::order::{Answer, Order, Role};
-use crate::setting::{Setting, warn};
+use crate::setting::{Setting, read, warn};
 use crate::worker::Worker;
 use crate::zram::{Swap, SwapFile};
 
@@ -99,6 +100,7 @@ pub(crate) fn run() -> Result<()> {
                 let path = swap.path().to_owned();
                 (Box::new(swap), Answer::Path(path))
             }
+            Order::InOneGo(file, pages) => return in_one_go(&file, pages),
             Order::HugePages(pages) => {
                 loans.push(PoolLoan::reserved(pages).context("Raising nr_hugepages")?);
                 return Ok(Answer::Done);
@@ -124,6 +126,19 @@ pub(crate) fn run() -> Result<()> {
     loans.clear();
     while made.pop().is_some() {}
     result
+}
+
+/// Have a number of huge pages grow by one write, and put it back.
+fn in_one_go(file: &Path, pages: u64) -> Result<Answer> {
+    let count = || read(file)?.trim().parse::<u64>().with_context(|| format!("Reading {}", file.display()));
+    let before = count()?;
+    let setting = Setting::changed(file.into(), before.to_string());
+    let start = Instant::now();
+    std::fs::write(file, (before + pages).to_string()).with_context(|| format!("Writing {}", file.display()))?;
+    let ns = start.elapsed().as_nanos() as u64;
+    let got = count()?.saturating_sub(before);
+    drop(setting);
+    Ok(Answer::Got { pages: got, ns })
 }
 
 /// The bench's handle to the guard.
@@ -153,6 +168,14 @@ impl Guard {
     pub fn cgroup(&mut self) -> Result<PathBuf> {
         self.cgroups += 1;
         self.path(&Order::Cgroup(format!("{}{}-{}", cgroup::NAME, std::process::id(), self.cgroups)))
+    }
+
+    /// How many of these huge pages the kernel finds by one write to this file, and how long that takes, in seconds.
+    pub fn in_one_go(&mut self, file: &str, pages: u64) -> Result<(u64, f64)> {
+        match self.worker.ask(&Order::InOneGo(file.into(), pages))? {
+            Answer::Got { pages, ns } => Ok((pages, ns as f64 / 1e9)),
+            other => bail!("the guard replies {other:?}"),
+        }
     }
 
     /// Add huge pages to the host's pool, until the guard ends.

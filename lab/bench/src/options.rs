@@ -94,6 +94,8 @@ pub enum Part {
     Start,
     /// Memory of the pool that comes as it is touched.
     OnDemand,
+    /// The largest pool, beside what the kernel finds by one write.
+    Largest,
     /// The speed of a guest on the daemon's pool.
     Guest,
     /// The memory that a VM of the daemon's pool costs.
@@ -118,7 +120,7 @@ impl Part {
         match self {
             Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
             Self::Busy | Self::Recovery | Self::Idle => Which::Density,
-            Self::Start | Self::OnDemand | Self::Guest | Self::Cost => Which::Pool,
+            Self::Start | Self::OnDemand | Self::Largest | Self::Guest | Self::Cost => Which::Pool,
             Self::Free | Self::Scattered | Self::Services | Self::Files | Self::Redis | Self::Shares => Which::Guest,
         }
     }

@@ -290,6 +290,8 @@ pub enum Order {
         /// Size of the file.
         bytes: u64,
     },
+    /// Guard: add this number of huge pages to this file of the kernel by one write, and put it back.
+    InOneGo(PathBuf, u64),
     /// Guard: add this number of huge pages to the host's pool.
     HugePages(u64),
     /// Guard: take away all that were added.
@@ -316,6 +318,13 @@ pub enum Order {
 pub enum Answer {
     /// Done.
     Done,
+    /// What was got of a number of pages, and the time that it took.
+    Got {
+        /// Pages.
+        pages: u64,
+        /// Nanoseconds.
+        ns: u64,
+    },
     /// Filled.
     Filled {
         /// Guest RAM, if it is a file.

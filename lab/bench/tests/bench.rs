@@ -211,7 +211,7 @@ fn pool_has_metadata_churn_and_real_memory_and_returns_the_huge_pages() {
             assert_figure(row, key);
         }
     }
-    assert_eq!(["start", "on_demand", "guest", "cost"].map(|what| of(what).len()), [1; 4]);
+    assert_eq!(["start", "on_demand", "overcommit", "guest", "cost", "largest"].map(|what| of(what).len()), [1; 6]);
     let measured = |what| of(what).into_iter().filter(|row| row["not_measured"].is_null()).collect::<Vec<_>>();
     for row in measured("start") {
         for key in ["product_ready_us", "hugetlb_ready_us", "memfd_touch_ready_us", "product_pinned_ready_us"] {
@@ -222,9 +222,19 @@ fn pool_has_metadata_churn_and_real_memory_and_returns_the_huge_pages() {
             .for_each(|key| assert_figure_alone(row, key));
     }
     for row in measured("on_demand") {
-        ["at_once_ready_us", "at_once_touch_us", "on_demand_ready_us", "on_demand_touch_us"]
-            .iter()
-            .for_each(|key| assert_figure_alone(row, key));
+        for side in ["at_once", "on_demand", "hugetlb"] {
+            ["ready_us", "touch_us", "touch_us_p50", "touch_us_p99"]
+                .iter()
+                .for_each(|key| assert_figure_alone(row, &format!("{side}_{key}")));
+        }
+    }
+    for row in measured("overcommit") {
+        let of = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
+        assert!(of("overcommit_refault_mib_per_s") > 0.0 && of("overcommit_refaults_pct") > 10.0, "{row}");
+    }
+    for row in measured("largest") {
+        let of = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
+        assert!(of("pool_largest_pct") > 0.0 && of("hugetlb_largest_pct") > 0.0, "{row}");
     }
     for row in measured("guest") {
         ["ratio_guest_speed_pool", "ratio_guest_speed_aa"].iter().for_each(|key| assert_figure_alone(row, key));

@@ -1,8 +1,8 @@
 //! The pool: its metadata, the memory that VMs can get from it, and the time until that memory can be used.
 //!
-//! Before: the bench has its guard. After: there are rows of ten kinds (`measures`). The pool itself computes
+//! Before: the bench has its guard. After: there are rows of twelve kinds (`measures`). The pool itself computes
 //! *metadata* and *churn*, without memory; *ready*, *sold*, *speed* and *zeroing* use real memory, which the guard
-//! returns. *start*, *on_demand*, *guest* and *cost* are of the daemon's pool.
+//! returns. *start*, *on_demand*, *overcommit*, *largest*, *guest* and *cost* are of the daemon's pool.
 //! Threads: the bench's one. Units: in the keys. Promise: the bench takes no memory that others may need: it leaves out
 //! sizes for which memory is short, with the reason.
 
@@ -11,8 +11,10 @@ mod bricks;
 mod churn;
 mod cost;
 mod guest;
+mod largest;
 mod metadata;
 mod on_demand;
+mod overcommit;
 mod pin;
 mod product;
 mod ready;
@@ -23,6 +25,7 @@ mod start;
 mod zeroing;
 
 use anyhow::{Result, bail};
+use ballast_api::PoolPages;
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_pool::{Kind, SLICE_SIZE};
 use ballast_testvm::Workload;
@@ -97,9 +100,14 @@ fn without_a_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) 
 fn of_the_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let product = Product::start(bench)?;
     let only = bench.options.part;
-    for (part, run) in
-        [(Part::Start, starts as Rows), (Part::OnDemand, on_demands), (Part::Guest, guests), (Part::Cost, costs)]
-    {
+    let parts: [(Part, Rows); 5] = [
+        (Part::Start, starts),
+        (Part::OnDemand, on_demands),
+        (Part::Guest, guests),
+        (Part::Cost, costs),
+        (Part::Largest, largests),
+    ];
+    for (part, run) in parts {
         if only.is_none_or(|only| only == part) {
             run(bench, &product, each)?;
         }
@@ -147,6 +155,24 @@ fn on_demands(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) ->
             None => each(on_demand::row(bench, product, row, Bytes(*size), rounds)?)?,
             Some(why) => each(left_out(row, "on_demand", *size, "on_demand_ready_us", &why))?,
         }
+    }
+    let (size, rounds) = if bench.options.quick { (64 * MIB, 1) } else { (GIB, 6) };
+    let row = bench.row(&format!("1.5 times {} on demand", Bytes(size)));
+    match short_of(2 * size, Bytes(size), product) {
+        None => each(overcommit::row(bench, product, row, Bytes(size), rounds)?),
+        Some(why) => each(left_out(row, "overcommit", size, "overcommit_refault_mib_per_s", &why)),
+    }
+}
+
+fn largests(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let rounds = if bench.options.quick { 1 } else { 4 };
+    for (pages, name) in [(PoolPages::Huge, "2 MiB"), (PoolPages::Gib, "1 GiB")] {
+        // A small machine may have no GiB in one piece.
+        if bench.options.quick && pages == PoolPages::Gib {
+            continue;
+        }
+        let row = bench.row(&format!("largest reservation of pages of {name}"));
+        each(largest::row(bench, product, row, pages, rounds)?)?;
     }
     Ok(())
 }

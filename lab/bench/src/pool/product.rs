@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use ballast_api::{Client, LendRequest, PoolRequest, PoolStat};
+use ballast_api::{Client, LendRequest, PoolPages, PoolRequest, PoolStat, VmStat};
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, HUGE_SIZE};
 use ballast_client::RamExtent;
@@ -99,6 +99,46 @@ impl Product {
         Ok(map)
     }
 
+    /// Reserve as much as this of pages of this size, of a pool that has none. Returns how much it got, and the time
+    /// that it took, in seconds.
+    pub(super) fn reserve(&self, pages: PoolPages, size: Bytes) -> Result<(Bytes, f64)> {
+        let request = PoolRequest { bytes: Some(size.0), pages, ..PoolRequest::default() };
+        let start = Instant::now();
+        let stat = self.api.reserve_pool(&request).context("Reserving")?;
+        let took = start.elapsed().as_secs_f64();
+        Ok((Bytes(part(&stat, pages).nodes.iter().map(|node| node.reserved_bytes).sum()), took))
+    }
+
+    /// The host gets all pages of this size again.
+    pub(super) fn give_back(&self, pages: PoolPages) -> Result<()> {
+        let has = |stat: &PoolStat| part(stat, pages).nodes.iter().any(|node| node.reserved_bytes > 0);
+        let is_done = |stat: &PoolStat| -> Result<bool> {
+            let all = part(stat, pages).nodes.iter().map(|node| node.reserved_bytes + node.lent_bytes).sum();
+            if has(stat) {
+                self.api.lend_pool(&LendRequest { bytes: all, pages, ..LendRequest::default() }).context("Lending")?;
+            }
+            Ok(!has(&self.stat()?))
+        };
+        let start = Instant::now();
+        while !is_done(&self.stat()?)? {
+            ensure!(start.elapsed() < SETTLED_WITHIN, "the pool does not give its memory back");
+            std::thread::sleep(PAUSE);
+        }
+        Ok(())
+    }
+
+    /// Let it promise this many percent of what it has.
+    pub(super) fn overcommit(&self, size: Bytes, percent: u32) -> Result<()> {
+        let overcommit_percent = Some(percent);
+        let request = PoolRequest { bytes: Some(size.0), overcommit_percent, ..PoolRequest::default() };
+        self.api.reserve_pool(&request).context("Letting the pool promise more").map(drop)
+    }
+
+    /// What the daemon says of a VM.
+    pub(super) fn vm(&self, name: &str) -> Result<VmStat> {
+        self.api.vm(name).context("Asking for the VM")
+    }
+
     /// Places for RAM of this size.
     pub(super) fn take_on_demand(&self, size: Bytes) -> Result<Vec<RamExtent>> {
         let wanted = Take { name: "bench".into(), size, pages: Pages::OnDemand, nodes: Nodes::Any };
@@ -106,10 +146,19 @@ impl Product {
     }
 }
 
+/// What the pool says of pages of this size.
+fn part(stat: &PoolStat, pages: PoolPages) -> PoolStat {
+    match pages {
+        PoolPages::Huge => stat.clone(),
+        PoolPages::Gib => stat.gib.as_deref().cloned().unwrap_or_default(),
+    }
+}
+
 impl Drop for Product {
     fn drop(&mut self) {
         let unmount = || unmount(&self.dir.join("pool")).context("unmounting its files");
-        let ended = self.hold(Bytes(0)).and_then(|()| unmount());
+        let gib = self.give_back(PoolPages::Gib);
+        let ended = self.hold(Bytes(0)).and(gib).and_then(|()| unmount());
         if let Err(error) = ended {
             eprintln!("ballast bench: returning the pool's memory: {error:#}");
         }
