@@ -11,7 +11,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ballast_api::{LendRequest, PoolRequest, VmClass, VmPatch, VmStat};
+use ballast_api::policy::Kind;
+use ballast_api::{LendRequest, PolicyPatch, PoolRequest, VmClass, VmPatch, VmStat};
 use ballast_base::format::Stamp;
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, HUGE_SIZE, Hva, MIB};
@@ -342,7 +343,11 @@ fn a_vm_that_touches_all_it_has_at_once_for_ever_does_not_keep_its_neighbour_fro
     greedy.order(EACH, true);
     greedy.goes_on();
     neighbour.touch(EACH);
-    neighbour.touch(EACH);
+    for policy in [Kind::Gain, Kind::Pressure, Kind::Fixed] {
+        let patch = PolicyPatch { policy: Some(policy), ..PolicyPatch::default() };
+        pooled.daemon().api.patch_policy(&patch).expect("a policy");
+        neighbour.touch(EACH);
+    }
     let had = pooled.daemon().vm("neighbour").resident_bytes;
     assert!(had >= 4 * MIB, "it has {had}, and a quarter of an equal part is its own");
     greedy.tell(EACH);

@@ -122,13 +122,17 @@ impl Reserve {
         }
     }
 
-    /// Returns what the pool has for VMs on demand, if it has promised them more. Looks at all slices.
+    /// Returns what the pool has for VMs on demand, if it has promised them more.
     ///
     /// # Errors
     /// The kernel does not tell how many pages a VM has.
     pub fn overcommitted(&self) -> Result<Option<Overcommitted>, Error> {
         let Some(live) = self.live.as_ref().filter(|live| !live.promises.is_empty()) else { return Ok(None) };
         let now = live.on_demand()?;
+        // It has more in any case, and to look at every slice takes milliseconds.
+        if now.promised <= live.ready() + now.aside {
+            return Ok(None);
+        }
         let (has, size) = (live.backing(now), |slices| live.page.size(slices));
         let over = Overcommitted { has: size(has), promised: size(now.promised), touched: size(now.touched) };
         Ok((now.promised > has).then_some(over))
@@ -280,10 +284,15 @@ impl Live {
         })
     }
 
+    /// Slices that any VM can have.
+    fn ready(&self) -> u32 {
+        let stats = self.pool.layout().nodes().filter_map(|(node, _)| self.pool.stats(node));
+        stats.map(|stats| stats.ready - stats.fenced).sum()
+    }
+
     /// Slices that can be set aside now.
     fn ready_for_demand(&self) -> u32 {
-        let stats = self.pool.layout().nodes().filter_map(|(node, _)| self.pool.stats(node));
-        stats.map(|stats| stats.ready - stats.fenced).sum::<u32>() + self.ready_aside()
+        self.ready() + self.ready_aside()
     }
 
     /// Slices for VMs on demand: set aside, or free and in no file of which another VM has a part.

@@ -201,3 +201,79 @@ pub fn refusal(host: &Host, served: &Served, settings: Settings, limit: Option<B
         )
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::MIB;
+
+    const OVER: Overcommitted = Overcommitted { has: Bytes(GIB), promised: Bytes(2 * GIB), touched: Bytes(1000 * MIB) };
+    const GIB: u64 = ballast_base::GIB;
+
+    fn vm(id: &str, resident: u64) -> VmSample {
+        VmSample {
+            id: id.into(),
+            size_bytes: GIB,
+            resident_bytes: resident,
+            page_bytes: 2 * MIB,
+            ..VmSample::default()
+        }
+    }
+
+    fn decision(id: &str, action: Action, limit_bytes: Option<u64>) -> Decision {
+        Decision { id: id.into(), action, limit_bytes, ..Decision::default() }
+    }
+
+    #[test]
+    fn vms_on_demand_alone_share_what_the_pool_has_less_what_is_to_be_left_and_none_is_left_with_nothing() {
+        let snapshot = Snapshot {
+            at_ms: 1000,
+            vms: vec![vm("all", 1000 * MIB), vm("none", 0), vm("other", GIB)],
+            ..Snapshot::default()
+        };
+        let part = |first_touches| Part { elsewhere_bytes: 0, first_touches };
+        let parts = BTreeMap::from([("all".to_owned(), part(500)), ("none".to_owned(), part(0))]);
+        for policy in Kind::ALL {
+            let setup = Setup { policy, ..Setup::default() };
+            let plan = Division::default().divide(&parts, &snapshot, OVER, &setup).expect("a plan");
+            let limits: Vec<u64> = plan.decisions.iter().map(|decision| decision.limit_bytes.expect("one")).collect();
+            let ours = OVER.has.0 - OVER.high().0;
+            assert_eq!(plan.decisions.iter().map(|decision| &*decision.id).collect::<Vec<_>>(), ["all", "none"]);
+            assert!(limits.iter().sum::<u64>() <= ours, "{policy}: {limits:?}");
+            assert!(limits.iter().all(|limit| *limit >= ours / 8), "{policy}: {limits:?}");
+        }
+    }
+
+    #[test]
+    fn the_lower_limit_holds_a_vm_that_is_held_is_left_alone_and_in_the_end_no_limit_of_the_pool_is_left() {
+        let mut division = Division::default();
+        let ids = ["free", "lower", "higher", "held", "silent"];
+        let theirs = [
+            (Action::Free, None),
+            (Action::Limit, Some(MIB)),
+            (Action::Limit, Some(GIB)),
+            (Action::Free, None),
+            (Action::Leave, None),
+        ];
+        let decisions = ids.iter().zip(theirs).map(|(id, (action, limit))| decision(id, action, limit)).collect();
+        let mut plan = Plan { decisions, ..Plan::default() };
+        for id in ids {
+            let ours = match id {
+                "held" => decision(id, Action::Leave, None),
+                _ => decision(id, Action::Limit, Some(2 * MIB)),
+            };
+            division.merge(&mut plan, ours, OVER, "maestro");
+        }
+        let now = |plan: &Plan| plan.decisions.iter().map(|now| (now.action, now.limit_bytes)).collect::<Vec<_>>();
+        let ours = (Action::Limit, Some(2 * MIB));
+        assert_eq!(now(&plan), [ours, (Action::Limit, Some(MIB)), ours, (Action::Leave, None), ours]);
+        let why = plan.decisions[0].reasons[0].to_string();
+        assert!(why.contains("has 1 GiB for VMs on demand, which were promised 2 GiB, and 24 MiB are left"), "{why}");
+        // A program that says nothing of a VM leaves it what the pool gave it, which is no more.
+        let mut last = Plan { decisions: ids.map(|id| decision(id, Action::Leave, None)).to_vec(), ..Plan::default() };
+        division.release(&mut last, &Snapshot { vms: ids.map(|id| vm(id, 0)).to_vec(), ..Snapshot::default() });
+        let (free, left) = ((Action::Free, None), (Action::Leave, None));
+        assert_eq!(now(&last), [free, free, free, left, free]);
+        assert!(division.limited.is_empty());
+    }
+}

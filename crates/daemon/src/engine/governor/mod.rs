@@ -186,10 +186,12 @@ impl Governor {
         self.changed.notify_all();
     }
 
-    /// The pool has little left for touches of VMs on demand: divide it now, unless that goes on already.
+    /// The pool has little left for touches of VMs on demand: divide it now, unless that goes on already. The pool does
+    /// not wait for a decision that is under way; it says so again.
     pub fn pool_is_short(&self) {
-        let mut inner = self.lock();
-        if !inner.division.divides() {
+        if let Ok(mut inner) = self.inner.try_lock()
+            && !inner.division.divides()
+        {
             self.notify(&mut inner);
         }
     }

@@ -7,6 +7,7 @@
 //! Promise: neither waits for the other: the pool asks without its lock, and the governor reads a copy.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ballast_base::Bytes;
@@ -30,6 +31,8 @@ impl fmt::Debug for Links {
 #[derive(Debug, Default)]
 pub struct Demand {
     links: OnceLock<Links>,
+    /// The pool was looked at, and no VM was promised any.
+    is_none: AtomicBool,
     over: Mutex<Option<Overcommitted>>,
 }
 
@@ -42,7 +45,8 @@ impl Demand {
 
     /// See [`Links::far`].
     pub fn far(&self) -> Bytes {
-        self.links.get().map_or(Bytes(0), |links| (links.far)())
+        let links = self.links.get().filter(|_| !self.is_none.load(Ordering::Relaxed));
+        links.map_or(Bytes(0), |links| (links.far)())
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Overcommitted>> {
@@ -62,16 +66,16 @@ impl Demand {
         }
     }
 
-    /// Sets aside for the next touches, and looks how much is left. `all`: also at what the pool has, which takes a
+    /// Sets aside for the next touches, and looks how much is left. `all`: also at what the pool has, which may take a
     /// look at each slice.
     pub fn tend(&self, reserve: Option<&mut Reserve>, all: bool) -> Result<(), Error> {
+        self.is_none.store(reserve.is_none(), Ordering::Relaxed);
         let Some(reserve) = reserve else {
             *self.lock() = None;
             return Ok(());
         };
         let done = reserve.set_aside();
-        let before = self.overcommitted();
-        let over = match before.filter(|_| !all) {
+        let over = match self.overcommitted().filter(|_| !all) {
             Some(over) => Some(Overcommitted { touched: reserve.on_demand_touched()?, ..over }),
             None if all => reserve.overcommitted()?,
             None => None,
