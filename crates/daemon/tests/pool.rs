@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use ballast_api::{LendRequest, PoolPages, UpgradeRequest, UpgradeStage, VmClass};
+use ballast_api::{LendRequest, PoolPages, PoolRequest, UpgradeRequest, UpgradeStage, VmClass};
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, GIB, Hva, MIB, PAGE_SIZE};
 use ballast_client::Ram;
@@ -275,6 +275,10 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at
     let mut vms: Vec<Child> = Vec::new();
     let mut lenders = Vec::new();
     let is_on_demand_there = ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).is_ok();
+    if is_on_demand_there {
+        let more = PoolRequest { bytes: Some(64 * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
+        pooled.daemon().api.reserve_pool(&more).expect("more may be promised");
+    }
     let end = |mut vm: Child| {
         let _ = vm.kill();
         let status = vm.wait().expect("reap");

@@ -54,6 +54,9 @@ pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, pages: Poo
             times[side].push(took);
         }
     }
+    if share.iter().flatten().all(|share| *share == 0.0) {
+        row.because("the kernel found no such page in one piece");
+    }
     for (side, name) in ["pool", "hugetlb"].into_iter().enumerate() {
         row.figure(&format!("{name}_largest_pct"), &share[side]);
         row.figure(&format!("{name}_largest_s"), &times[side]);
