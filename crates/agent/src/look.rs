@@ -133,7 +133,7 @@ impl Looks {
         Ok(Self {
             damon,
             _no_mglru: Setting::no_mglru()?,
-            parts: parts(ram),
+            parts: parts(ram).map(Part::new).collect(),
             turn: 0,
             next: Instant::now(),
             pause,
@@ -151,11 +151,17 @@ impl Looks {
         self.spent
     }
 
-    /// Calls a function with each page, its flags and its heat, ascending. Looks at one part, if it is due.
+    /// Calls a function with each page, its flags and its heat, ascending, and another one after each part. Looks at
+    /// one part, if it is due.
     ///
     /// # Errors
     /// The flags cannot be read, or another program has stopped DAMON.
-    pub fn each(&mut self, flags: &Flags, mut tell: impl FnMut(u64, u64, Option<Heat>)) -> io::Result<()> {
+    pub fn each(
+        &mut self,
+        flags: &Flags,
+        mut tell: impl FnMut(u64, u64, Option<Heat>),
+        mut between: impl FnMut(),
+    ) -> io::Result<()> {
         let now = Instant::now();
         let turn = self.turn;
         let is_due = now >= self.next && self.parts.get(turn).is_some_and(|part| part.is_due(now));
@@ -189,6 +195,7 @@ impl Looks {
                 part.ends[0] = Instant::now();
                 self.spent += began.elapsed();
             }
+            between();
         }
         if is_due {
             self.turn = (turn + 1) % self.parts.len();
@@ -199,12 +206,13 @@ impl Looks {
     }
 }
 
-fn parts(ram: &[(u64, u64)]) -> Vec<Part> {
+/// Returns the parts of this memory, in ranges of pages.
+pub fn parts(ram: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> {
     let of = |(page, end): &(u64, u64)| {
         let end = *end;
-        (*page..end).step_by(PART as usize).map(move |page| Part::new((page, end.min(page + PART))))
+        (*page..end).step_by(PART as usize).map(move |page| (page, end.min(page + PART)))
     };
-    ram.iter().flat_map(of).collect()
+    ram.iter().flat_map(of)
 }
 
 #[cfg(test)]
@@ -216,7 +224,7 @@ mod tests {
 
     #[test]
     fn memory_is_looked_at_in_parts_and_none_of_it_is_left_out() {
-        let parts: Vec<_> = parts(&[(1, 0x9f), (0x100, 0x100 + 2 * PART + 7)]).iter().map(|part| part.pages).collect();
+        let parts: Vec<_> = parts(&[(1, 0x9f), (0x100, 0x100 + 2 * PART + 7)]).collect();
         let second = 0x100 + PART;
         assert_eq!(parts, [(1, 0x9f), (0x100, second), (second, second + PART), (second + PART, second + PART + 7)]);
     }

@@ -2,8 +2,9 @@
 //!
 //! Before: the port is open. After: the agent is told to end, or the port is gone.
 //! Threads: one, which waits for the host and for the next tick, and for nothing else for long.
-//! Promise: reports take at most 1/20 of a CPU here, and looks as much in the kernel. If the host is silent for long,
-//! the guest gets the held memory back, and no reports are made.
+//! Promise: reports take at most 1/20 of a CPU here, and looks as much in the kernel. The host hears from the agent
+//! however long a report takes. If the host is silent for long, the guest gets the held memory back, and no reports are
+//! made.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ use ballast_guest::run::COLD;
 use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost};
 
 use crate::balloon::Balloon;
-use crate::look::Looks;
+use crate::look::{Looks, parts};
 use crate::memory::{self, Flags};
 use crate::port::Port;
 use crate::prove::Proof;
@@ -91,6 +92,27 @@ impl Source {
     }
 }
 
+/// Sends ticks while memory is read for a report.
+struct Pulse<'a> {
+    port: &'a mut Port,
+    /// What the host was told last: what it says is as old as the report that is being made.
+    tick: &'a [u8],
+    next: &'a mut Instant,
+    every: Duration,
+}
+
+impl Pulse<'_> {
+    fn beat(&mut self) {
+        let now = Instant::now();
+        if now >= *self.next && !self.port.is_behind() {
+            *self.next = now + self.every;
+            self.port.send(self.tick);
+            // A port that is gone is noticed after the report.
+            let _ = self.port.flush();
+        }
+    }
+}
+
 /// State of the agent.
 struct Guest<'a> {
     tiering: Option<&'a Tiering>,
@@ -99,6 +121,8 @@ struct Guest<'a> {
     wanted: Wanted,
     heard_at: Instant,
     next_tick: Instant,
+    /// The last tick of this session, as it was sent.
+    last_tick: Vec<u8>,
     next_report: Instant,
     reports: u32,
     source: Source,
@@ -124,6 +148,7 @@ impl<'a> Guest<'a> {
             wanted: Wanted::default(),
             heard_at: now,
             next_tick: now,
+            last_tick: Vec::new(),
             next_report: now,
             reports: 0,
             source: Source::None,
@@ -225,7 +250,9 @@ impl<'a> Guest<'a> {
             // Tiering moves pages all the time: what they leave would be reported, and taken again.
             self.small_blocks = Setting::small_blocks().inspect_err(|error| eprintln!("ballast-agent: {error}")).ok();
         }
-        (self.next_tick, self.next_report) = (now, now);
+        // A report is due when it was: an agent whose reports take long would else make one after the other.
+        self.next_tick = now;
+        self.last_tick.clear();
         let kernel = files::read("/proc/sys/kernel/osrelease").unwrap_or_default();
         self.say(port, &ToHost::Hello { agent: env!("CARGO_PKG_VERSION").into(), kernel });
         // Pages that the host no longer knows it has.
@@ -268,6 +295,8 @@ impl<'a> Guest<'a> {
         }
         if now >= self.next_tick {
             self.tick(now, port);
+            // The host is not to wait for a report. A port that is gone is noticed by the caller's flush.
+            let _ = port.flush();
         }
         if self.wanted.reports && now >= self.next_report {
             let of_looks = self.source.spent();
@@ -280,8 +309,12 @@ impl<'a> Guest<'a> {
         }
     }
 
+    fn tick_every(&self) -> Duration {
+        Duration::from_millis(self.wanted.tick_ms.clamp(100, 60_000).into())
+    }
+
     fn tick(&mut self, now: Instant, port: &mut Port) {
-        self.next_tick = now + Duration::from_millis(self.wanted.tick_ms.clamp(100, 60_000).into());
+        self.next_tick = now + self.tick_every();
         self.balloon.check_stall(now);
         self.make_room();
         if port.is_behind() {
@@ -301,7 +334,10 @@ impl<'a> Guest<'a> {
         }
         tick.restores = self.restores;
         self.services.count(&mut tick);
-        self.say(port, &ToHost::Tick(tick));
+        if let Some(session) = self.session {
+            self.last_tick = ToHost::Tick(tick).frame(session);
+            port.send(&self.last_tick);
+        }
     }
 
     /// Starts DAMON, if it is available.
@@ -327,13 +363,18 @@ impl<'a> Guest<'a> {
 
     fn report(&mut self, now: Instant, port: &mut Port) {
         self.watch(now);
+        let every = self.tick_every();
         let Some(flags) = &self.flags else { return };
         let mut report = Sorting::default();
         let mut tell = |page, flags, heat| report.page(page, flags, heat, &self.back, now);
+        let mut pulse = Pulse { port, tick: &self.last_tick, next: &mut self.next_tick, every };
         let told = match &mut self.source {
-            Source::Looks(looks) => looks.each(flags, tell),
+            Source::Looks(looks) => looks.each(flags, tell, || pulse.beat()),
             // Free memory is told all the same.
-            _ => self.ram.iter().try_for_each(|piece| flags.each(*piece, |page, flags| tell(page, flags, None))),
+            _ => parts(&self.ram).try_for_each(|part| {
+                pulse.beat();
+                flags.each(part, |page, flags| tell(page, flags, None))
+            }),
         };
         if let Err(error) = told {
             // Another program has DAMON now, say.
@@ -359,3 +400,6 @@ impl<'a> Guest<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
