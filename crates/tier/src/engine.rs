@@ -16,14 +16,14 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use ballast_base::PAGE_SIZE;
-use ballast_ranges::relocate::{self, Limits, Placement, Rule, Tier};
-use ballast_ranges::{Classifier, Fitted, Range, Roots, rank};
+use ballast_ranges::relocate::{self, Limits, Rule, Tier};
+use ballast_ranges::{Classifier, Fitted, Roots, rank};
 use ballast_sys::{Remote, clock};
 
+use crate::all::{All, INDEX, MOST_PROGRAMS, ranges_of};
 use crate::beside::{self, Balancing};
 use crate::kernel_files::Files;
 use crate::mover::{Became, Mover, Moves, Order};
@@ -48,10 +48,6 @@ const RESERVE_PART: u64 = 64;
 const MOST_RESERVE: u64 = 64 << 20;
 /// Samples of an epoch that are looked up in the page table: did the fast tier serve them?
 const MOST_ASKED: u64 = 4096;
-/// Lowest bit of a program's index in an address. User space ends below it, also with five levels of tables.
-const INDEX: u32 = 57;
-/// Most programs: their indexes fit above [`INDEX`].
-const MOST_PROGRAMS: usize = 1 << (64 - INDEX);
 const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Makes the classifier of one program.
@@ -333,9 +329,9 @@ impl Tierer {
         Ok(())
     }
 
-    /// Has all of the programs' memory been read once? Before that, a plan would take unknown pages for absent.
+    /// Has all of a program's memory been read once? Before that, a plan would take unknown pages for absent.
     fn is_known(&self) -> bool {
-        !self.watched.is_empty() && self.watched.iter().all(|watched| watched.pages.rounds() > 0)
+        self.watched.iter().any(|watched| watched.pages.rounds() > 0)
     }
 
     fn relocate(&mut self) -> io::Result<()> {
@@ -346,7 +342,8 @@ impl Tierer {
             now = (now.0 + node.size, now.1 + node.free, now.2 + node.high);
         }
         let (size, free, high) = now;
-        let fast: u64 = self.watched.iter().map(|watched| watched.pages.count().1).sum();
+        let known = self.watched.iter().filter(|watched| watched.pages.rounds() > 0);
+        let fast: u64 = known.map(|watched| watched.pages.count().1).sum();
         // What the kernel keeps for itself is no room, and where it is short of that, nothing can be promoted.
         let short = high.saturating_sub(free) / PAGE;
         let free = free.saturating_sub(high) / PAGE;
@@ -355,16 +352,15 @@ impl Tierer {
         let most = (self.settings.most_bytes_per_s as f64 * seconds) as u64 / PAGE;
         let limits = Limits { fast: fast + free, free, reserve: reserve + short + self.asked, most: most.max(1) };
         let before = clock::cpu_time();
-        let ranges = self.watched.iter().enumerate().flat_map(|(at, watched)| {
-            watched.classifier.ranges().iter().map(move |range| Range {
-                start: range.start | (at as u64) << INDEX,
-                end: range.end | (at as u64) << INDEX,
-                ..*range
-            })
-        });
-        let ranked = rank(&ranges.collect::<Vec<_>>());
+        let programs = self.watched.iter().map(|watched| (watched.pages.rounds(), watched.classifier.ranges()));
+        let ranked = rank(&ranges_of(programs));
         self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
-        let plan = relocate::plan(&ranked, &All(&self.watched), limits, self.rule);
+        let plan = relocate::plan(
+            &ranked,
+            &All(self.watched.iter().map(|watched| &watched.pages).collect()),
+            limits,
+            self.rule,
+        );
         self.plan_again = Instant::now() + began.elapsed() * PLAN_PART;
         self.carry_out(&plan, reserve)
     }
@@ -422,18 +418,5 @@ impl Tierer {
         self.status.ranges = self.watched.iter().map(|watched| watched.classifier.ranges().len() as u64).sum();
         self.status.splits = self.watched.iter().map(|watched| watched.classifier.splits()).sum();
         Ok(())
-    }
-}
-
-/// The pages of all programs; addresses have an index.
-struct All<'a>(&'a [Watched]);
-
-impl Placement for All<'_> {
-    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
-        let index = range.start >> INDEX;
-        let plain = |address: u64| address & ((1 << INDEX) - 1);
-        let Some(watched) = self.0.get(index as usize) else { return };
-        let plain = Range { start: plain(range.start), end: plain(range.end), ..*range };
-        watched.pages.visit(&plain, &mut |address, tier| each(address | index << INDEX, tier));
     }
 }

@@ -15,7 +15,8 @@
 //! other program that tiers is disturbed, and an error names what this machine lacks.
 #![forbid(unsafe_code)]
 
-pub mod beside;
+pub mod all;
+mod beside;
 pub mod engine;
 pub mod kernel_files;
 pub mod mover;

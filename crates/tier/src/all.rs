@@ -1,0 +1,56 @@
+//! All: the ranges and the pages of all programs, in one space of addresses.
+//!
+//! Before: each program has ranges and pages of its own. After: a plan ranks and places them together.
+//! Threads: any; plain values. Units: addresses, with the program's index in the bits that no address has.
+//! Promise: a program whose pages are not all known yet is in no plan, and keeps no other program out of one.
+
+use std::ops::ControlFlow;
+
+use ballast_ranges::Range;
+use ballast_ranges::relocate::{Placement, Tier};
+
+use crate::pages::Pages;
+
+/// Lowest bit of a program's index in an address. User space ends below it, also with five levels of tables.
+pub const INDEX: u32 = 57;
+/// Most programs: their indexes fit above [`INDEX`].
+pub const MOST_PROGRAMS: usize = 1 << (64 - INDEX);
+
+/// Returns the ranges of programs, from how often all memory of each was read, and its ranges. Those that were not read
+/// yet are left out.
+pub fn ranges_of<'a>(programs: impl Iterator<Item = (u32, &'a [Range])>) -> Vec<Range> {
+    let known = programs.enumerate().filter(|(_, (rounds, _))| *rounds > 0);
+    let indexed = known.flat_map(|(at, (_, ranges))| {
+        let index = (at as u64) << INDEX;
+        ranges.iter().map(move |range| Range { start: range.start | index, end: range.end | index, ..*range })
+    });
+    indexed.collect()
+}
+
+/// The pages of all programs.
+#[derive(Debug)]
+pub struct All<'a>(pub Vec<&'a Pages>);
+
+impl Placement for All<'_> {
+    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
+        let index = range.start >> INDEX;
+        let plain = |address: u64| address & ((1 << INDEX) - 1);
+        let Some(pages) = self.0.get(index as usize) else { return };
+        let plain = Range { start: plain(range.start), end: plain(range.end), ..*range };
+        pages.visit(&plain, &mut |address, tier| each(address | index << INDEX, tier));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_whose_memory_was_not_read_yet_keeps_no_other_one_out_of_a_plan() {
+        let ranges = [1, 2].map(|start| [Range { start, end: start + 1, count: 0, born: 0 }]);
+        let programs = [(0, &ranges[0][..]), (3, &ranges[1][..]), (0, &ranges[0][..])];
+        let found = ranges_of(programs.into_iter());
+        let [range] = found[..] else { panic!("{} ranges", found.len()) };
+        assert_eq!((range.start, range.end), (2 | 1 << INDEX, 3 | 1 << INDEX), "it keeps its index");
+    }
+}
