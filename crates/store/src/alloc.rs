@@ -284,7 +284,13 @@ impl Allocator {
         }
         match slab.release() {
             Released::StillUsed | Released::Damaged => {}
-            Released::NoLongerFull { class } => lock(&self.with_room[class]).push(place.slab),
+            Released::NoLongerFull { class } => {
+                let mut with_room = lock(&self.with_room[class]);
+                // The hint's slots are found without that list, which would get it again each time it was full.
+                if self.hints[class].load(Ordering::Relaxed) != place.slab {
+                    with_room.push(place.slab);
+                }
+            }
             Released::Empty => self.put_off(place.slab),
         }
         true
@@ -404,5 +410,26 @@ impl Allocator {
             return Err(Inconsistent(format!("slab {active} is listed as free and is not")));
         }
         Ok(taken)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slab_that_is_full_again_and_again_is_listed_only_while_another_one_is_in_turn() {
+        let arena = Arena::create(&crate::arena::RAM, 8).expect("an arena");
+        let allocator = Allocator::new(arena, Budget::new(Bytes(64 << 20)), 0);
+        let alloc = || allocator.alloc(0).expect("room").place;
+        let listed = || lock(&allocator.with_room[0]).len();
+        let first: Vec<Place> = (0..allocator.capacity(0)).map(|_| alloc()).collect();
+        for _ in 0..1000 {
+            assert!(allocator.free(first[0]));
+            assert_eq!((listed(), alloc()), (0, first[0]));
+        }
+        assert_ne!(alloc().slab, first[0].slab);
+        assert!(allocator.free(first[1]) && allocator.free(first[2]));
+        assert_eq!(listed(), 1);
     }
 }
