@@ -29,3 +29,4 @@ pub mod state_file;
 pub mod table;
 pub mod threads;
 pub mod upgrading;
+mod waits;

@@ -7,15 +7,15 @@
 //! requests, because reading another process's `/proc/PID/maps` needs a lock of that process, which a process in
 //! trouble may hold for ever.
 //! Promise: a scan ends. A process that cannot be examined is skipped and named; if it was known to map a file, that
-//! still counts. A scan that could not be made says so, and nobody takes it for one that found no process. A process
-//! that has not run since the last scan has the same map as then, and is not read again: the cost of a scan depends on
-//! the processes that have run meanwhile.
+//! still counts. One that is slow gets more time then. A scan that could not be made says so, and nobody takes it for
+//! one that found no process. A process that has not run since the last scan has the same map as then, and is not read
+//! again: the cost of a scan depends on the processes that have run meanwhile.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::unix::fs::DirEntryExt;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::FileId;
@@ -24,8 +24,10 @@ use ballast_sys::process::Process;
 use ballast_sys::{clock, kcmp};
 
 use crate::maps::{mapped, opened};
+use crate::waits::{wait_for, was_late};
 
-/// Longest wait for one process. One that takes longer is skipped from then on.
+/// Wait for one process. One that takes longer is skipped until its reading is over; from then on it has twice the time
+/// that this took ([`wait_for`]).
 const READ_TIMEOUT: Duration = Duration::from_millis(500);
 /// Time between two readings of a suspect. A child of the VMM between `vfork` and `exec` maps all its parent maps, for
 /// some milliseconds.
@@ -205,12 +207,13 @@ fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
         let reader = std::thread::Builder::new().name("mappers".into()).spawn(move || {
             run_first();
             for pid in batch {
-                let process = find(pid);
+                let (process, begun) = (find(pid), Instant::now());
                 let found = read(pid);
-                // Both under the lock, so that a caller that gave up on this process either finds the answer or is
-                // taken off.
+                // All under the lock, so that a caller that gave up on this process finds the answer, or is taken off.
                 let mut stuck = stuck();
-                process.map(|process| stuck.remove(&process));
+                // The answer itself is not kept: the process may have mapped more since it was read.
+                let late = process.filter(|process| stuck.remove(process));
+                late.into_iter().for_each(|process| was_late(process, begun.elapsed()));
                 if answer.send(found).is_err() {
                     return;
                 }
@@ -224,7 +227,7 @@ fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
         while let Some((pid, rest)) = left.split_first() {
             left = rest;
             let process = named(*pid, &mut scan);
-            let answer = answers.recv_timeout(timeout).ok().or_else(|| {
+            let answer = answers.recv_timeout(wait_for(process, timeout)).ok().or_else(|| {
                 let mut stuck = stuck();
                 let answer = answers.try_recv().ok();
                 if answer.is_none() {
@@ -382,6 +385,7 @@ mod tests {
         }
         let scan = scan_these(pids.clone(), &read, Duration::from_secs(60));
         assert_eq!((scan.mapping.len(), scan.unreadable), (3, Vec::new()), "it can be read again");
+        assert!(wait_for(Some(process(pids[1])), Duration::ZERO) >= Duration::from_secs(2), "next time");
         for mut child in children {
             let _ = child.kill();
             let _ = child.wait();
