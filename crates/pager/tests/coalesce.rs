@@ -3,15 +3,18 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::stats::Counter;
+use ballast_pager::vm::view::View;
 use ballast_testvm::Finally;
-use common::{Rig, churn, until};
+use common::{Rig, churn, mapped_at, until};
 
 const RAM: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
@@ -110,6 +113,28 @@ fn pages_of_a_huge_page_that_somebody_has_pinned_keep_their_bytes_and_go_far_lat
     until("all of it is at the limit", || rig.resident() <= Bytes(MIB));
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     assert!(!rig.reported("reclaim-failed") && !rig.reported("page-lost"));
+}
+
+#[test]
+fn a_unit_that_cannot_be_mapped_huge_in_some_process_keeps_no_other_unit_from_being_tried() {
+    let two = Bytes(2 * HUGE_SIZE as u64);
+    let Some(rig) = Rig::coalesced(two, AMPLE, QUICK) else { return };
+    rig.squeeze(Bytes(MIB));
+    assert_eq!(huge(&rig), Bytes(0));
+    rig.set_limit(None);
+    rig.wait_for_quarantine();
+    // Another process, which does not map what it said: the kernel reports a lack of memory for each unit there.
+    let mut process = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep");
+    let pid = process.id();
+    let _end = Finally(move || drop(process.kill().and_then(|()| process.wait())));
+    let (control, _theirs) = ballast_sys::scm::pair().expect("socketpair");
+    let uffd = rig.view.shards().get(0).try_clone().expect("dup");
+    let shards = ballast_pager::vm::shard::Shards::new(vec![uffd]).expect("one");
+    let peer = Arc::new(ClientPeer::new(control, 1));
+    let other = Arc::new(View::new(pid, shards, rig.uffd_features, peer));
+    rig.vm.add_view(other, &mapped_at(Hva(0x10_0000_0000), two)).expect("view");
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    until("both units were tried, and are huge where they can be", || huge(&rig) == two);
 }
 
 #[test]

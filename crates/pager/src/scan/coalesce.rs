@@ -72,6 +72,10 @@ impl CoalesceWorker {
             self.rests = matches!(passed, Ok(Passed::AllAway));
             vm.mail.rest_coalesce(self.rests);
         }
+        if matches!(passed, Ok(Passed::Later | Passed::AllAway)) {
+            self.at = (0, 0);
+        }
+        // After a failure the next pass begins behind its unit: others may succeed.
         let pause = match passed {
             // Its share of a CPU.
             Ok(Passed::Tried(took)) => return Next::after(Instant::now(), took * (SHARE - 1)),
@@ -83,7 +87,6 @@ impl CoalesceWorker {
                 SHORT_OF_MEMORY.max(every)
             }
         };
-        self.at = (0, 0);
         if pause < Duration::from_millis(100) { Next::after(now, pause) } else { Next::about(now, pause) }
     }
 }
