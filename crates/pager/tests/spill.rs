@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use ballast_base::store::{FILE_STORE, RAM_STORE, RegionKey};
+use ballast_base::store::{FILE_STORE, RAM_STORE, Recovered, RegionKey};
 use ballast_base::units::MIB;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
@@ -21,8 +21,8 @@ use ballast_pager::vm::Hold;
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{
-    Budget, DiskFault, DiskFaults, Faults, FaultyStore, FileOptions, FileStore, NullStore, PutFault, PutOutcome,
-    RamOptions, RamStore, Store,
+    Budget, DiskFault, DiskFaults, Faults, FaultyStore, FileOptions, FileStore, GetOutcome, Handle, NullStore,
+    PageBytes, PageKey, PutFault, PutOutcome, RamOptions, RamStore, Store, StoreUsage,
 };
 use ballast_testvm::Finally;
 use common::{Rig, random, until};
@@ -190,6 +190,64 @@ fn a_file_store_that_refuses_leaves_pages_in_ram_and_says_so_once_until_it_takes
         assert_eq!(said, 1, "{fault:?}");
         assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     }
+}
+
+/// A store that takes no more than 64 pages in time. What was late is over when that was asked for twice.
+#[derive(Debug)]
+struct Slow {
+    pages: NullStore,
+    late: AtomicU64,
+    /// Runs that came while one was late.
+    behind: AtomicU64,
+}
+
+impl Store for Slow {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        self.pages.put(key, bytes)
+    }
+
+    fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
+        if self.late.load(Ordering::Relaxed) > 0 {
+            self.behind.fetch_add(1, Ordering::Relaxed);
+        }
+        if pages.len() > 64 {
+            self.late.store(2, Ordering::Relaxed);
+            return outcomes.resize(outcomes.len() + pages.len(), PutOutcome::Busy);
+        }
+        self.pages.put_run(first, pages, outcomes);
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        self.pages.get(key, handle, out)
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        self.pages.free(key, handle);
+    }
+
+    fn must_recover(&self) -> bool {
+        let less = |late: u64| late.checked_sub(1);
+        self.late.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok()
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
+        self.pages.recover(live)
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.pages.usage()
+    }
+}
+
+#[test]
+fn a_store_that_takes_no_whole_run_in_time_gets_shorter_ones_and_none_while_one_is_late() {
+    let (late, behind) = Default::default();
+    let slow = Arc::new(Slow { pages: NullStore::new(AMPLE), late, behind });
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, slow.clone(), SOON);
+    rig.fill_all();
+    wait_until_spilled(&rig);
+    assert_eq!(slow.behind.load(Ordering::Relaxed), 0);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
 }
 
 #[test]

@@ -4,7 +4,9 @@
 //! took them, and RAM has space again. Threads: one task per VM that has a slow store. It may wait for that store. A
 //! fault waits for it only on the one page whose word it is changing (`shift`).
 //! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: one run's bytes, while a pass is under way.
-//! Promise: a spill costs time, never bytes. A page that no slow store takes stays in RAM, and that is reported once.
+//! Promise: a spill costs time, never bytes. A page that no slow store takes stays in RAM, and that is reported once. A
+//! store that does not take a run in time gets shorter ones, until each is over in time; and none while it still writes
+//! one that was given up.
 //!
 //! A clock tells a page's age: a pass marks every far word it meets (`Word::marked`), and every move of the page makes
 //! a word without the mark. A page whose word is still marked on the next pass, at least `spill_after` later, is old.
@@ -30,6 +32,10 @@ use ballast_page::shift;
 
 /// Pages written as one extent, if they are neighbours: 2 MiB.
 const RUN: usize = 512;
+/// The same for a store that takes no longer run in time.
+const SHORTEST_RUN: usize = 8;
+/// Runs in a row that such a store must take before it gets longer ones: a run that it does not take costs a pause.
+const LONGER_AFTER: u32 = 32;
 /// Words read between two checks whether to stop: 512 KiB of words.
 const STRIDE: u64 = 64 * 1024;
 /// Time between checks whether RAM is short.
@@ -87,6 +93,10 @@ pub(crate) struct SpillWorker {
 struct Target {
     tier: Tier,
     rest_until: Option<Instant>,
+    /// Pages of the next run, at most. It is halved when the store was busy.
+    run: usize,
+    /// Whole runs that were taken since.
+    taken: u32,
     /// That it rests was reported.
     said: bool,
 }
@@ -111,7 +121,8 @@ impl Drop for SpillWorker {
 impl SpillWorker {
     /// The worker of this VM; `None` if the VM has no slow store.
     pub fn new(vm: Arc<Vm>) -> Option<Self> {
-        let targets = vm.stores.slow().cloned().map(|tier| Target { tier, rest_until: None, said: false });
+        let targets =
+            vm.stores.slow().cloned().map(|tier| Target { tier, rest_until: None, run: RUN, taken: 0, said: false });
         let (targets, after) = (targets.collect::<Vec<_>>(), vm.tuning.spill_after);
         if targets.is_empty() {
             return None;
@@ -241,7 +252,8 @@ impl SpillWorker {
         let (mut moved, mut next) = (0, pages.start().0);
         for page in pages.iter().map(|page| page.0) {
             next = page + 1;
-            if self.goes(region, page, take) && self.run.words.len() < RUN {
+            let run = self.targets.iter().find(|target| target.rest_until.is_none()).map_or(RUN, |target| target.run);
+            if self.goes(region, page, take) && self.run.words.len() < run {
                 continue;
             }
             let gone = self.flush(region);
@@ -299,10 +311,15 @@ impl SpillWorker {
         let vm = self.vm.clone();
         let Some(target) = self.targets.iter_mut().find(|target| target.rest_until.is_none()) else { return 0 };
         let (number, slow) = (target.tier.number, target.tier.store.clone());
-        let first = PageIdx(self.run.first);
-        let mut outcomes = Vec::with_capacity(words.len());
+        if slow.must_recover() {
+            // A write that was given up is still under way: one more would wait behind it.
+            self.rest(PutOutcome::Busy);
+            return 0;
+        }
+        let (first, count) = (PageIdx(self.run.first), words.len());
+        let mut outcomes = Vec::with_capacity(count);
         // The store may punch emptied space, too.
-        let (bytes, blobs) = (&self.run.bytes[..words.len()], &self.run.blobs[..words.len()]);
+        let (bytes, blobs) = (&self.run.bytes[..count], &self.run.blobs[..count]);
         let mut put = || slow.put_blobs(region.key(first), bytes, blobs, &mut outcomes);
         blocking(|| vm.state.beside(&mut put));
         let (mut moved, mut refused) = (0, None);
@@ -326,6 +343,14 @@ impl SpillWorker {
             }
         }
         vm.stats().add(Counter::Spilled, moved);
+        if refused == Some(PutOutcome::Busy) {
+            (target.run, target.taken) = ((target.run / 2).max(SHORTEST_RUN), 0);
+        } else if refused.is_none() && count >= target.run {
+            target.taken += 1;
+            if target.taken >= LONGER_AFTER {
+                (target.run, target.taken) = ((target.run * 2).min(RUN), 0);
+            }
+        }
         match refused {
             Some(outcome) => self.rest(outcome),
             None => {
