@@ -6,8 +6,10 @@
 //! Promise: its id identifies a VM. A resumed VM gets its words back even if another VM has taken its name, and
 //! whichever of its processes comes first.
 
+use std::collections::HashSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 use ballast_base::Hva;
 use ballast_base::store::FILE_STORE;
@@ -19,6 +21,7 @@ use ballast_sys::memfd;
 
 use crate::admit::{self, Admitted, Escrow, Ram};
 use crate::client::ClientView;
+use crate::clients::FORGET_EVERY;
 use crate::closer::SentFd;
 use crate::engine_child::add_view;
 use crate::keeper::Keeper;
@@ -304,6 +307,19 @@ impl Keeper {
         let vm = self.vms.iter_mut().find(|entry| entry.state.id() == vm);
         if let Some(ram) = vm.and_then(|vm| vm.ram.get_mut(number as usize)) {
             *ram = None;
+        }
+    }
+
+    /// Drop the files of regions that the engine has removed and that no process has.
+    pub(crate) fn forget_removed(&mut self, id: VmId, now: Instant) {
+        let had: HashSet<u32> =
+            self.views_of(id).flat_map(|(_, view)| view.spans.iter().map(|(_, number)| *number)).collect();
+        let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == id) else { return };
+        entry.looks_at = Some(now + FORGET_EVERY);
+        for ((number, record), ram) in (0..).zip(entry.state.regions()).zip(&mut entry.ram) {
+            if record.removed && !had.contains(&number) {
+                *ram = None;
+            }
         }
     }
 

@@ -20,7 +20,7 @@ use crate::client::Client;
 use crate::client::ClientView;
 use crate::closer::{self, SentFd};
 use crate::keeper::Keeper;
-use crate::regions::At;
+use crate::regions::{At, VmEntry};
 use crate::store_files::Files;
 use crate::waiting::{Answer, Asked};
 
@@ -42,6 +42,8 @@ pub const MOST_STUCK: usize = 4;
 /// Messages of one client that were refused, or whose reply it did not take, before the keeper hangs up. A client that
 /// is refused connects again; only a client that sends invalid messages reaches this limit.
 const MOST_FAULTS: u32 = 16;
+/// Time between two looks for files of unplugged regions: a client may be gone before its unplug is done.
+pub const FORGET_EVERY: Duration = Duration::from_secs(10);
 /// Pause of the listening socket, which stays readable, when there are no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 
@@ -129,8 +131,11 @@ impl Keeper {
         }
     }
 
-    /// Hang up on connections that never attached.
+    /// Hang up on connections that never attached, and drop files that no engine will ask for.
     pub(crate) fn tend_clients(&mut self, now: Instant) {
+        let due = |vm: &&VmEntry| vm.looks_at.is_some_and(|at| at <= now);
+        let due: Vec<VmId> = self.vms.iter().filter(due).map(|vm| vm.state.id()).collect();
+        due.into_iter().for_each(|vm| self.forget_removed(vm, now));
         let silent = |client: &Client| client.view.is_none() && now - client.since > TIME_TO_ATTACH;
         let late: Vec<u64> = self.clients.iter().filter(|(_, client)| silent(client)).map(|(key, _)| *key).collect();
         for key in late {
@@ -190,6 +195,7 @@ impl Keeper {
                 let view = self.clients[&key].view.as_ref().ok_or("attach first")?;
                 let span = view.spans.iter().find(|(span, _)| span.hva == hva);
                 let region = span.map_or(0, |(_, number)| number + 1);
+                self.entry_of(key)?.looks_at.get_or_insert(Instant::now() + FORGET_EVERY);
                 self.ask_engine(key, Answer::Ok, |seq, vm, pid| Order::RemoveRegion { seq, vm, pid, hva, region })
             }
             ClientToKeeper::Pin(reason) => {
@@ -307,6 +313,10 @@ impl Keeper {
         };
         let (vm, pid) = (view.vm, client.pid);
         self.order(&Order::RemoveView { vm, pid }, &[]);
+        // The engine may remove a region that another process has unplugged.
+        if let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) {
+            entry.looks_at.get_or_insert(Instant::now() + FORGET_EVERY);
+        }
         if self.views_of(vm).next().is_none() {
             let name = self.vm(vm).map(|vm| vm.state.name());
             tracing::info!(vm = name, pid, "the VM's process {why}: forgetting the VM");

@@ -41,6 +41,9 @@ pub struct VmEntry {
     pub pinned: Option<String>,
     /// See [`Attach::may_pin`].
     pub may_pin: bool,
+    /// When the files of regions are looked for that were unplugged and that no process has any more. `None`: no region
+    /// of it was ever unplugged, and no process of several has ended.
+    pub looks_at: Option<Instant>,
     /// Set while some of its regions are missing: no engine has it then.
     pub search: Option<Search>,
     /// Which engine has it, if one has.
@@ -129,6 +132,7 @@ impl VmEntry {
             vmm,
             pinned: None,
             may_pin: false,
+            looks_at: None,
             search: None,
             at: At::Engine,
             named_at: 0,

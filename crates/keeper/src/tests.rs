@@ -17,6 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::admit::{Escrow, Ram};
 use crate::client::{Client, ClientView};
+use crate::clients::FORGET_EVERY;
 use crate::closer::SentFd;
 use crate::engine::Who;
 use crate::engine_child::{add_view, open_order};
@@ -449,6 +450,24 @@ fn a_region_that_no_engine_has_removed_keeps_its_files_and_a_removed_one_does_no
         let (Order::OpenVm { files, .. }, _) = open_order(&mut keeper.vms[0], engine) else { panic!("another order") };
         assert_eq!((keeper.vms[0].ram[0].is_none(), files), (is_removed, u8::from(!is_removed)));
     }
+}
+
+#[test]
+fn a_region_that_was_removed_after_its_last_process_was_gone_keeps_no_files() {
+    let (mut keeper, _dir) = keeper();
+    let vm = new_vm(&mut keeper, "web");
+    let region = ram(&keeper, FileId { dev: 1, ino: 2 }, 0);
+    keeper.vms[0].append(&region).expect("a region");
+    keeper.vms[0].bring(0, region.files);
+    let [(unplugs, _a), (stays, _b)] = [7, 8].map(|pid| process_of(&mut keeper, vm, pid));
+    // It hangs up before the engine says that the region is removed; the other one has it, too.
+    keeper.drop_client(unplugs, "is gone");
+    keeper.vms[0].state.remove_region(0);
+    keeper.tend_clients(Instant::now() + FORGET_EVERY);
+    assert!(keeper.vms[0].ram[0].is_some(), "the other has it");
+    keeper.clients.get_mut(&stays).expect("there").view.as_mut().expect("a view").spans.clear();
+    keeper.tend_clients(Instant::now() + FORGET_EVERY * 2);
+    assert!(keeper.vms[0].ram[0].is_none());
 }
 
 #[test]

@@ -546,6 +546,41 @@ fn a_region_that_one_process_unmaps_stays_for_the_others() {
 }
 
 #[test]
+fn a_region_that_one_process_unplugs_is_removed_when_the_last_of_the_others_ends() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    let (other, _theirs) = another_view(&rig, 1);
+    let elsewhere = Hva(0x10_0000_0000);
+    rig.vm.add_view(other.clone(), &mapped_at(elsewhere, RAM)).expect("view");
+    let address = Hva(rig.guest.addr() as u64);
+    assert_eq!(rig.vm.remove_region(&rig.view, address, None).expect("unplug"), None);
+    assert!(rig.vm.left_unplugged().is_empty(), "the other has it");
+    rig.vm.remove_view(other.pid);
+    let left: Vec<u32> = rig.vm.left_unplugged().iter().map(|region| region.number).collect();
+    assert_eq!(left, [0]);
+    rig.vm.remove_left(0).expect("removed");
+    assert!(rig.vm.region(0).expect("its number stays").is_removed() && rig.vm.state.regions()[0].removed);
+    assert_eq!(rig.ram_store().usage().pages, 0, "its far pages are gone");
+    assert!(rig.vm.left_unplugged().is_empty());
+}
+
+#[test]
+fn a_region_that_was_unplugged_and_is_mapped_again_stays_when_that_process_ends() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    let (other, _theirs) = another_view(&rig, 1);
+    let elsewhere = Hva(0x10_0000_0000);
+    rig.vm.add_view(other.clone(), &mapped_at(elsewhere, RAM)).expect("view");
+    let address = Hva(rig.guest.addr() as u64);
+    rig.vm.remove_region(&rig.view, address, None).expect("unplug");
+    rig.vm.add_span(&rig.view, ballast_base::wire::Span { hva: address, len: RAM }, 0).expect("plugged again");
+    rig.vm.remove_view(other.pid);
+    assert!(rig.vm.left_unplugged().is_empty());
+    rig.view.remove_span(address);
+    assert!(rig.vm.left_unplugged().is_empty(), "nobody unplugged it since");
+}
+
+#[test]
 fn a_region_is_unplugged_by_its_number_if_the_view_came_without_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();

@@ -111,11 +111,7 @@ impl Engine {
                 self.done(seq, served.and_then(|served| served.serve_faults_only(all)))
             }
             (Order::Alone { .. }, Some(served)) => self.alone(served),
-            (Order::RemoveView { pid, .. }, Some(served)) => {
-                served.vm.remove_view(pid);
-                served.forget_pid(pid);
-                Ok(())
-            }
+            (Order::RemoveView { pid, .. }, Some(served)) => self.remove_view(served, pid),
             // Nothing is reclaimed from a VM that is not open. An earlier engine may have left pages far.
             (Order::RemoveRegion { seq, .. } | Order::MayPin { seq, .. }, None) => self.done(seq, Ok(())),
             (Order::Reach { seq, .. } | Order::Pin { seq, .. }, None) => {

@@ -180,29 +180,63 @@ impl Engine {
     }
 
     fn unplug_held(&self, served: &Served, view: &View, start: Hva, number: Option<u32>) -> io::Result<()> {
-        let (vm, begun) = (&served.vm, Instant::now());
+        let vm = &served.vm;
         let known = view.find(start).map(|(number, _)| number).or(number);
         let region = known.and_then(|number| vm.region(number)).filter(|region| !region.is_removed());
         let is_last = |region: &Region| {
             !vm.views().iter().any(|other| other.pid != view.pid && other.base(region.number).is_some())
         };
-        let returned = match region.filter(|region| is_last(region) && self.others_have(served, region)) {
-            Some(region) => {
-                let mut go_on = || begun.elapsed() < RETURNS_WITHIN && !vm.is_stopping();
-                vm.write_back(&[region], &mut go_on).map(|done| !done.stopped)
-            }
-            None => Ok(true),
-        };
+        let returned = region.filter(|region| is_last(region)).map_or(Ok(true), |region| self.returns(served, region));
         if matches!(returned, Ok(true)) {
             return vm.remove_region(view, start, number).map(drop);
         }
         vm.forget_span(view, start);
-        let name = vm.state.name();
+        Err(self.is_late(served, returned))
+    }
+
+    /// What is far of unplugged RAM goes back into its file, if others have that. Returns false if that takes too long.
+    fn returns(&self, served: &Served, region: Arc<Region>) -> io::Result<bool> {
+        if !self.others_have(served, &region) {
+            return Ok(true);
+        }
+        let (vm, begun) = (&served.vm, Instant::now());
+        let mut go_on = || begun.elapsed() < RETURNS_WITHIN && !vm.is_stopping();
+        vm.write_back(&[region], &mut go_on).map(|done| !done.stopped)
+    }
+
+    /// It has not come back, for this reason.
+    fn is_late(&self, served: &Served, returned: io::Result<bool>) -> io::Error {
+        let name = served.vm.state.name();
         let text =
             format!("RAM of VM {name} was unplugged, whose file others have, and what is far of it is not back yet");
         self.events.add(Some(name), "write-back-waits", text);
-        returned?;
-        Err(io::Error::new(io::ErrorKind::TimedOut, "what is far of it is not back in its file yet"))
+        let late = || io::Error::new(io::ErrorKind::TimedOut, "what is far of it is not back in its file yet");
+        returned.err().unwrap_or_else(late)
+    }
+
+    /// A process of the VM is gone. RAM that another process has unplugged, and that this one still had, is no part of
+    /// the VM any more.
+    pub(super) fn remove_view(&self, served: &Arc<Served>, pid: u32) -> anyhow::Result<()> {
+        let vm = &served.vm;
+        vm.remove_view(pid);
+        served.forget_pid(pid);
+        if vm.views().is_empty() {
+            // It is about to be closed.
+            return Ok(());
+        }
+        let mut removed = Ok(());
+        for region in vm.left_unplugged() {
+            let (held, number) = (vm.begin_unplug(), region.number);
+            let done = match self.returns(served, region) {
+                Ok(true) => vm.remove_left(number),
+                late => Err(self.is_late(served, late)),
+            };
+            served.hold_unchecked();
+            drop(held);
+            removed = removed.and(done);
+            self.request_scan(served)?;
+        }
+        Ok(removed?)
     }
 
     /// Has anybody the file of a region that has far pages, other than the processes of the VM?

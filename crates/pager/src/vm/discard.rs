@@ -7,6 +7,7 @@
 //! a discard of terabytes (virtio-mem, as it starts) costs no memory and no time for each page.
 
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire;
@@ -207,7 +208,7 @@ impl Vm {
 
     /// RAM is about to be unplugged: forgets its far pages. What is in its file stays there: others may have the file,
     /// and the kernel frees it when nobody has it. `number`: its number, for a view that came without it. Returns its
-    /// number if no process has it any more.
+    /// number if no process has it any more. If others have it, it is one of [`Vm::left_unplugged`] when these end.
     ///
     /// # Errors
     /// A page is locked for long, or a table is lost. The region stays a part of the VM, without this view.
@@ -215,9 +216,39 @@ impl Vm {
         let _layout = self.memory.change_layout();
         let Some(number) = view.remove_span(start).or(number) else { return Ok(None) };
         if self.views().iter().any(|other| other.base(number).is_some()) {
-            // Only this process has unplugged it.
+            if let Some(region) = self.region(number) {
+                region.set_unplugged(true);
+            }
             return Ok(None);
         }
+        self.forget_region(number)?;
+        Ok(Some(number))
+    }
+
+    /// Regions that a process has unplugged, and that the others had until they ended.
+    pub fn left_unplugged(&self) -> Vec<Arc<Region>> {
+        let views = self.views();
+        let is_left = |region: &Arc<Region>| {
+            let is_mapped = || views.iter().any(|view| view.base(region.number).is_some());
+            region.is_unplugged() && !region.is_removed() && !is_mapped()
+        };
+        self.regions().into_iter().filter(is_left).collect()
+    }
+
+    /// Removes such a region, unless a process has it again.
+    ///
+    /// # Errors
+    /// Those of [`Vm::remove_region`].
+    pub fn remove_left(&self, number: u32) -> io::Result<()> {
+        let _layout = self.memory.change_layout();
+        if self.left_unplugged().iter().all(|region| region.number != number) {
+            return Ok(());
+        }
+        self.forget_region(number)
+    }
+
+    /// No process has this region: it is no part of the VM any more.
+    fn forget_region(&self, number: u32) -> io::Result<()> {
         if let Some(region) = self.region(number).filter(|region| !region.is_removed()) {
             let records = self.state.regions();
             let record = &records[number as usize];
@@ -235,6 +266,6 @@ impl Vm {
                 tracing::warn!(vm, "The words of region {number} keep their memory until the VM ends: {error}");
             }
         }
-        Ok(Some(number))
+        Ok(())
     }
 }

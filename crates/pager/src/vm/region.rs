@@ -73,6 +73,8 @@ pub struct Region {
     unreadable: Mutex<BTreeSet<PageIdx>>,
     has_unreadable: AtomicBool,
     removed: AtomicBool,
+    /// A process has unplugged it that others still share it with.
+    unplugged: AtomicBool,
 }
 
 impl Region {
@@ -99,12 +101,23 @@ impl Region {
             unreadable: Mutex::default(),
             has_unreadable: AtomicBool::new(false),
             removed: AtomicBool::new(record.removed),
+            unplugged: AtomicBool::new(false),
         })
     }
 
     /// Length; zero once it is unplugged.
     pub fn pages(&self) -> PageCount {
         if self.is_removed() { PageCount(0) } else { self.pages }
+    }
+
+    /// A process has unplugged it; or one has it anew.
+    pub(crate) fn set_unplugged(&self, unplugged: bool) {
+        self.unplugged.store(unplugged, Ordering::Release);
+    }
+
+    /// Has a process unplugged it that others shared it with?
+    pub(crate) fn is_unplugged(&self) -> bool {
+        self.unplugged.load(Ordering::Acquire)
     }
 
     /// Was it unplugged?

@@ -32,8 +32,9 @@ impl Vm {
     /// known from then on. Returns the regions that are not registered wherever they must be, and why: they are served
     /// as well, but no page of them may be far.
     pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(Span, u32)]) -> io::Result<Vec<(u32, io::Error)>> {
-        for (span, region) in spans {
-            view.add_span(*span, *region);
+        for (span, number) in spans {
+            view.add_span(*span, *number);
+            self.region(*number).into_iter().for_each(|region| region.set_unplugged(false));
         }
         // No batch is under way while we hold the lock, and none from before counts afterwards.
         let layout = self.memory.change_layout();
@@ -85,7 +86,10 @@ impl Vm {
         let _layout = self.memory.change_layout();
         view.add_span(span, number);
         self.memory.next_generation();
-        self.region(number).map_or(Ok(()), |region| self.register_as_flagged(&region, view))
+        self.region(number).map_or(Ok(()), |region| {
+            region.set_unplugged(false);
+            self.register_as_flagged(&region, view)
+        })
     }
 
     /// Registers what is registered of this region with a view that is new, but for what the VMM has mapped over it. Of
