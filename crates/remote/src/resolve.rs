@@ -3,21 +3,50 @@
 //! Before: `link` is about to connect to a node. After: it has the addresses.
 //! Threads: a literal address needs no thread. A name is resolved on a separate thread, because the resolver has no
 //! deadline, and a server can choose the name (in a redirection).
-//! Promise: a call returns soon after its deadline, and at most [`LOOKUPS`] lookups run at a time.
+//! Promise: a call returns soon after its deadline, and at most [`LOOKUPS`] lookups run at a time, one for each host.
+//! The answer of a lookup counts whenever it comes: a resolver that needs longer than any deadline delays the first
+//! connection only.
 
+use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::mpsc;
-use std::time::Instant;
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::refusal::Addr;
 use crate::stream::left;
 
 /// Lookups that run at a time.
 const LOOKUPS: usize = 16;
+/// Hosts whose addresses are remembered.
+const KEPT: usize = 4096;
+/// An answer is used for this long without another lookup: by callers that had given up before it came.
+const FRESH: Duration = Duration::from_secs(1);
+/// If the last addresses are known, a lookup may take 1/N of the time that is left. After that these are used.
+const PART: u32 = 4;
 
-static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
+/// Looks up a host. Replaced in tests.
+type LookUp = dyn Fn(&str) -> io::Result<Vec<IpAddr>> + Send + Sync;
+
+/// What is known of a host.
+#[derive(Debug, Default)]
+struct Host {
+    /// A lookup is under way.
+    is_asked: bool,
+    /// When the last lookup ended, and why it failed if it did.
+    said: Option<(Instant, Option<String>)>,
+    /// The last addresses found.
+    last: Vec<IpAddr>,
+}
+
+/// The hosts, by name.
+#[derive(Debug, Default)]
+struct Hosts {
+    all: Mutex<HashMap<String, Host>>,
+    ended: Condvar,
+}
+
+static HOSTS: LazyLock<Arc<Hosts>> = LazyLock::new(Arc::default);
 
 /// Returns the addresses of this node.
 ///
@@ -27,39 +56,116 @@ pub fn resolve(addr: &Addr, until: Instant) -> io::Result<Vec<SocketAddr>> {
     if let Ok(at) = addr.host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(at, addr.port)]);
     }
-    if UNDER_WAY.fetch_add(1, Relaxed) >= LOOKUPS {
-        UNDER_WAY.fetch_sub(1, Relaxed);
-        return Err(io::Error::new(io::ErrorKind::TimedOut, "too many names are being looked up"));
+    let system = |host: &str| Ok((host, 0).to_socket_addrs()?.map(|at| at.ip()).collect());
+    let found = HOSTS.find(&addr.host, until, Arc::new(system))?;
+    Ok(found.into_iter().map(|at| SocketAddr::new(at, addr.port)).collect())
+}
+
+impl Hosts {
+    fn all(&self) -> MutexGuard<'_, HashMap<String, Host>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
-    let (tell, told) = mpsc::channel();
-    let (host, port) = (addr.host.clone(), addr.port);
-    let look_up = move || {
-        let found = (host.as_str(), port).to_socket_addrs().map(Iterator::collect);
-        UNDER_WAY.fetch_sub(1, Relaxed);
-        // The caller may have given up.
-        let _ = tell.send(found);
-    };
-    let started = std::thread::Builder::new().name("resolve".into()).spawn(look_up);
-    if let Err(error) = started {
-        UNDER_WAY.fetch_sub(1, Relaxed);
-        return Err(error);
+
+    fn find(self: &Arc<Self>, name: &str, until: Instant, look_up: Arc<LookUp>) -> io::Result<Vec<IpAddr>> {
+        let begun = Instant::now();
+        let mut all = self.all();
+        if all.len() >= KEPT {
+            all.retain(|_, host| host.is_asked);
+        }
+        let asked = all.values().filter(|host| host.is_asked).count();
+        let host = all.entry(name.to_owned()).or_default();
+        let is_fresh = |host: &Host| host.said.as_ref().is_some_and(|(at, _)| begun <= *at + FRESH);
+        if !host.is_asked && !is_fresh(host) {
+            if asked < LOOKUPS {
+                self.ask(name, look_up)?;
+                host.is_asked = true;
+            } else if host.last.is_empty() {
+                return Err(io::Error::new(io::ErrorKind::TimedOut, "too many names are being looked up"));
+            }
+        }
+        let most = left(until)? / if host.last.is_empty() { 1 } else { PART };
+        let is_open = |all: &mut HashMap<String, Host>| all.get(name).is_some_and(|host| host.is_asked);
+        let (all, _) =
+            self.ended.wait_timeout_while(all, most, |all| is_open(all)).unwrap_or_else(PoisonError::into_inner);
+        let host = all.get(name);
+        match host {
+            Some(host) if !host.last.is_empty() => Ok(host.last.clone()),
+            Some(Host { is_asked: false, said: Some((_, why)), .. }) => {
+                let why = why.as_deref().unwrap_or("it has no address");
+                Err(io::Error::new(io::ErrorKind::NotFound, format!("the name {name:?}: {why}")))
+            }
+            _ => Err(io::Error::new(io::ErrorKind::TimedOut, format!("the name {name:?} is not known in time"))),
+        }
     }
-    let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("the name {:?} is not known in time", addr.host));
-    told.recv_timeout(left(until)?).map_err(late)?
+
+    /// Starts a lookup.
+    fn ask(self: &Arc<Self>, name: &str, look_up: Arc<LookUp>) -> io::Result<()> {
+        let (hosts, name) = (self.clone(), name.to_owned());
+        let run = move || {
+            let found = look_up(&name);
+            let mut all = hosts.all();
+            let host = all.entry(name).or_default();
+            host.is_asked = false;
+            host.said = Some((Instant::now(), found.as_ref().err().map(io::Error::to_string)));
+            if let Ok(found) = found {
+                host.last = found;
+            }
+            drop(all);
+            hosts.ended.notify_all();
+        };
+        std::thread::Builder::new().name("resolve".into()).spawn(run).map(drop)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+    use std::sync::mpsc;
+
+    fn within(time: Duration) -> Instant {
+        Instant::now() + time
+    }
+
+    const LONG: Duration = Duration::from_secs(60);
+    const SHORT: Duration = Duration::from_millis(10);
 
     #[test]
     fn addresses_are_themselves_and_names_are_looked_up() {
-        let soon = Instant::now() + Duration::from_secs(60);
-        let at = |host: &str| resolve(&Addr { host: host.into(), port: 7 }, soon);
+        let at = |host: &str| resolve(&Addr { host: host.into(), port: 7 }, within(LONG));
         assert_eq!(at("::1").expect("an address"), ["[::1]:7".parse().expect("an address")]);
-        assert!(at("localhost").is_ok_and(|found| found.iter().all(|at| at.ip().is_loopback())));
+        assert!(at("localhost").is_ok_and(|found| found.iter().all(|at| at.ip().is_loopback() && at.port() == 7)));
         at("no such name").expect_err("it is none");
-        assert_eq!(UNDER_WAY.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn an_answer_that_comes_late_is_kept_for_the_next_call_and_is_what_is_left_if_no_other_comes() {
+        let hosts = Arc::<Hosts>::default();
+        let (answer, answers) = mpsc::channel::<IpAddr>();
+        let (answers, asked) = (Mutex::new(answers), Arc::new(AtomicUsize::new(0)));
+        let counted = asked.clone();
+        // Each lookup takes until it is given its answer.
+        let look_up: Arc<LookUp> = Arc::new(move |_| {
+            counted.fetch_add(1, Relaxed);
+            let answers = answers.lock().expect("one at a time");
+            answers.recv().map(|at| vec![at]).map_err(io::Error::other)
+        });
+        for _ in 0..3 {
+            let late = hosts.find("a", within(SHORT), look_up.clone()).expect_err("no answer yet");
+            assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        }
+        let (first, second) = (IpAddr::from([127, 0, 0, 1]), IpAddr::from([127, 0, 0, 2]));
+        answer.send(first).expect("asked");
+        assert_eq!(hosts.find("a", within(LONG), look_up.clone()).expect("it came"), [first]);
+        assert_eq!(asked.load(Relaxed), 1, "one lookup for all of these");
+        // The next lookup does not end in time.
+        hosts.all().values_mut().for_each(|host| host.said = None);
+        assert_eq!(hosts.find("a", within(SHORT), look_up.clone()).expect("the last ones"), [first]);
+        answer.send(second).expect("asked");
+        while hosts.find("a", within(LONG), look_up.clone()).expect("found") != [second] {}
+        // And one that fails.
+        hosts.all().values_mut().for_each(|host| host.said = None);
+        drop(answer);
+        assert_eq!(hosts.find("a", within(LONG), look_up).expect("the last ones"), [second]);
     }
 }
