@@ -12,6 +12,7 @@ use ballast_testvm::valkey::{self, Layout, Valkey, valkey_missing};
 
 use common::guest::Guest;
 use common::raw::{Ram, files, no_uffd, open};
+use common::vmm::Program;
 use common::{Daemon, missing, until};
 
 /// More is far than the store in RAM holds.
@@ -183,6 +184,25 @@ fn an_upgrade_moves_a_vm_with_pages_in_the_cluster_and_somebody_serves_it_at_eve
     assert!(remote.used_bytes > 0, "what the engines before have put counts: {remote:?}");
     guest.finish();
     until("nothing of it is left in the cluster", || valkey.keys().is_ok_and(|keys| keys == 0));
+}
+
+#[test]
+fn a_ram_file_that_outlives_its_vm_has_its_pages_and_the_cluster_has_none_of_them() {
+    let Some(program) = Program::compile() else { return };
+    let Some(valkey) = start(Layout::default()) else { return };
+    let made = tempfile::Builder::new().prefix("ballast-test-").tempfile_in("/dev/shm");
+    if missing("tmpfs", made.as_ref().err().map(|error| format!("no file in /dev/shm: {error}"))) {
+        return;
+    }
+    let file = made.expect("made above").into_temp_path();
+    let daemon = Daemon::start(&remote(&valkey));
+    let vmm = program.start(&daemon, "victim", file.to_str().expect("text"), PAGES);
+    daemon.api.set_limit("victim", Some(LIMIT)).expect("set a limit");
+    until("its pages are in the cluster", || daemon.vm("victim").far_remote_bytes > PAGES * 4096 / 2);
+    vmm.kill();
+    let is_it = |event: &ballast_api::Event| event.kind == "written-back";
+    until("its pages are back", || daemon.api.events().is_ok_and(|events| events.iter().any(is_it)));
+    until("the cluster has its lease and nothing else", || valkey.keys().is_ok_and(|keys| keys == 1));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::cluster::Cluster;
 use crate::link::Link;
-use crate::nodes::Node;
+use crate::nodes::{Kind, Node};
 use crate::resp::Commands;
 use crate::slot::slot_of;
 
@@ -41,7 +41,7 @@ impl Begun {
         let map = cluster.map();
         let Some(node) = map.primary(slot_of(&name)).map(|addr| cluster.node(addr)) else { return };
         let Some(link) = node.begin(&Commands::one(&[b"GET", &name])) else { return };
-        let request = Request { name, timeout: node.timeout(), node, link, since: Instant::now() };
+        let request = Request { name, timeout: node.timeout(Kind::Read), node, link, since: Instant::now() };
         let mut requests = self.requests();
         let oldest = (requests.len() == KEPT).then(|| requests.remove(0));
         requests.push(request);
@@ -59,7 +59,7 @@ impl Begun {
         };
         let Request { node, link, since, timeout, .. } = request;
         let until = since + timeout;
-        let value = node.end(link, since, timeout, |link| {
+        let value = node.end(link, Kind::Read, since, timeout, |link| {
             let replies = link.receive(1, until)?;
             Ok(replies.get(0).bytes().map(read))
         });

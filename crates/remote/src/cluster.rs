@@ -7,13 +7,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use crate::link::{Access, Link};
 use crate::map::SlotMap;
-use crate::nodes::{Node, NodeFigures};
+use crate::nodes::{Kind, Node, NodeFigures, is_late};
 use crate::refusal::Addr;
 use crate::resp::Commands;
 
@@ -30,11 +30,10 @@ pub struct ClusterOptions {
 
 /// Shortest time between two requests for the map.
 const REFRESH: Duration = Duration::from_millis(100);
-/// Longest time that a node may take to return its map.
+/// Time that a node may take to return its map, at first and at most: for opening a connection, too. It is doubled when
+/// no node did so in time, and falls again. So one node that is silent delays the map of a quick cluster by the first.
 const MAP_TIMEOUT: Duration = Duration::from_millis(300);
-
-/// Limit of the remembered nodes, including former ones.
-const NODES_KEPT: usize = 4096;
+const MAP_TIMEOUT_MAX: Duration = Duration::from_millis(2400);
 
 /// A cluster.
 #[derive(Debug)]
@@ -46,6 +45,8 @@ pub struct Cluster {
     refreshed: Mutex<Option<Instant>>,
     /// Index of the node that is asked next, so that one with an old map is not asked again and again.
     turn: AtomicUsize,
+    /// How long the next node that is asked may take.
+    map_timeout_ms: AtomicU32,
     /// Reason why a node did not return its map when it was last asked.
     silence: Mutex<Option<String>>,
     /// The identity that was seen last, when, and by which map.
@@ -61,6 +62,7 @@ impl Cluster {
             nodes: Mutex::default(),
             refreshed: Mutex::default(),
             turn: AtomicUsize::new(0),
+            map_timeout_ms: AtomicU32::new(MAP_TIMEOUT.as_millis() as u32),
             silence: Mutex::default(),
             seen: Mutex::default(),
         }
@@ -108,16 +110,13 @@ impl Cluster {
         node
     }
 
-    /// Forgets nodes that are no longer part of the cluster, if there are many.
+    /// Forgets nodes that are no longer part of the cluster, with their idle connections and figures.
     fn forget_all_but(&self, map: &SlotMap) {
-        let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
-        if nodes.len() > NODES_KEPT {
-            let known: HashSet<&Addr> = map.nodes().chain(&self.options.nodes).collect();
-            nodes.retain(|addr, _| known.contains(addr));
-        }
+        let known: HashSet<&Addr> = map.nodes().chain(&self.options.nodes).collect();
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner).retain(|addr, _| known.contains(addr));
     }
 
-    /// Returns the figures of each node that was ever asked.
+    /// Returns the figures of each node of the cluster that was ever asked.
     pub fn figures(&self) -> Vec<(Addr, NodeFigures)> {
         let nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
         let mut figures: Vec<_> = nodes.values().map(|node| (node.addr.clone(), node.figures())).collect();
@@ -130,7 +129,21 @@ impl Cluster {
     /// # Errors
     /// The node cannot be reached, or `work` failed.
     pub fn with<T>(&self, addr: &Addr, until: Instant, work: impl FnOnce(&mut Link) -> io::Result<T>) -> io::Result<T> {
-        self.node(addr).with(&self.options.access, until, work)
+        self.node(addr).with(Kind::Read, &self.options.access, until, work)
+    }
+
+    /// The same for a request of this kind, whose result its timeout follows.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn with_as<T>(
+        &self,
+        kind: Kind,
+        addr: &Addr,
+        until: Instant,
+        work: impl FnOnce(&mut Link) -> io::Result<T>,
+    ) -> io::Result<T> {
+        self.node(addr).with(kind, &self.options.access, until, work)
     }
 
     /// Returns the owner of this slot. Requests a new map if the current one names none.
@@ -179,21 +192,31 @@ impl Cluster {
         known.dedup();
         let turn = self.turn.fetch_add(1, Relaxed) % known.len().max(1);
         known.rotate_left(turn);
+        let timeout = Duration::from_millis(self.map_timeout_ms.load(Relaxed).into());
+        let mut next = timeout;
         for addr in &known {
-            let map = match self.map_of(addr, Instant::now() + MAP_TIMEOUT) {
+            let begun = Instant::now();
+            let map = match self.map_of(addr, begun + timeout) {
                 Ok(map) => map,
                 Err(error) => {
+                    if is_late(&error) {
+                        next = (timeout * 2).min(MAP_TIMEOUT_MAX);
+                    }
                     let why = Some(format!("{addr}: {error}"));
                     *self.silence.lock().unwrap_or_else(PoisonError::into_inner) = why;
                     continue;
                 }
             };
+            // Others that were late do not count then.
+            let least = MAP_TIMEOUT.max(self.node(addr).opening() * 2).min(timeout);
+            next = if begun.elapsed() < timeout / 4 { (timeout / 2).max(least) } else { timeout };
             if map.shards().next().is_some() {
                 self.forget_all_but(&map);
                 *self.map.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(map);
                 break;
             }
         }
+        self.map_timeout_ms.store(next.as_millis() as u32, Relaxed);
         *refreshed = Some(Instant::now());
     }
 }

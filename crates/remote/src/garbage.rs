@@ -4,7 +4,9 @@
 //! at a time, and the budget counts the pages no more.
 //! Threads: any may free; one thread at a time unlinks and sweeps. Units: pages of the VM, by key and handle.
 //! Promise: a page is unlinked only if it was freed, or if it is older than the sweep and no word named it when that
-//! began. What cannot be unlinked now stays here. A node that refuses delays its own pages only.
+//! began. What cannot be unlinked now stays here. A node that refuses delays its own pages only. A call takes
+//! [`SLICE`], or as long as one node takes to fail, and the next one goes on from there. A chunk has what one failed
+//! write left at most: no other page is put there before that is unlinked.
 //!
 //! *Leftovers.* A sweep of the VM's keys finds pages that an ended engine put and no word names. It runs after
 //! `recover`, and after `own` for keys that the other engine could not unlink. The thread that calls `tidy` runs it in
@@ -13,10 +15,12 @@
 //! a page of the chunk agreed, and a store does not know them. And marks would not find writes of an ended engine that
 //! arrive later.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Bound;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ballast_base::PageIdx;
 use ballast_base::wire::VmId;
 use ballast_store::{Handle, PageKey};
 
@@ -27,10 +31,12 @@ use crate::refusal::Addr;
 use crate::slot::slot_of;
 use crate::sweep::{self, Scan};
 
+/// Time limit of freed pages in one call of `tidy`: an engine that hands its VMs over waits for it.
+const SLICE: Duration = Duration::from_millis(100);
 /// Time limit of the sweep in one call of `tidy`.
 const SWEEP_SLICE: Duration = Duration::from_millis(20);
-/// Time limit of refused requests in one call of `tidy`: those of two nodes that do not answer.
-const REFUSALS: Duration = Duration::from_secs(6);
+/// How long a node that refused is not asked. Until it answers, that may take seconds each time.
+const REFUSES_FOR: Duration = Duration::from_secs(3);
 
 /// All garbage of one store.
 #[derive(Debug, Default)]
@@ -39,43 +45,80 @@ pub(crate) struct Garbage {
     leftovers: Mutex<Option<Leftovers>>,
 }
 
+/// A chunk of a VM: the region's number, and the chunk in it.
+type Chunk = (u32, u64);
+
+fn chunk_of(key: PageKey) -> Chunk {
+    (key.region.number, key.page.0 / CHUNK_PAGES)
+}
+
 /// Pages that must still be unlinked.
 #[derive(Debug, Default)]
 struct Freed {
-    /// Pages freed since the last time that freed pages were unlinked.
-    new: HashSet<(PageKey, Handle)>,
-    /// Pages that could not be unlinked then, and whether they may have been nevertheless.
-    left: HashMap<(PageKey, Handle), bool>,
-    /// Pages that a failed write or an earlier engine may have left. They were never counted.
-    uncounted: Vec<(PageKey, Handle)>,
+    chunks: BTreeMap<Chunk, Waiting>,
+    /// Freed pages among them that no node has refused to unlink, and all others.
+    new: u64,
+    left: u64,
+    /// The chunk that was looked at last.
+    last: Chunk,
+    /// Nodes that refused, and until when they are not asked. `None` stands for slots without a known owner.
+    refusing: HashMap<Option<Addr>, Instant>,
 }
 
-/// The nodes that refused a request.
-#[derive(Default)]
-struct Refused {
-    /// `None` stands for slots without a known owner.
-    nodes: HashSet<Option<Addr>>,
-    /// Time that refused requests took.
-    took: Duration,
-    /// The first reason.
-    why: Option<String>,
+/// Those of a chunk.
+#[derive(Debug, Default)]
+struct Waiting {
+    /// Freed pages.
+    pages: HashMap<(PageKey, Handle), Tried>,
+    /// Runs that a failed write may have left: the first page, their number, and the generation. They were never
+    /// counted.
+    uncounted: Vec<(PageKey, u64, Handle)>,
 }
 
-impl Refused {
-    /// Unlinks these pages of one chunk. Returns how many existed; `Err` if their node refuses or has refused before,
-    /// with whether some may be unlinked.
-    fn unlink(&mut self, cluster: &Cluster, keys: Vec<Vec<u8>>) -> Result<u64, bool> {
-        let node = keys.first().and_then(|key| cluster.map().primary(slot_of(key)).cloned());
-        if self.nodes.contains(&node) || self.took > REFUSALS {
-            return Err(false);
+/// Was a freed page to be unlinked before?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Tried {
+    Not,
+    /// Its node refuses.
+    Refused,
+    /// Its node was asked, and may have unlinked it.
+    Maybe,
+}
+
+impl Freed {
+    fn count(&mut self, tried: Tried) -> &mut u64 {
+        if tried == Tried::Not { &mut self.new } else { &mut self.left }
+    }
+
+    /// Adds a freed page. If it is there already, the later outcome counts.
+    fn add(&mut self, page: (PageKey, Handle), tried: Tried) {
+        let before = self.chunks.entry(chunk_of(page.0)).or_default().pages.insert(page, tried);
+        before.into_iter().for_each(|before| *self.count(before) -= 1);
+        *self.count(tried) += 1;
+    }
+
+    /// Takes a chunk out.
+    fn take(&mut self, chunk: Chunk) -> Waiting {
+        let waiting = self.chunks.remove(&chunk).unwrap_or_default();
+        waiting.pages.values().for_each(|tried| *self.count(*tried) -= 1);
+        waiting
+    }
+
+    /// Returns the chunk after the last one, round and round.
+    fn next(&mut self) -> Option<Chunk> {
+        let after = self.chunks.range((Bound::Excluded(self.last), Bound::Unbounded)).next();
+        self.last = *after.or_else(|| self.chunks.first_key_value())?.0;
+        Some(self.last)
+    }
+
+    /// The node of this chunk refuses.
+    fn is_refused(&mut self, chunk: Chunk) {
+        let Some(waiting) = self.chunks.get_mut(&chunk) else { return };
+        for tried in waiting.pages.values_mut().filter(|tried| **tried == Tried::Not) {
+            *tried = Tried::Refused;
+            self.new -= 1;
+            self.left += 1;
         }
-        let begun = Instant::now();
-        sweep::unlink(cluster, keys).map_err(|failed| {
-            self.nodes.insert(node);
-            self.took += begun.elapsed();
-            self.why.get_or_insert(failed.why);
-            true
-        })
     }
 }
 
@@ -86,42 +129,79 @@ struct Leftovers {
     live: HashSet<(PageKey, Handle)>,
     /// The largest generation at the start of the sweep. Later pages have a larger one.
     newest: Handle,
-    scan: Option<Scan>,
+    scan: Scan,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Returns the node that has this chunk.
+fn node_of(cluster: &Cluster, waiting: &Waiting) -> Option<Addr> {
+    let freed = waiting.pages.keys().next().copied();
+    let page = freed.or_else(|| waiting.uncounted.first().map(|(first, _, handle)| (*first, *handle)))?;
+    cluster.map().primary(slot_of(&name::key(page.0, page.1))).cloned()
+}
+
+/// Unlinks what failed writes left.
+fn unlink_runs(cluster: &Cluster, runs: &[(PageKey, u64, Handle)]) -> Result<(), String> {
+    let pages = |(first, count, handle): &(PageKey, u64, Handle)| {
+        let (region, start, handle) = (first.region, first.page.0, *handle);
+        (start..start + count).map(move |page| (region.page(PageIdx(page)), handle))
+    };
+    sweep::unlink(cluster, name::keys(runs.iter().flat_map(pages))).map(drop).map_err(|failed| failed.why)
+}
+
 impl Garbage {
     /// Adds a page that is to be unlinked.
     pub fn free(&self, key: PageKey, handle: Handle) {
         let mut freed = lock(&self.freed);
-        if !freed.left.contains_key(&(key, handle)) {
-            freed.new.insert((key, handle));
+        let known = freed.chunks.get(&chunk_of(key)).is_some_and(|waiting| waiting.pages.contains_key(&(key, handle)));
+        if !known {
+            freed.add((key, handle), Tried::Not);
         }
     }
 
-    /// Adds pages that a failed write may have left.
-    pub fn failed(&self, pages: impl Iterator<Item = (PageKey, Handle)>) {
-        lock(&self.freed).uncounted.extend(pages);
+    /// Adds a run of pages of one chunk that a failed write may have left.
+    pub fn failed(&self, first: PageKey, count: u64, handle: Handle) {
+        lock(&self.freed).chunks.entry(chunk_of(first)).or_default().uncounted.push((first, count, handle));
+    }
+
+    /// Unlinks what failed writes may have left in the chunk of this page.
+    ///
+    /// # Errors
+    /// Its node does not do so; the reason.
+    pub fn unlink_failed(&self, cluster: &Cluster, key: PageKey) -> Result<(), String> {
+        let runs = match lock(&self.freed).chunks.get_mut(&chunk_of(key)) {
+            Some(waiting) if !waiting.uncounted.is_empty() => std::mem::take(&mut waiting.uncounted),
+            _ => return Ok(()),
+        };
+        unlink_runs(cluster, &runs).inspect_err(|_| {
+            runs.iter().for_each(|(first, count, handle)| self.failed(*first, *count, *handle));
+        })
     }
 
     /// Returns the number of freed pages that have not been unlinked.
     pub fn waiting(&self) -> u64 {
         let freed = lock(&self.freed);
-        (freed.new.len() + freed.left.len()) as u64
+        freed.new + freed.left
     }
 
     /// Returns the number of those that no node has refused to unlink.
     pub fn waiting_briefly(&self) -> u64 {
-        lock(&self.freed).new.len() as u64
+        lock(&self.freed).new
     }
 
     /// Returns the number of freed pages that have not been unlinked and are not in `live`.
     pub fn waiting_beside(&self, live: &HashSet<(PageKey, Handle)>) -> u64 {
         let freed = lock(&self.freed);
-        freed.new.iter().chain(freed.left.keys()).filter(|page| !live.contains(page)).count() as u64
+        freed.chunks.values().flat_map(|waiting| waiting.pages.keys()).filter(|page| !live.contains(page)).count()
+            as u64
+    }
+
+    /// Returns whether nothing is left to be unlinked.
+    pub fn is_empty(&self) -> bool {
+        lock(&self.freed).chunks.is_empty() && lock(&self.leftovers).is_none()
     }
 
     /// Forgets the freed pages. The next sweep finds them.
@@ -130,74 +210,79 @@ impl Garbage {
     }
 
     /// Starts a sweep over all keys of the VM. It keeps these pages, and those of a generation after `newest`.
-    pub fn begin_sweep(&self, live: HashSet<(PageKey, Handle)>, newest: Handle) {
-        *lock(&self.leftovers) = Some(Leftovers { live, newest, scan: None });
+    pub fn begin_sweep(&self, vm: VmId, live: HashSet<(PageKey, Handle)>, newest: Handle) {
+        *lock(&self.leftovers) = Some(Leftovers { live, newest, scan: Scan::new(name::pattern(vm)) });
     }
 
-    /// Unlinks the pages that were freed.
+    /// Unlinks pages that were freed, for a short time.
     ///
     /// # Errors
-    /// The first reason why a node does not do so. The next call unlinks its pages.
+    /// The first reason why a node does not do so. A later call unlinks its pages.
     pub fn unlink_freed(&self, cluster: &Cluster, share: &Share) -> Result<(), String> {
-        let Freed { new, left, mut uncounted } = std::mem::take(&mut *lock(&self.freed));
-        let mut pages: Vec<_> = new.into_iter().map(|page| (page, false)).chain(left).collect();
-        let order = |(key, handle): &(PageKey, Handle)| (key.region.vm, key.region.number, key.page, handle.bits());
-        let chunk = |(key, _): &(PageKey, Handle)| (key.region, key.page.0 / CHUNK_PAGES);
-        // A large run of one chunk may span several generations.
-        let keys = |(key, handle): &(PageKey, Handle)| name::key(*key, *handle);
-        let mut refused = Refused::default();
-        pages.sort_unstable_by_key(|(page, _)| order(page));
-        for run in pages.chunk_by(|(a, _), (b, _)| chunk(a) == chunk(b)) {
-            match refused.unlink(cluster, run.iter().map(|(page, _)| keys(page)).collect()) {
-                // A page that may have been unlinked before counts as unlinked now.
-                Ok(gone) => {
-                    let maybe = run.iter().filter(|(_, maybe)| *maybe).count() as u64;
-                    share.sub((gone + maybe).min(run.len() as u64));
+        let (begun, mut refusal) = (Instant::now(), None);
+        let chunks = lock(&self.freed).chunks.len();
+        for _ in 0..chunks {
+            if begun.elapsed() > SLICE {
+                break;
+            }
+            let (node, waiting) = {
+                let mut freed = lock(&self.freed);
+                let Some(chunk) = freed.next() else { break };
+                let node = freed.chunks.get(&chunk).and_then(|waiting| node_of(cluster, waiting));
+                if freed.refusing.get(&node).is_some_and(|until| Instant::now() < *until) {
+                    freed.is_refused(chunk);
+                    continue;
                 }
-                Err(was_asked) => {
-                    let mut freed = lock(&self.freed);
-                    for (page, maybe) in run {
-                        freed.new.remove(page);
-                        *freed.left.entry(*page).or_default() |= *maybe || was_asked;
-                    }
+                (node, freed.take(chunk))
+            };
+            match self.unlink(cluster, share, waiting) {
+                Ok(()) => drop(lock(&self.freed).refusing.remove(&node)),
+                Err(why) => {
+                    lock(&self.freed).refusing.insert(node, Instant::now() + REFUSES_FOR);
+                    refusal.get_or_insert(why);
                 }
             }
         }
-        uncounted.sort_unstable_by_key(order);
-        for run in uncounted.chunk_by(|a, b| chunk(a) == chunk(b)) {
-            if refused.unlink(cluster, run.iter().map(keys).collect()).is_err() {
-                self.failed(run.iter().copied());
-            }
+        refusal.map_or(Ok(()), Err)
+    }
+
+    /// Unlinks what was taken out of a chunk. What its node refuses goes back.
+    fn unlink(&self, cluster: &Cluster, share: &Share, waiting: Waiting) -> Result<(), String> {
+        let Waiting { pages, uncounted } = waiting;
+        let keys = pages.keys().map(|(key, handle)| name::key(*key, *handle)).collect();
+        let unlinked = sweep::unlink(cluster, keys);
+        if let Ok(gone) = unlinked {
+            // A page that may have been unlinked before counts as unlinked now.
+            let maybe = pages.values().filter(|tried| **tried == Tried::Maybe).count() as u64;
+            share.sub((gone + maybe).min(pages.len() as u64));
+        } else {
+            let mut freed = lock(&self.freed);
+            pages.into_keys().for_each(|page| freed.add(page, Tried::Maybe));
         }
-        refused.why.map_or(Ok(()), Err)
+        let unlinked = unlinked.map_err(|failed| failed.why).and_then(|_| unlink_runs(cluster, &uncounted));
+        unlinked.inspect_err(|_| {
+            uncounted.iter().for_each(|(first, count, handle)| self.failed(*first, *count, *handle));
+        })
     }
 
     /// Continues the sweep for leftovers of this VM, for a short time.
     ///
     /// # Errors
-    /// The reason why a node does not respond. The next call goes on; or it starts again, if the
-    /// node did not list its keys.
-    pub fn sweep(&self, cluster: &Cluster, vm: VmId) -> Result<(), String> {
+    /// The reason why a node does not list its keys, or does not unlink them. A later call does that step again.
+    pub fn sweep(&self, cluster: &Cluster) -> Result<(), String> {
         let mut leftovers = lock(&self.leftovers);
         let Some(Leftovers { live, newest, scan }) = &mut *leftovers else { return Ok(()) };
         let until = Instant::now() + SWEEP_SLICE;
         while Instant::now() < until {
-            let under_way = scan.take().map_or_else(|| Scan::begin(cluster, name::pattern(vm)), Ok);
-            let stepped = under_way.and_then(|mut scan| Ok((scan.step(cluster)?, scan)));
-            let (keys, rest) = match stepped.map_err(|error| error.to_string())? {
-                (Some(keys), rest) => (keys, rest),
-                (None, _) => {
-                    *leftovers = None;
-                    return Ok(());
-                }
+            let Some(keys) = scan.step(cluster).map_err(|error| error.to_string())? else {
+                *leftovers = None;
+                return Ok(());
             };
-            *scan = Some(rest);
             let pages = keys.iter().filter_map(|bytes| name::parse(bytes));
-            let garbage: Vec<_> = pages.filter(|page| page.1.bits() <= newest.bits() && !live.contains(page)).collect();
-            let keys = garbage.iter().map(|(key, handle)| name::key(*key, *handle)).collect();
+            let garbage = pages.filter(|page| page.1.bits() <= newest.bits() && !live.contains(page));
+            let keys = garbage.map(|(key, handle)| name::key(key, handle)).collect();
             if let Err(failed) = sweep::unlink(cluster, keys) {
-                // The sweep goes on after them.
-                self.failed(garbage.into_iter());
+                scan.again();
                 return Err(failed.why);
             }
         }

@@ -34,6 +34,7 @@ use ballast_base::wire::VmId;
 use crate::cluster::Cluster;
 use crate::map::SlotMap;
 use crate::name;
+use crate::nodes::Kind;
 use crate::refusal::Addr;
 use crate::resp::Commands;
 use crate::seal;
@@ -116,6 +117,11 @@ impl Home {
             proofs: Mutex::default(),
             elsewhere: Mutex::default(),
         }
+    }
+
+    /// Is it kept which cluster has pages of the VM?
+    pub fn is_kept(&self) -> bool {
+        self.kept.get() != 0
     }
 
     /// Words name pages of the VM, or may do so.
@@ -312,7 +318,8 @@ fn by_node(cluster: &Cluster, map: &SlotMap) -> Vec<(Option<Addr>, Vec<usize>)> 
             None => nodes.push((addr, vec![at])),
         }
     }
-    let timeout = |node: &Option<Addr>| node.as_ref().map_or(Duration::MAX, |addr| cluster.node(addr).timeout());
+    let timeout =
+        |node: &Option<Addr>| node.as_ref().map_or(Duration::MAX, |addr| cluster.node(addr).timeout(Kind::Read));
     nodes.sort_by_key(|(node, _)| timeout(node));
     nodes
 }

@@ -17,7 +17,7 @@ use ballast_sys::clock;
 
 use crate::cluster::Cluster;
 use crate::name;
-use crate::request::{self, Failed, Found, Verb};
+use crate::request::{self, Found, Verb};
 use crate::resp::{Commands, Replies};
 use crate::slot::slot_of;
 use crate::sweep::{self, Scan};
@@ -126,26 +126,93 @@ fn is_without(cluster: &Cluster, vm: VmId) -> bool {
     is_nil.unwrap_or(false)
 }
 
-/// Removes the lease and all pages of a VM that ended. Returns the number of pages.
-///
-/// # Errors
-/// The cluster does not respond. The rest is removed when a host finds that there is no lease.
-pub fn end(cluster: &Cluster, vm: VmId) -> io::Result<u64> {
-    request::run(cluster, Verb::Unlink, &[name::lease(vm)], sweep::write_timeout, &mut |_, _: Found<'_>| ())
-        .map_err(to_io)?;
-    sweep_all(cluster, vm)
+/// Pages of some VMs that are removed, by one scan.
+#[derive(Debug)]
+struct Removal {
+    /// The VMs, and how many pages of each were removed.
+    vms: HashMap<VmId, u64>,
+    scan: Scan,
 }
 
-fn sweep_all(cluster: &Cluster, vm: VmId) -> io::Result<u64> {
-    let (mut scan, mut gone) = (Scan::begin(cluster, name::pattern(vm))?, 0);
-    while let Some(keys) = scan.step(cluster)? {
-        gone += sweep::unlink(cluster, keys).map_err(to_io)?;
+impl Removal {
+    fn of(vms: HashMap<VmId, u64>) -> Self {
+        let mut all = vms.keys();
+        let pattern = match (all.next(), all.next()) {
+            (Some(vm), None) => name::pattern(*vm),
+            _ => name::EVERY_PAGE.to_vec(),
+        };
+        Self { vms, scan: Scan::new(pattern) }
     }
-    Ok(gone)
+
+    /// Removes some pages, of VMs that are still gone. Returns whether it was at the end.
+    fn step(&mut self, cluster: &Cluster, is_gone: &dyn Fn(VmId) -> bool) -> io::Result<bool> {
+        let Some(keys) = self.scan.step(cluster)? else { return Ok(true) };
+        let mut of: HashMap<VmId, Vec<Vec<u8>>> = HashMap::new();
+        for key in keys {
+            let Some((page, _)) = name::parse(&key) else { continue };
+            let vm = page.region.vm;
+            if self.vms.contains_key(&vm) {
+                of.entry(vm).or_default().push(key);
+            }
+        }
+        for (vm, keys) in of {
+            if !is_gone(vm) {
+                // What was removed before is reported.
+                self.vms.retain(|other, pages| *other != vm || *pages > 0);
+                continue;
+            }
+            match sweep::unlink(cluster, keys) {
+                Ok(gone) => *self.vms.entry(vm).or_default() += gone,
+                Err(failed) => {
+                    self.scan.again();
+                    return Err(io::Error::other(failed.why));
+                }
+            }
+        }
+        Ok(false)
+    }
 }
 
-fn to_io(failed: Failed) -> io::Error {
-    io::Error::other(failed.why)
+/// Removes the leases and the pages of VMs that ended. All that end during one scan are served by the next.
+#[derive(Debug, Default)]
+pub struct Ended {
+    waiting: HashMap<VmId, u64>,
+    /// VMs of the scan under way whose lease is still there.
+    leases: Vec<VmId>,
+    under_way: Option<Removal>,
+}
+
+impl Ended {
+    /// This VM has ended, and does not return.
+    pub fn add(&mut self, vm: VmId) {
+        self.waiting.insert(vm, 0);
+    }
+
+    /// Returns whether nothing is left to be done.
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty() && self.under_way.is_none()
+    }
+
+    /// Does the next step. Returns the VMs that have no page in the cluster any more, with the number of the pages that
+    /// they had.
+    ///
+    /// # Errors
+    /// A node does not respond: a later step does that again.
+    pub fn step(&mut self, cluster: &Cluster) -> io::Result<Vec<(VmId, u64)>> {
+        if self.under_way.is_none() && !self.waiting.is_empty() {
+            let vms = std::mem::take(&mut self.waiting);
+            self.leases = vms.keys().copied().collect();
+            self.under_way = Some(Removal::of(vms));
+        }
+        let Some(removal) = &mut self.under_way else { return Ok(Vec::new()) };
+        if let Some(vm) = self.leases.pop() {
+            // One that cannot be removed runs out.
+            let _ = request::run(cluster, Verb::Unlink, &[name::lease(vm)], &mut |_, _: Found<'_>| ());
+            return Ok(Vec::new());
+        }
+        let is_over = removal.step(cluster, &|_| true)?;
+        Ok(self.under_way.take_if(|_| is_over).map_or_else(Vec::new, |removal| removal.vms.into_iter().collect()))
+    }
 }
 
 /// Finds VMs without a lease.
@@ -153,42 +220,58 @@ fn to_io(failed: Failed) -> io::Error {
 pub struct Leaseless {
     /// Time since which each VM is known to have no lease.
     without: HashMap<VmId, Instant>,
+    /// The look under way: whether each VM found so far is without a lease.
+    look: Option<(HashMap<VmId, bool>, Scan)>,
+    /// Pages that are being removed.
+    removal: Option<Removal>,
 }
 
 impl Leaseless {
     /// Scans all keys of the cluster, and removes pages of VMs that had no lease `lasts` ago and have none now. Returns
-    /// these VMs with the number of their pages. `is_here` tells VMs that are never removed.
+    /// these VMs with the number of their pages. `is_here` tells VMs that are never removed. `between` is called
+    /// between any two steps.
     ///
     /// # Errors
-    /// The cluster does not respond; the scan's memory of VMs is kept.
+    /// The cluster does not respond; the next call goes on from there.
     pub fn sweep(
         &mut self,
         cluster: &Cluster,
         lasts: Duration,
         is_here: &dyn Fn(VmId) -> bool,
+        between: &mut dyn FnMut(),
     ) -> io::Result<Vec<(VmId, u64)>> {
-        let mut scan = Scan::begin(cluster, name::EVERY_PAGE.to_vec())?;
-        let mut found: HashMap<VmId, bool> = HashMap::new();
-        while let Some(keys) = scan.step(cluster)? {
-            for (page, _) in keys.iter().filter_map(|key| name::parse(key)) {
-                let vm = page.region.vm;
-                found.entry(vm).or_insert_with(|| !is_here(vm) && is_without(cluster, vm));
+        let is_gone = |vm| !is_here(vm) && is_without(cluster, vm);
+        if self.removal.is_none() {
+            let (found, scan) = self.look.get_or_insert_with(|| (HashMap::new(), Scan::new(name::EVERY_PAGE.to_vec())));
+            while let Some(keys) = scan.step(cluster)? {
+                for (page, _) in keys.iter().filter_map(|key| name::parse(key)) {
+                    let vm = page.region.vm;
+                    found.entry(vm).or_insert_with(|| is_gone(vm));
+                }
+                between();
             }
+            let (found, now) = (std::mem::take(found), Instant::now());
+            self.look = None;
+            self.without.retain(|vm, _| found.get(vm) == Some(&true));
+            let mut gone = HashMap::new();
+            for vm in found.into_iter().filter(|(_, without)| *without).map(|(vm, _)| vm) {
+                let since = *self.without.entry(vm).or_insert(now);
+                if now - since >= lasts {
+                    self.without.remove(&vm);
+                    gone.insert(vm, 0);
+                }
+            }
+            if gone.is_empty() {
+                return Ok(Vec::new());
+            }
+            self.removal = Some(Removal::of(gone));
         }
-        let now = Instant::now();
-        self.without.retain(|vm, _| found.get(vm) == Some(&true));
-        let mut gone = Vec::new();
-        for vm in found.into_iter().filter(|(_, without)| *without).map(|(vm, _)| vm) {
-            let since = *self.without.entry(vm).or_insert(now);
-            if now - since < lasts {
-                continue;
-            }
-            self.without.remove(&vm);
-            // The scan took its time.
-            if !is_here(vm) && is_without(cluster, vm) {
-                gone.push((vm, sweep_all(cluster, vm)?));
-            }
+        let Some(removal) = &mut self.removal else { return Ok(Vec::new()) };
+        // The scan took its time, and so does this one: each step asks again.
+        while !removal.step(cluster, &is_gone)? {
+            between();
         }
-        Ok(gone)
+        let gone = self.removal.take().map_or_else(HashMap::new, |removal| removal.vms);
+        Ok(gone.into_iter().filter(|(_, pages)| *pages > 0).collect())
     }
 }

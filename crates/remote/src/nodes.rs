@@ -6,8 +6,9 @@
 //! *Between VMs:* no connection is shared, so no request waits here for another one, whatever that carries. A server
 //! reads its connections by turns, 16 KiB at a time; between two of these it executes at most one part of a chunk
 //! (`store`) for each.
-//! Promise: the timeout of a slow node is raised each time, up to [`TIMEOUT_MAX`]. With a constant timeout, no request
-//! to a node that is always slightly slower would succeed.
+//! Promise: the timeout of a slow node is raised each time, up to a limit. With a constant timeout, no request to a
+//! node that is always slightly slower would succeed. Quick requests lower it again, but never so far that the next
+//! connection could not be opened in time, and quick reads do not lower that of writes.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -18,10 +19,25 @@ use crate::link::{Access, Link};
 use crate::refusal::Addr;
 use crate::resp::Commands;
 
-/// Initial timeout of a node.
-const TIMEOUT: Duration = Duration::from_millis(100);
-/// Longest timeout of a node.
-const TIMEOUT_MAX: Duration = Duration::from_millis(1600);
+/// What a request does. Each kind has a timeout of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Asks for some pages, or for what a node knows.
+    Read,
+    /// Stores or deletes a run of pages.
+    Write,
+}
+
+impl Kind {
+    /// Initial and shortest timeout, and the longest one.
+    const fn limits(self) -> (Duration, Duration) {
+        match self {
+            Self::Read => (Duration::from_millis(100), Duration::from_millis(1600)),
+            Self::Write => (Duration::from_secs(1), Duration::from_secs(4)),
+        }
+    }
+}
+
 /// A connection that was idle for this long is checked before it is used, because the server may have closed it.
 const FRESH: Duration = Duration::from_millis(100);
 /// Idle connections that are kept per node.
@@ -40,13 +56,21 @@ pub struct NodeFigures {
     pub p99_us: u64,
 }
 
+/// Returns whether this error is that of a deadline.
+pub fn is_late(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
+}
+
 /// One node.
 #[derive(Debug)]
 pub struct Node {
     /// Address of the node.
     pub addr: Addr,
     idle: Mutex<Vec<(Link, Instant)>>,
-    timeout_ms: AtomicU32,
+    /// Timeouts of reads and of writes.
+    timeouts_ms: [AtomicU32; 2],
+    /// Time that the last connection took to open.
+    opening_ms: AtomicU32,
     errors: AtomicU64,
     /// Requests by the power of two of their latency in microseconds.
     took: [AtomicU64; 26],
@@ -58,15 +82,21 @@ impl Node {
         Self {
             addr,
             idle: Mutex::default(),
-            timeout_ms: AtomicU32::new(TIMEOUT.as_millis() as u32),
+            timeouts_ms: [Kind::Read, Kind::Write].map(|kind| AtomicU32::new(kind.limits().0.as_millis() as u32)),
+            opening_ms: AtomicU32::new(0),
             errors: AtomicU64::new(0),
             took: Default::default(),
         }
     }
 
-    /// Returns the timeout for a request to this node.
-    pub fn timeout(&self) -> Duration {
-        Duration::from_millis(self.timeout_ms.load(Relaxed).into())
+    /// Returns the timeout for a request of this kind to this node.
+    pub fn timeout(&self, kind: Kind) -> Duration {
+        Duration::from_millis(self.timeouts_ms[kind as usize].load(Relaxed).into())
+    }
+
+    /// Returns the time that the last connection took to open.
+    pub fn opening(&self) -> Duration {
+        Duration::from_millis(self.opening_ms.load(Relaxed).into())
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<(Link, Instant)>> {
@@ -79,18 +109,27 @@ impl Node {
     /// The node cannot be reached, or `work` failed.
     pub fn with<T>(
         &self,
+        kind: Kind,
         access: &Access,
         until: Instant,
         work: impl FnOnce(&mut Link) -> io::Result<T>,
     ) -> io::Result<T> {
-        let (begun, timeout) = (Instant::now(), self.timeout());
-        match self.kept(begun).map_or_else(|| Link::open(&self.addr, access, until), Ok) {
-            Ok(link) => self.end(link, begun, timeout, work),
+        let (begun, timeout) = (Instant::now(), self.timeout(kind));
+        match self.kept(begun).map_or_else(|| self.open(access, until), Ok) {
+            Ok(link) => self.end(link, kind, begun, timeout, work),
             Err(error) => {
-                self.note(begun, timeout, Some(&error));
+                self.note(kind, begun, timeout, Some(&error));
                 Err(error)
             }
         }
+    }
+
+    /// Opens a connection, and remembers how long that took.
+    fn open(&self, access: &Access, until: Instant) -> io::Result<Link> {
+        let begun = Instant::now();
+        let link = Link::open(&self.addr, access, until)?;
+        self.opening_ms.store(begun.elapsed().as_millis() as u32, Relaxed);
+        Ok(link)
     }
 
     /// Takes an idle connection, if there is one that works.
@@ -114,12 +153,13 @@ impl Node {
     pub fn end<T>(
         &self,
         mut link: Link,
+        kind: Kind,
         begun: Instant,
         timeout: Duration,
         work: impl FnOnce(&mut Link) -> io::Result<T>,
     ) -> io::Result<T> {
         let done = work(&mut link);
-        self.note(begun, timeout, done.as_ref().err());
+        self.note(kind, begun, timeout, done.as_ref().err());
         if done.is_ok() {
             let mut idle = self.idle();
             if idle.len() < KEPT {
@@ -130,24 +170,27 @@ impl Node {
     }
 
     /// Records the result of a request that started with this timeout.
-    fn note(&self, begun: Instant, timeout: Duration, error: Option<&io::Error>) {
-        let late =
-            error.is_some_and(|error| matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock));
+    fn note(&self, kind: Kind, begun: Instant, timeout: Duration, error: Option<&io::Error>) {
         let was = timeout.as_millis() as u32;
         // Many threads may wait for the node at once, and only one of them changes the timeout.
-        let set = |to: Duration| self.timeout_ms.compare_exchange(was, to.as_millis() as u32, Relaxed, Relaxed).is_ok();
+        let set = |to: Duration| {
+            let to = to.as_millis() as u32;
+            self.timeouts_ms[kind as usize].compare_exchange(was, to, Relaxed, Relaxed).is_ok()
+        };
+        let (least, most) = kind.limits();
         if error.is_none() {
             let took = begun.elapsed();
             let bucket = (u64::BITS - (took.as_micros() as u64).leading_zeros()) as usize;
             self.took[bucket.min(self.took.len() - 1)].fetch_add(1, Relaxed);
-            if timeout > TIMEOUT && took < timeout / 4 {
-                set((timeout / 2).max(TIMEOUT));
+            let least = least.max(self.opening() * 2).min(most);
+            if timeout > least && took < timeout / 4 {
+                set((timeout / 2).max(least));
             }
             return;
         }
         self.errors.fetch_add(1, Relaxed);
-        if late {
-            set((timeout * 2).min(TIMEOUT_MAX));
+        if error.is_some_and(is_late) {
+            set((timeout * 2).min(most));
         }
     }
 
@@ -164,5 +207,66 @@ impl Node {
             bucket.map_or(0, |bucket| 1 << bucket)
         };
         NodeFigures { requests, errors: self.errors.load(Relaxed), p50_us: percentile(0.5), p99_us: percentile(0.99) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    fn node(port: u16) -> Node {
+        Node::new(Addr { host: "127.0.0.1".into(), port })
+    }
+
+    #[test]
+    fn quick_reads_lower_their_own_timeout_and_not_that_of_writes() {
+        let (node, late) = (node(1), io::Error::from(io::ErrorKind::TimedOut));
+        for kind in [Kind::Read, Kind::Write] {
+            (0..10).for_each(|_| node.note(kind, Instant::now(), node.timeout(kind), Some(&late)));
+            assert_eq!(node.timeout(kind), kind.limits().1);
+        }
+        (0..10).for_each(|_| node.note(Kind::Read, Instant::now(), node.timeout(Kind::Read), None));
+        assert_eq!(
+            [Kind::Read, Kind::Write].map(|kind| node.timeout(kind)),
+            [Kind::Read.limits().0, Kind::Write.limits().1]
+        );
+        (0..10).for_each(|_| node.note(Kind::Write, Instant::now(), node.timeout(Kind::Write), None));
+        assert_eq!(node.timeout(Kind::Write), Kind::Write.limits().0);
+    }
+
+    #[test]
+    fn quick_requests_leave_a_timeout_in_which_the_next_connection_can_be_opened() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let node = node(listener.local_addr().expect("an address").port());
+        // It takes long to let anybody in, and is quick then.
+        std::thread::spawn(move || {
+            for mut stream in listener.incoming().flatten() {
+                let (mut asked, mut is_in) = ([0; 512], false);
+                while matches!(stream.read(&mut asked), Ok(1..)) {
+                    if !std::mem::replace(&mut is_in, true) {
+                        std::thread::sleep(Kind::Read.limits().0 * 2);
+                    }
+                    if stream.write_all(b"+OK\r\n").is_err() {
+                        break;
+                    }
+                }
+            }
+        });
+        let file = std::env::temp_dir().join(format!("ballast-nodes-{}", std::process::id()));
+        std::fs::write(&file, "secret").expect("write");
+        let access = Access { password_file: Some(file.clone()), ..Access::default() };
+        let ask = || {
+            let until = Instant::now() + node.timeout(Kind::Read);
+            node.with(Kind::Read, &access, until, |link| link.ask(&Commands::one(&[b"PING"]), until).map(drop))
+        };
+        let begun = Instant::now();
+        while ask().is_err() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it is never reached");
+        }
+        (0..20).for_each(|_| drop(ask()));
+        assert!(node.timeout(Kind::Read) > node.opening() && node.opening() >= Kind::Read.limits().0 * 2);
+        std::fs::remove_file(file).expect("remove");
     }
 }

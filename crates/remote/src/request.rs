@@ -14,6 +14,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use crate::cluster::Cluster;
+use crate::nodes::{Kind, is_late};
 use crate::refusal::{Addr, Refusal, is_of_another_type};
 use crate::resp::{Commands, Replies, Said};
 use crate::slot::slot_of;
@@ -59,6 +60,12 @@ pub enum Verb<'a> {
     Unlink,
 }
 
+impl Verb<'_> {
+    fn kind(self) -> Kind {
+        if matches!(self, Self::Get) { Kind::Read } else { Kind::Write }
+    }
+}
+
 /// Outcome of a key.
 #[derive(Clone, Copy, Debug)]
 pub enum Found<'a> {
@@ -100,28 +107,30 @@ pub fn run(
     cluster: &Cluster,
     verb: Verb<'_>,
     keys: &[Vec<u8>],
-    timeout: impl Fn(Duration) -> Duration,
     each: &mut dyn FnMut(usize, Found<'_>),
 ) -> Result<(), Failed> {
     let Some(first) = keys.first() else { return Ok(()) };
     let failed = |why: String, unknown| Failed { full: false, why, unknown };
     let at = cluster.owner(slot_of(first)).map_err(|error| failed(error.to_string(), false))?;
-    let until = Instant::now() + timeout(cluster.node(&at).timeout());
+    let until = Instant::now() + cluster.node(&at).timeout(verb.kind());
     let mut unknown = false;
     let mut rounds = vec![Round { at, keys: (0..keys.len()).collect(), one_by_one: keys.len() == 1, asking: false }];
     for _ in 0..HOPS {
         let Some(round) = rounds.pop() else { return Ok(()) };
         let wait = until.saturating_duration_since(Instant::now()) / 2;
         let commands = commands(verb, keys, &round, wait);
-        unknown |= matches!(verb, Verb::Set { .. });
-        let read = cluster.with(&round.at, until, |link| {
+        let mut may_be_done = false;
+        let read = cluster.with_as(verb.kind(), &round.at, until, |link| {
+            may_be_done = matches!(verb, Verb::Set { .. });
             let replies = link.ask(&commands, until)?;
+            may_be_done &= !is_refused(&round, &replies);
             Ok(if round.one_by_one {
                 read_each(verb, &round, &replies, each)
             } else {
                 read_all(verb, &round, &replies, each)
             })
         });
+        unknown |= may_be_done;
         let refused = match read {
             Ok(Ok(more)) => {
                 if more.iter().any(|round| !round.asking) {
@@ -161,17 +170,17 @@ pub fn set_as_made(
     cluster: &Cluster,
     replicas: u32,
     keys: &[Vec<u8>],
-    timeout: impl Fn(Duration) -> Duration,
     values: &mut Values,
     make: &mut dyn FnMut(&mut Values),
 ) -> Result<(), Failed> {
     let Some(first) = keys.first() else { return Ok(()) };
-    let failed = |why: String| Failed { full: false, why, unknown: true };
     let owner = cluster.owner(slot_of(first));
-    let at = owner.map_err(|error| Failed { unknown: false, ..failed(error.to_string()) })?;
-    let until = Instant::now() + timeout(cluster.node(&at).timeout());
-    let kept = cluster.with(&at, until, |link| {
+    let at = owner.map_err(|error| Failed { full: false, why: error.to_string(), unknown: false })?;
+    let until = Instant::now() + cluster.node(&at).timeout(Kind::Write);
+    let mut unknown = false;
+    let kept = cluster.with_as(Kind::Write, &at, until, |link| {
         let mut parts = 0;
+        unknown = true;
         while values.len() < keys.len() {
             let from = values.len();
             make(values);
@@ -185,6 +194,8 @@ pub fn set_as_made(
         add_wait(&mut wait, replicas, left);
         link.send(&wait, until)?;
         let replies = link.receive(parts + wait.count(), until)?;
+        // A command that got an error was not executed.
+        unknown = (0..parts).any(|part| replies.get(part).error().is_none());
         let error = (0..parts).find_map(|part| {
             let said = replies.get(part);
             said.error().map_or_else(
@@ -194,6 +205,7 @@ pub fn set_as_made(
         });
         Ok(error.map_or_else(|| check_wait(Verb::Set { values, replicas }, &at, &replies), Err))
     });
+    let failed = |why: String| Failed { full: false, why, unknown };
     match kept {
         Ok(Ok(())) => Ok(()),
         Ok(Err(Refusal::Full(why))) => Err(Failed { full: true, ..failed(why) }),
@@ -204,8 +216,8 @@ pub fn set_as_made(
         // The slot moves, or has moved. All values are ready, so this continues as an ordinary request.
         Ok(Err(Refusal::Moved(_) | Refusal::Ask(_) | Refusal::OneByOne)) => {
             cluster.refresh();
-            run(cluster, Verb::Set { values, replicas }, keys, timeout, &mut |_, _| ())
-                .map_err(|error| Failed { unknown: true, ..error })
+            run(cluster, Verb::Set { values, replicas }, keys, &mut |_, _| ())
+                .map_err(|error| Failed { unknown: unknown || error.unknown, ..error })
         }
         Err(error) => {
             cluster.refresh();
@@ -223,10 +235,7 @@ fn add_wait(commands: &mut Commands, replicas: u32, within: Duration) {
 }
 
 fn broken(at: &Addr, error: &io::Error) -> String {
-    match error.kind() {
-        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => format!("{at} does not answer in time"),
-        _ => format!("{at}: {error}"),
-    }
+    if is_late(error) { format!("{at} does not answer in time") } else { format!("{at}: {error}") }
 }
 
 /// Builds the commands of a round.
@@ -261,6 +270,12 @@ fn commands(verb: Verb<'_>, keys: &[Vec<u8>], round: &Round, wait: Duration) -> 
         add_wait(&mut commands, replicas, wait);
     }
     commands
+}
+
+/// Returns whether every key got an error: then none of the commands was executed.
+fn is_refused(round: &Round, replies: &Replies<'_>) -> bool {
+    let (count, step) = if round.one_by_one { (round.keys.len(), 1 + usize::from(round.asking)) } else { (1, 1) };
+    (0..count).all(|number| replies.get(number * step + step - 1).error().is_some())
 }
 
 /// Checks whether the required number of replicas have the write.

@@ -3,7 +3,7 @@
 //! Before: the spill worker has pages that have been far for a long time. After: a primary and the required number of
 //! replicas have each page, compressed and with a checksum; a slow worker gets it back.
 //! Threads: any; every call except `free` and `usage` may wait for the network. A read waits up to its node's timeout
-//! (0.1 to 1.6 s, see `nodes`), a write ten times that, 4 s at most.
+//! (0.1 to 1.6 s, see `nodes`), a write up to another one (1 to 4 s).
 //! Units: a page is one value; `budget` counts pages.
 //! Promise: `Stored` means that an `OK` and a `WAIT` for the replicas arrived in one pipeline on one connection.
 //! `Absent` means that every node that might have the page was asked (`loss`).
@@ -35,7 +35,6 @@ use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
 use crate::request::{self, Found, Values, Verb};
 use crate::seal::{SEALED_MAX, Seal};
-use crate::sweep::write_timeout;
 
 /// Tick of the generations. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
 const TICK: Duration = Duration::from_micros(100);
@@ -174,6 +173,16 @@ impl RemoteStore {
         Some((self.lease.overdue()?, why))
     }
 
+    /// Returns whether the cluster may have pages, or a lease, of the VM.
+    pub fn may_be_used(&self) -> bool {
+        self.used.load(Relaxed) || self.home.is_kept() || !self.is_tidy()
+    }
+
+    /// Returns whether nothing is left to be unlinked of what was freed.
+    pub fn is_tidy(&self) -> bool {
+        self.garbage.is_empty()
+    }
+
     /// In another cluster than its own it needs none.
     fn ensure_lease(&self) -> Result<(), String> {
         self.home.takes(&self.cluster)?;
@@ -206,6 +215,9 @@ impl RemoteStore {
             return Err(self.refuse(format!("its budget of {limit} is used"), PutOutcome::Full));
         }
         self.ensure_lease().map_err(|why| self.refuse(why, PutOutcome::Busy))?;
+        // Otherwise each put that fails would leave more.
+        let unlinked = self.garbage.unlink_failed(&self.cluster, first);
+        unlinked.map_err(|why| self.refuse(format!("what a failed write left: {why}"), PutOutcome::Busy))?;
         let Some(generation) = self.draw() else {
             return Err(self.refuse("the host has run for so long that no generation is left".into(), PutOutcome::Full));
         };
@@ -225,11 +237,11 @@ impl RemoteStore {
             }
         };
         let replicas = self.cluster.options().replicas;
-        match request::set_as_made(&self.cluster, replicas, &names, write_timeout, &mut values, &mut make) {
+        match request::set_as_made(&self.cluster, replicas, &names, &mut values, &mut make) {
             Ok(()) => {
                 // A node that belongs to another cluster may have brought that one's map meanwhile.
                 if let Err(why) = self.home.takes(&self.cluster) {
-                    self.garbage.failed(keys.into_iter().map(|key| (key, generation)));
+                    self.garbage.failed(first, count, generation);
                     return Err(self.refuse(why, PutOutcome::Busy));
                 }
                 self.used.store(true, Relaxed);
@@ -238,7 +250,7 @@ impl RemoteStore {
             }
             Err(failed) => {
                 if failed.unknown {
-                    self.garbage.failed(keys.into_iter().map(|key| (key, generation)));
+                    self.garbage.failed(first, count, generation);
                 }
                 Err(self.refuse(failed.why, if failed.full { PutOutcome::Full } else { PutOutcome::Busy }))
             }
@@ -274,7 +286,7 @@ impl RemoteStore {
             outcomes[0] = GetOutcome::Found;
             return;
         }
-        let asked = request::run(&self.cluster, Verb::Get, &names, |timeout| timeout, &mut |at, said| match said {
+        let asked = request::run(&self.cluster, Verb::Get, &names, &mut |at, said| match said {
             Found::Value(bytes) if found(at, bytes, out) => {
                 is_here();
                 outcomes[at] = GetOutcome::Found;
@@ -378,7 +390,7 @@ impl Store for RemoteStore {
         }
         let steps = || {
             let unlinked = self.garbage.unlink_freed(&self.cluster, &self.share);
-            self.garbage.sweep(&self.cluster, self.vm).and(unlinked)
+            self.garbage.sweep(&self.cluster).and(unlinked)
         };
         if let Err(why) = steps() {
             *lock(&self.rests_until) = Some(Instant::now() + REST);
@@ -395,7 +407,7 @@ impl Store for RemoteStore {
         self.garbage.forget_freed();
         self.share.sub(self.share.pages());
         self.inherit(&live, 0);
-        self.garbage.begin_sweep(live, newest);
+        self.garbage.begin_sweep(self.vm, live, newest);
         Ok(Recovered { kept_blobs, ..Recovered::default() })
     }
 
@@ -412,7 +424,7 @@ impl Store for RemoteStore {
         let Some(newest) = self.draw().or(Handle::new(Handle::MAX)) else { return };
         let live: HashSet<_> = live.collect();
         self.inherit(&live, self.garbage.waiting_beside(&live));
-        self.garbage.begin_sweep(live, newest);
+        self.garbage.begin_sweep(self.vm, live, newest);
     }
 
     fn is_told(&self) -> bool {

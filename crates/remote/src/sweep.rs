@@ -2,10 +2,12 @@
 //!
 //! Before: an engine, a VM or a host ended. After: the cluster has removed the pages that it left.
 //! Threads: one at a time for each sweep; it runs in steps, so that it need not be done at once. Units: keys.
-//! Promise: only keys that the caller declares garbage are unlinked. A sweep may miss keys of a slot that moves
-//! meanwhile, and writes of a dead process that a stopped server has not read yet. The next sweep finds them, at the
-//! latest the one at the VM's end.
+//! Promise: only keys that the caller declares garbage are unlinked. A step that fails is repeated later, after those
+//! of other nodes, and nothing else is: a sweep ends even if nodes fail more often than it takes. It may miss keys of a
+//! slot that moves meanwhile or of a server that restarts, and writes of a dead process that a stopped server has not
+//! read yet. The next sweep finds them, at the latest the one at the VM's end.
 
+use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::time::{Duration, Instant};
 
@@ -22,37 +24,52 @@ const COUNT: &[u8] = b"1000";
 #[derive(Debug)]
 pub struct Scan {
     pattern: Vec<u8>,
-    /// Primaries that were not scanned yet.
-    todo: Vec<Addr>,
-    at: Option<(Addr, u64)>,
+    /// Primaries with keys that were not scanned yet, and the cursor of each.
+    todo: VecDeque<(Addr, u64)>,
+    /// All primaries that were or are in that list.
+    known: HashSet<Addr>,
+    /// What the last step scanned.
+    last: Option<(Addr, u64)>,
 }
 
 impl Scan {
-    /// Starts a sweep of all keys that match, on all current primaries.
-    ///
-    /// # Errors
-    /// The cluster cannot be reached.
-    pub fn begin(cluster: &Cluster, pattern: Vec<u8>) -> io::Result<Self> {
-        cluster.refresh();
+    /// A sweep of all keys that match, on all primaries. It sends nothing.
+    pub fn new(pattern: Vec<u8>) -> Self {
+        Self { pattern, todo: VecDeque::new(), known: HashSet::new(), last: None }
+    }
+
+    /// Takes up what is a primary now, and leaves out what is none any more.
+    fn follow(&mut self, cluster: &Cluster) -> io::Result<()> {
+        if self.known.is_empty() {
+            cluster.refresh();
+        }
         let map = cluster.map();
-        let todo: Vec<Addr> = map.shards().filter_map(|shard| shard.primary.clone()).collect();
-        if todo.len() < map.shards().count() || todo.is_empty() {
+        let primaries: HashSet<&Addr> = map.shards().filter_map(|shard| shard.primary.as_ref()).collect();
+        self.todo.retain(|(addr, _)| primaries.contains(addr));
+        self.known.retain(|addr| primaries.contains(addr));
+        for addr in primaries.iter().copied().filter(|addr| !self.known.contains(*addr)) {
+            self.todo.push_back((addr.clone(), 0));
+        }
+        self.known.extend(primaries.iter().map(|addr| (*addr).clone()));
+        if self.todo.is_empty() && (primaries.len() < map.shards().count() || primaries.is_empty()) {
+            cluster.refresh();
             return Err(io::Error::other("a shard of the cluster has no primary now"));
         }
-        Ok(Self { pattern, todo, at: None })
+        Ok(())
     }
 
     /// Returns the next keys, possibly some of them again; `None` if all were scanned.
     ///
     /// # Errors
-    /// A node does not respond: start a new sweep.
+    /// A node does not respond. The next step is one of another node, if there is one.
     pub fn step(&mut self, cluster: &Cluster) -> io::Result<Option<Vec<Vec<u8>>>> {
-        let Some((addr, cursor)) = self.at.take().or_else(|| Some((self.todo.pop()?, 0))) else { return Ok(None) };
-        let cursor = cursor.to_string();
-        let words = [b"SCAN", cursor.as_bytes(), b"MATCH", &self.pattern, b"COUNT", COUNT];
+        self.follow(cluster)?;
+        let Some((addr, cursor)) = self.todo.pop_front() else { return Ok(None) };
+        let text = cursor.to_string();
+        let words = [b"SCAN", text.as_bytes(), b"MATCH", &self.pattern, b"COUNT", COUNT];
         let asks = Commands::one(&words);
         let until = Instant::now() + TIMEOUT;
-        let (next, keys) = cluster.with(&addr, until, |link| {
+        let scanned = cluster.with(&addr, until, |link| {
             let replies = link.ask(&asks, until)?;
             if let Some(error) = replies.get(0).error() {
                 return Err(io::Error::other(error));
@@ -62,17 +79,30 @@ impl Scan {
             let keys = said.next().and_then(|keys| keys.array()?.map(|key| Some(key.bytes()?.to_vec())).collect());
             let read: Option<(u64, Vec<Vec<u8>>)> = next.zip(keys);
             read.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a scan's reply is malformed"))
-        })?;
-        if next != 0 {
-            self.at = Some((addr, next));
+        });
+        match scanned {
+            Ok((next, keys)) => {
+                if next != 0 {
+                    self.todo.push_front((addr.clone(), next));
+                }
+                self.last = Some((addr, cursor));
+                Ok(Some(keys))
+            }
+            Err(error) => {
+                self.todo.push_back((addr, cursor));
+                // It may be no primary any more.
+                cluster.refresh();
+                Err(error)
+            }
         }
-        Ok(Some(keys))
     }
-}
 
-/// Returns the timeout of a request that writes, from the timeout of its node.
-pub fn write_timeout(timeout: Duration) -> Duration {
-    (timeout * 10).min(Duration::from_secs(4))
+    /// What the last step returned could not be unlinked: a later step returns it again.
+    pub fn again(&mut self) {
+        let Some((addr, cursor)) = self.last.take() else { return };
+        self.todo.retain(|(other, _)| *other != addr);
+        self.todo.push_back((addr, cursor));
+    }
 }
 
 /// Unlinks these keys without a check. Returns how many existed.
@@ -84,7 +114,7 @@ pub fn unlink(cluster: &Cluster, mut keys: Vec<Vec<u8>>) -> Result<u64, Failed> 
     keys.sort();
     let mut gone = 0;
     for chunk in keys.chunk_by(|a, b| a[..tag_end(a)] == b[..tag_end(b)]) {
-        request::run(cluster, Verb::Unlink, chunk, write_timeout, &mut |_, found| {
+        request::run(cluster, Verb::Unlink, chunk, &mut |_, found| {
             if let Found::Done(count) = found {
                 gone += count;
             }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{
-    Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Seal, Tls, check, lease, seal, tick_now,
+    Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Seal, Tls, check, seal, tick_now,
 };
 use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, conformance};
 use ballast_testvm::valkey::{Layout, Valkey};
@@ -222,7 +222,7 @@ fn the_user_of_the_documentation_under_tls_may_do_all_that_a_store_does_and_noth
     assert_eq!(get(&store(&ours), 1, handles[1]), GetOutcome::Found);
     let unseen: Vec<_> = check::check(&ours).into_iter().filter(|found| found.text.contains("NOPERM")).collect();
     assert!(unseen.is_empty(), "{unseen:?}");
-    while let Err(error) = lease::end(&ours, VM) {
+    while let Err(error) = common::end(&ours, &[VM]) {
         assert!(begun.elapsed() < DEADLINE, "{error}");
     }
     assert_eq!(get(&store(&ours), 1, handles[1]), GetOutcome::Absent);

@@ -4,7 +4,8 @@
 //! that died, are removed; operators know of settings that would lose pages.
 //! Threads: one for all of that, which may wait for the network; its callers do not.
 //! Promise: a cluster that does not respond delays this thread only. The lease of a VM is renewed as long as its store
-//! exists, whatever its workers wait for, and also while it is closed and its far pages are written back.
+//! exists, whatever its workers wait for, and also while it is closed and its far pages are written back. What is
+//! removed is removed in steps, and leases are renewed between any two of them.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -27,13 +28,24 @@ use crate::settings::{Privacy, Remoting, TlsFiles};
 
 /// Time between checks of the cluster's settings, and of the leases.
 const CHECK_EVERY: Duration = Duration::from_secs(60);
-/// Time between scans of all its keys for VMs without a lease.
+/// Time between scans of all its keys for VMs without a lease; and before one that failed goes on.
 const POLL_EVERY: Duration = Duration::from_secs(3600);
-/// Pause before a VM's end is tried again.
+const POLL_AGAIN: Duration = Duration::from_secs(60);
+/// Pause before a step of removing what ended VMs left is tried again.
 const RETRY: Duration = Duration::from_secs(5);
+/// Pause between two pieces of what a VM freed before it was closed.
+const TIDY_EVERY: Duration = Duration::from_millis(100);
 
 /// The stores of this engine's VMs, with the VMs' names.
 type Stores = Arc<Mutex<Vec<(String, Weak<RemoteStore>)>>>;
+
+/// What the thread is told.
+enum Told {
+    /// This VM is gone and does not return.
+    Ended(VmId),
+    /// The VM of this store is closed, and has freed pages that are not unlinked. It may return.
+    Closed(Arc<RemoteStore>),
+}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -46,7 +58,7 @@ pub struct Remote {
     pub cluster: Arc<Cluster>,
     /// Budget of the VMs' pages in it.
     pub budget: Arc<RemoteBudget>,
-    ended: mpsc::Sender<VmId>,
+    told: mpsc::Sender<Told>,
     findings: Arc<Mutex<Vec<Finding>>>,
     stores: Stores,
     /// Pages of VMs that have no key yet are to be sealed.
@@ -71,22 +83,25 @@ impl Remote {
             replicas: settings.replicas,
         };
         let cluster = Arc::new(Cluster::new(options));
-        let (ended, its_ended) = mpsc::channel();
+        let (told, its_told) = mpsc::channel();
         let (findings, stores) = (Arc::<Mutex<Vec<Finding>>>::default(), Stores::default());
         let keeper = Caretaker {
             cluster: cluster.clone(),
             events: events.clone(),
             findings: findings.clone(),
             stores: stores.clone(),
-            ended: Vec::new(),
+            ended: lease::Ended::default(),
+            closed: Vec::new(),
             late: Vec::new(),
+            next_leases: Instant::now(),
+            retry_at: Instant::now(),
         };
         std::thread::Builder::new()
             .name("remote".into())
-            .spawn(move || keeper.run(&its_ended))
+            .spawn(move || keeper.run(&its_told))
             .context("Starting a thread for the remote store")?;
         let (budget, encrypt) = (RemoteBudget::new(settings.budget), privacy.encrypt);
-        Ok(Self { cluster, budget, ended, findings, stores, encrypt, events })
+        Ok(Self { cluster, budget, told, findings, stores, encrypt, events })
     }
 
     /// The store of the VM that has this state file. If another engine has it as well (`beside`), no key is made before
@@ -130,10 +145,19 @@ impl Remote {
         Ok(store)
     }
 
-    /// This VM is gone and does not return: remove its pages from the cluster.
+    /// This VM is gone and does not return: remove its pages from the cluster, if it ever had any.
     pub fn ended(&self, vm: VmId) {
-        // Without the thread its lease runs out.
-        let _ = self.ended.send(vm);
+        if of(&self.stores, vm).iter().any(|store| store.may_be_used()) {
+            // Without the thread its lease runs out.
+            let _ = self.told.send(Told::Ended(vm));
+        }
+    }
+
+    /// This VM is closed, and may return. What it freed goes nevertheless.
+    pub fn closed(&self, vm: VmId) {
+        for store in of(&self.stores, vm).into_iter().filter(|store| !store.is_tidy()) {
+            let _ = self.told.send(Told::Closed(store));
+        }
     }
 
     /// Known problems of the cluster.
@@ -185,6 +209,18 @@ fn make_key(state: &StateFile) -> std::io::Result<Seal> {
     Ok(Seal::with(since, &key))
 }
 
+/// The stores that exist.
+fn all(stores: &Stores) -> Vec<(String, Arc<RemoteStore>)> {
+    let mut stores = lock(stores);
+    stores.retain(|(_, store)| store.strong_count() > 0);
+    stores.iter().filter_map(|(name, store)| Some((name.clone(), store.upgrade()?))).collect()
+}
+
+/// Those of a VM.
+fn of(stores: &Stores, vm: VmId) -> Vec<Arc<RemoteStore>> {
+    all(stores).into_iter().map(|(_, store)| store).filter(|store| store.vm() == vm).collect()
+}
+
 /// The thread.
 struct Caretaker {
     cluster: Arc<Cluster>,
@@ -192,45 +228,69 @@ struct Caretaker {
     findings: Arc<Mutex<Vec<Finding>>>,
     stores: Stores,
     /// VMs that are gone and have keys still.
-    ended: Vec<VmId>,
+    ended: lease::Ended,
+    /// Stores of closed VMs that have freed pages still.
+    closed: Vec<Arc<RemoteStore>>,
+    next_leases: Instant,
+    /// When a step that failed is tried again.
+    retry_at: Instant,
     /// VMs whose leases could not be renewed for long, which was said.
     late: Vec<VmId>,
 }
 
 impl Caretaker {
-    fn run(mut self, ended: &Receiver<VmId>) {
+    fn run(mut self, told: &Receiver<Told>) {
         let mut leaseless = lease::Leaseless::default();
         let (mut next_check, mut next_look) = (Instant::now(), Instant::now() + POLL_EVERY);
         loop {
+            self.keep_leases_in_time();
             let now = Instant::now();
             if now >= next_check {
-                self.keep_leases();
                 self.check();
                 next_check = now + CHECK_EVERY;
             }
             if now >= next_look {
-                self.sweep(&mut leaseless);
-                next_look = now + POLL_EVERY;
+                next_look = Instant::now() + if self.sweep(&mut leaseless) { POLL_EVERY } else { POLL_AGAIN };
             }
-            let pause = if self.ended.is_empty() { CHECK_EVERY } else { RETRY };
-            match ended.recv_timeout(pause) {
-                Ok(vm) => self.ended.push(vm),
+            match told.recv_timeout(self.remove().min(CHECK_EVERY)) {
+                Ok(told) => self.heed(told),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
-            self.ended.extend(ended.try_iter());
-            let cluster = &self.cluster;
-            self.ended.retain(|vm| match lease::end(cluster, *vm) {
-                Ok(pages) => {
-                    tracing::info!(%vm, pages, "took the pages of a VM that is gone from the remote store");
-                    false
-                }
-                Err(error) => {
-                    tracing::warn!(%vm, "Taking the pages of a VM that is gone from the remote store: {error}");
-                    true
-                }
-            });
+            told.try_iter().for_each(|told| self.heed(told));
         }
+    }
+
+    fn heed(&mut self, told: Told) {
+        match told {
+            Told::Ended(vm) => self.ended.add(vm),
+            Told::Closed(store) => self.closed.push(store),
+        }
+    }
+
+    /// Removes some of what VMs left. Returns when there is more to do.
+    fn remove(&mut self) -> Duration {
+        self.closed.retain(|store| {
+            store.tidy();
+            !store.is_tidy()
+        });
+        let pause = if self.closed.is_empty() { Duration::MAX } else { TIDY_EVERY };
+        if self.ended.is_empty() {
+            return pause;
+        }
+        let now = Instant::now();
+        if now >= self.retry_at {
+            match self.ended.step(&self.cluster) {
+                Ok(gone) => gone.into_iter().for_each(|(vm, pages)| {
+                    tracing::info!(%vm, pages, "took the pages of a VM that is gone from the remote store");
+                }),
+                Err(error) => {
+                    tracing::warn!("Taking the pages of VMs that are gone from the remote store: {error}");
+                    self.retry_at = now + RETRY;
+                }
+            }
+        }
+        pause.min(self.retry_at.saturating_duration_since(now))
     }
 
     /// Report new problems of the cluster. Those of a VM were reported by its store.
@@ -238,7 +298,7 @@ impl Caretaker {
         identity::mend(&self.cluster);
         let found = check(&self.cluster);
         let of = |(name, store): (String, Arc<RemoteStore>)| Some(format!("VM {name}: {}", store.elsewhere()?));
-        let elsewhere = self.stores().into_iter().filter_map(of).map(|text| Finding { serious: true, text });
+        let elsewhere = all(&self.stores).into_iter().filter_map(of).map(|text| Finding { serious: true, text });
         let all = elsewhere.chain(found.iter().cloned()).collect();
         let before = std::mem::replace(&mut *lock(&self.findings), all);
         for finding in found.into_iter().filter(|finding| finding.serious && !before.contains(finding)) {
@@ -246,17 +306,18 @@ impl Caretaker {
         }
     }
 
-    /// The stores that exist.
-    fn stores(&self) -> Vec<(String, Arc<RemoteStore>)> {
-        let mut stores = lock(&self.stores);
-        stores.retain(|(_, store)| store.strong_count() > 0);
-        stores.iter().filter_map(|(name, store)| Some((name.clone(), store.upgrade()?))).collect()
+    /// Renew the leases if it is time.
+    fn keep_leases_in_time(&mut self) {
+        if Instant::now() >= self.next_leases {
+            self.keep_leases();
+            self.next_leases = Instant::now() + CHECK_EVERY;
+        }
     }
 
     /// Renew the leases. Report those that could not be renewed for half of their duration.
     fn keep_leases(&mut self) {
         let mut late = Vec::new();
-        for (name, store) in self.stores() {
+        for (name, store) in all(&self.stores) {
             let Some((age, why)) = store.keep_lease() else { continue };
             if !self.late.contains(&store.vm()) {
                 let text = format!(
@@ -271,14 +332,19 @@ impl Caretaker {
         self.late = late;
     }
 
-    fn sweep(&self, leaseless: &mut lease::Leaseless) {
-        let is_here = |vm| self.stores().iter().any(|(_, store)| store.vm() == vm);
-        match leaseless.sweep(&self.cluster, lease::LEASE, &is_here) {
-            Ok(gone) => gone.into_iter().for_each(|(vm, pages)| {
-                let text = format!("the lease of VM {vm} was not renewed for a day: its {pages} pages were removed");
-                self.events.add(None, "remote-swept", text);
-            }),
-            Err(error) => tracing::warn!("Looking for VMs without a lease in the remote store: {error}"),
+    /// Removes the pages of VMs without a lease. Returns whether it came to the end.
+    fn sweep(&mut self, leaseless: &mut lease::Leaseless) -> bool {
+        let (cluster, stores) = (self.cluster.clone(), self.stores.clone());
+        let is_here = |vm| !of(&stores, vm).is_empty();
+        let gone = leaseless.sweep(&cluster, lease::LEASE, &is_here, &mut || self.keep_leases_in_time());
+        let gone = gone.inspect_err(|error| {
+            tracing::warn!("Looking for VMs without a lease in the remote store: {error}");
+        });
+        let is_over = gone.is_ok();
+        for (vm, pages) in gone.unwrap_or_default() {
+            let text = format!("the lease of VM {vm} was not renewed for a day: its {pages} pages were removed");
+            self.events.add(None, "remote-swept", text);
         }
+        is_over
     }
 }

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PageCount};
 use ballast_handover::mappers;
+use ballast_pager::run::pool::blocking;
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::view::View;
 use ballast_sys::meminfo;
@@ -78,7 +79,11 @@ impl Engine {
         };
         let Some(reachable) = reachable.filter(|_| !closing.load(Ordering::Acquire)) else {
             // The copies of pages that went back were freed.
-            return served.settle();
+            served.settle();
+            if !closing.load(Ordering::Acquire) {
+                self.tidy(served);
+            }
+            return;
         };
         let is_lost = |region: &Arc<Region>| reachable.iter().all(|other| other.number != region.number);
         let (lost, kept): (Vec<_>, Vec<_>) = regions.into_iter().partition(is_lost);
@@ -90,11 +95,14 @@ impl Engine {
         if let Some(group) = &served.group {
             group.end();
         }
-        if let Some(remote) = self.host.remote.as_ref().filter(|_| vm.state.is_given_up()) {
+        if !vm.state.is_given_up() {
+            return self.tidy(served);
+        }
+        if let Some(remote) = &self.host.remote {
             remote.ended(vm.state.id());
         }
         // If a VM is opened again, its copies are freed one by one: only here no thread puts any more into the store.
-        if let Some(file) = served.file.opened().filter(|_| vm.state.is_given_up()) {
+        if let Some(file) = served.file.opened() {
             let empty = move || {
                 let emptied = file.wait_for_writes().map(|()| file.sweep(std::iter::empty()));
                 if let Err(error) = emptied {
@@ -104,6 +112,17 @@ impl Engine {
             if let Err(error) = std::thread::Builder::new().name("empty".into()).spawn(empty) {
                 tracing::warn!("Starting a thread: {error}");
             }
+        }
+    }
+
+    /// The files of a VM that is closed outlive it, and it may be opened again: its slow stores return what was freed
+    /// of it. A cluster may take longer than an order may: the rest goes beside that.
+    fn tidy(&self, served: &Served) {
+        for tier in served.vm.stores.slow() {
+            blocking(|| served.vm.state.beside(|| tier.store.tidy()));
+        }
+        if let Some(remote) = &self.host.remote {
+            remote.closed(served.vm.state.id());
         }
     }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ballast_base::wire::VmId;
 use ballast_needs::missing;
-use ballast_remote::{Access, Addr, Cluster, ClusterOptions, Tls, slot_of};
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, Tls, lease, slot_of};
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
 /// Duration of a lease, longer than any test.
@@ -56,6 +56,16 @@ pub fn played_to(access: Access, say: impl Fn(TcpStream) + Send + Sync + 'static
         }
     });
     Arc::new(Cluster::new(ClusterOptions { nodes: vec![addr], access, replicas: 1 }))
+}
+
+/// Removes all that these VMs have in the cluster. Returns the number of their pages.
+pub fn end(cluster: &Cluster, vms: &[VmId]) -> std::io::Result<u64> {
+    let (mut ended, mut pages) = (lease::Ended::default(), 0);
+    vms.iter().for_each(|vm| ended.add(*vm));
+    while !ended.is_empty() {
+        pages += ended.step(cluster)?.iter().map(|(_, pages)| pages).sum::<u64>();
+    }
+    Ok(pages)
 }
 
 /// Returns the TLS files of a cluster.

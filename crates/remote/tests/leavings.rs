@@ -1,0 +1,201 @@
+//! Tests that the cluster keeps nothing of failed writes, freed pages and ended VMs, whatever fails on the way.
+//!
+//! Before: `faults` tested pages. After: what is to be unlinked is bounded, and gone once the cluster takes commands.
+//! Threads: the test's, and those of an emulated server. Other tests need `valkey`.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_remote::{Cluster, RemoteBudget, RemoteStore, lease};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
+use ballast_testvm::valkey::Layout;
+use common::{LEASE, cluster, end, owner, played, start};
+
+const VM: VmId = VmId([7; 16]);
+
+fn store_of(vm: VmId, cluster: &Arc<Cluster>) -> RemoteStore {
+    RemoteStore::new(vm, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
+}
+
+fn key_of(vm: VmId, page: u64) -> PageKey {
+    RegionKey { vm, number: 0 }.page(PageIdx(page))
+}
+
+fn put(store: &RemoteStore, count: u64) -> Vec<PutOutcome> {
+    let (bytes, mut outcomes): (Vec<_>, _) = ((0..count).map(pages::incompressible).collect(), Vec::new());
+    store.put_run(key_of(store.vm(), 0), &bytes, &mut outcomes);
+    outcomes
+}
+
+fn tidy_up(store: &RemoteStore) {
+    let begun = Instant::now();
+    while !store.is_tidy() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", store.last_refusal());
+        store.tidy();
+    }
+}
+
+/// A server that has all slots. `say` gets the words of each other command, and returns its reply.
+fn server(say: impl Fn(&[String]) -> String + Send + Sync + 'static) -> Arc<Cluster> {
+    let serve = move |mut stream: TcpStream| {
+        let (mut asked, mut text) = ([0; 8192], String::new());
+        while let Ok(len @ 1..) = stream.read(&mut asked) {
+            text += &String::from_utf8_lossy(&asked[..len]);
+            // One command at a time is sent: it is complete if it has all of its words.
+            let words: Vec<String> = text.lines().skip(1).skip(1).step_by(2).map(str::to_owned).collect();
+            let count = text.lines().next().and_then(|line| line.strip_prefix('*')?.parse::<usize>().ok());
+            if !text.ends_with("\r\n") || count.is_none_or(|count| words.len() < count) {
+                continue;
+            }
+            let port = stream.local_addr().expect("an address").port();
+            let reply = if words[0] == "CLUSTER" {
+                format!(
+                    "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n\
+                     :{port}\r\n$2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n"
+                )
+            } else {
+                say(&words)
+            };
+            text.clear();
+            if stream.write_all(reply.as_bytes()).is_err() {
+                return;
+            }
+        }
+    };
+    played(serve)
+}
+
+#[test]
+fn a_write_that_the_server_refused_leaves_nothing_to_be_unlinked() {
+    let Some(valkey) = start(Layout { primaries: 1, replicas: 0, ..Layout::default() }) else { return };
+    let ours = cluster(&valkey, 0);
+    let store = store_of(VM, &ours);
+    assert!(matches!(put(&store, 1)[..], [PutOutcome::Stored(_)]));
+    valkey.say(0, &["CONFIG", "SET", "min-replicas-to-write", "3"]).expect("CONFIG");
+    for _ in 0..3 {
+        assert_eq!(put(&store, 300), [PutOutcome::Busy; 300]);
+        assert!(store.last_refusal().expect("a reason").contains("NOREPLICAS"));
+        assert!(store.is_tidy());
+    }
+}
+
+#[test]
+fn a_chunk_has_what_one_failed_write_left_however_often_it_is_tried() {
+    let Some(mut valkey) = start(Layout { primaries: 1, ..Layout::default() }) else { return };
+    let ours = cluster(&valkey, 1);
+    let store = store_of(VM, &ours);
+    assert!(matches!(put(&store, 1)[..], [PutOutcome::Stored(_)]));
+    let primary = owner(&valkey, VM);
+    valkey.kill(1 - primary);
+    assert_eq!(put(&store, 3), [PutOutcome::Busy; 3]);
+    assert!(!store.is_tidy(), "the primary has them");
+    valkey.say(primary, &["CONFIG", "SET", "min-replicas-to-write", "1"]).expect("CONFIG");
+    let info = || valkey.text(primary, &["INFO", "commandstats"]).expect("INFO");
+    let sets = |info: String| info.lines().find(|line| line.starts_with("cmdstat_mset:")).map(str::to_owned);
+    let before = sets(info());
+    for _ in 0..5 {
+        assert_eq!(put(&store, 3), [PutOutcome::Busy; 3]);
+        assert!(store.last_refusal().expect("a reason").contains("what a failed write left"));
+    }
+    assert_eq!(sets(info()), before, "nothing is sent before that is unlinked");
+    valkey.say(primary, &["CONFIG", "SET", "min-replicas-to-write", "0"]).expect("CONFIG");
+    tidy_up(&store);
+    assert_eq!(valkey.keys().expect("a size"), 1 + 1, "the page and the lease");
+}
+
+#[test]
+fn a_call_unlinks_for_a_short_time_and_the_next_ones_do_the_rest() {
+    let unlinked = Arc::new(Mutex::new(Vec::new()));
+    let seen = unlinked.clone();
+    let ours = server(move |words| {
+        std::thread::sleep(Duration::from_millis(20));
+        seen.lock().expect("no panic").extend(words[1..].iter().cloned());
+        format!(":{}\r\n", words.len() - 1)
+    });
+    let (store, handle) = (store_of(VM, &ours), Handle::new(5).expect("40 bits"));
+    (0..100).for_each(|chunk| store.free(key_of(VM, chunk * 512), handle));
+    store.tidy();
+    assert!(!store.is_tidy(), "a server that takes 2 s for all of it delays nobody for so long");
+    tidy_up(&store);
+    let mut unlinked = std::mem::take(&mut *unlinked.lock().expect("no panic"));
+    unlinked.sort_unstable();
+    let all = unlinked.len();
+    unlinked.dedup();
+    assert_eq!((all, unlinked.len()), (100, 100), "each page once");
+}
+
+#[test]
+fn a_sweep_goes_on_after_a_step_that_failed_and_repeats_that_one_only() {
+    let asked = Arc::new(Mutex::new(Vec::<u64>::new()));
+    let seen = asked.clone();
+    let ours = server(move |words| {
+        if words[0] != "SCAN" {
+            return ":0\r\n".into();
+        }
+        let cursor: u64 = words[1].parse().expect("a cursor");
+        let mut asked = seen.lock().expect("no panic");
+        asked.push(cursor);
+        // Every other request fails.
+        match asked.len() % 2 {
+            1 => "-LOADING it is not ready\r\n".into(),
+            _ => {
+                let next = ((cursor + 1) % 5).to_string();
+                format!("*2\r\n${}\r\n{next}\r\n*0\r\n", next.len())
+            }
+        }
+    });
+    let mut ended = lease::Ended::default();
+    ended.add(VM);
+    let begun = Instant::now();
+    while !ended.is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "it does not end");
+        let _ = ended.step(&ours);
+    }
+    assert_eq!(*asked.lock().expect("no panic"), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]);
+}
+
+#[test]
+fn one_scan_serves_all_vms_that_ended_and_no_other_vm_and_what_ends_meanwhile_is_served_by_the_next() {
+    let Some(valkey) = start(Layout::default()) else { return };
+    let ours = cluster(&valkey, 1);
+    let stores: Vec<RemoteStore> = (1..=4).map(|id| store_of(VmId([id; 16]), &ours)).collect();
+    assert!(stores.iter().all(|store| !store.may_be_used()), "a VM that put nothing needs no scan");
+    let handles: Vec<Vec<PutOutcome>> = stores.iter().map(|store| put(store, 20)).collect();
+    assert!(stores.iter().all(RemoteStore::may_be_used));
+    let scans = || {
+        let of = |node| valkey.text(node, &["INFO", "commandstats"]).expect("INFO");
+        let calls = |info: String| {
+            let line = info.lines().find_map(|line| line.strip_prefix("cmdstat_scan:calls=").map(str::to_owned));
+            line.map_or(0, |line| line.split(',').next().and_then(|n| n.parse::<u64>().ok()).expect("a number"))
+        };
+        (0..valkey.len()).filter(|node| valkey.is_primary(*node)).map(|node| calls(of(node))).sum::<u64>()
+    };
+    let before = scans();
+    let mut ended = lease::Ended::default();
+    [0, 1].iter().for_each(|at: &usize| ended.add(stores[*at].vm()));
+    let mut gone = ended.step(&ours).expect("a step");
+    // It is too late for this scan.
+    ended.add(stores[2].vm());
+    while gone.is_empty() {
+        gone = ended.step(&ours).expect("a step");
+    }
+    gone.sort_unstable();
+    assert_eq!(gone, [(VmId([1; 16]), 20), (VmId([2; 16]), 20)]);
+    assert_eq!(scans() - before, 3, "each primary once: none has a thousand keys");
+    assert_eq!(valkey.keys().expect("a size"), 2 * (20 + 1));
+    let mut last = Vec::new();
+    while !ended.is_empty() {
+        last.extend(ended.step(&ours).expect("a step"));
+    }
+    assert_eq!(last, [(VmId([3; 16]), 20)]);
+    let [PutOutcome::Stored(handle), ..] = handles[3][..] else { panic!("{:?}", handles[3]) };
+    let mut out = [0; PAGE_SIZE];
+    assert_eq!(stores[3].get(key_of(stores[3].vm(), 0), handle, &mut out), GetOutcome::Found);
+    assert_eq!(end(&ours, &[stores[3].vm()]).expect("ended"), 20);
+}
