@@ -36,6 +36,8 @@ use super::queue::{GroupId, TaskId};
 use super::serve::{Placement, Serve};
 use super::set::{Notify, Set, Slot, Visit, Worker};
 
+pub(crate) mod stuck;
+
 /// Time between ticks of the watchdog while there are visits, and how long a visit must have taken to be checked.
 const TICK: Duration = Duration::from_millis(5);
 const LONG: Duration = Duration::from_millis(5);

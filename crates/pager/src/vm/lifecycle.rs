@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use crate::run::pool::Pool;
 use crate::run::queue::GroupId;
 use crate::run::servers::Served;
+use crate::run::servers::stuck::Stuck;
 use crate::vm::view::View;
 
 /// Time that taking one message of each client may need at most: it needs microseconds, unless a client keeps it.
@@ -91,7 +92,12 @@ impl Lifecycle {
         drop(clients);
         gone.iter().for_each(|(_, client)| client.close());
         let until = Instant::now() + LONGEST_MESSAGE;
-        gone.iter().for_each(|(_, client)| client.wait_until(until));
+        for (view, client) in gone {
+            client.wait_until(until);
+            if let Some(user) = view.user().filter(|_| !client.is_over()) {
+                Stuck::of_process().add(user, client);
+            }
+        }
     }
 
     /// Records that faults of this view are served.

@@ -109,6 +109,11 @@ impl View {
         &self.peer
     }
 
+    /// The user of its process; `None` if no client runs in that.
+    pub fn user(&self) -> Option<u32> {
+        rustix::net::sockopt::socket_peercred(self.peer.input()).ok().map(|peer| peer.uid.as_raw())
+    }
+
     /// Add a region's mapping.
     pub fn add_span(&self, Span { hva, len }: Span, region: u32) {
         let mut spans = self.spans.write().expect("no panic while held");

@@ -23,6 +23,7 @@ use crate::run::pool::{Notifier, Task};
 use crate::run::queue::{GroupId, Next};
 use crate::run::serve::Serve;
 use crate::run::servers::Servers;
+use crate::run::servers::stuck::Stuck;
 use crate::scan::coalesce::CoalesceWorker;
 use crate::scan::worker::TrackWorker;
 use crate::tier::slow::SlowWorker;
@@ -172,6 +173,10 @@ impl Vm {
     pub(super) fn listen(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
         if self.life.has_client(view) {
             return Ok(());
+        }
+        if let Some(user) = view.user().filter(|user| Stuck::of_process().is_full(*user)) {
+            let why = format!("processes of user {user} that are gone keep threads of ballastd, by messages to it");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
         view.peer().on_answer().connect_to(&self.mail.reclaim);
         view.peer().take_zaps();

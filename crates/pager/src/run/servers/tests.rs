@@ -261,6 +261,27 @@ fn servers_that_are_stuck_more_than_there_are_cpus_stop_no_other_and_come_back()
 }
 
 /// Has it be stuck for a moment. Returns the set apart that it is in.
+#[test]
+fn a_user_has_so_many_clients_that_keep_a_thread_and_no_more_until_these_are_over() {
+    let (servers, stuck) = (Servers::new().expect("servers"), stuck::Stuck::default());
+    let clients: Vec<Client> = (0..16).map(|group| Client::quiet(&servers, group)).collect();
+    {
+        let held: Vec<_> = clients.iter().map(|client| client.told.stuck.lock().expect("no panic")).collect();
+        for client in &clients {
+            assert!(!stuck.is_full(7));
+            client.input();
+            until(|| client.told.visited.load(Ordering::SeqCst));
+            client.served.close();
+            stuck.add(7, client.served.clone());
+            stuck.add(0, client.served.clone());
+        }
+        assert!(stuck.is_full(7) && !stuck.is_full(8) && !stuck.is_full(0));
+        drop(held);
+    }
+    clients[3].served.wait();
+    assert!(!stuck.is_full(7));
+}
+
 fn part(servers: &Servers, client: &Client) -> std::sync::Weak<Set> {
     let base = servers.threads();
     let held = client.told.stuck.lock().expect("no panic");
