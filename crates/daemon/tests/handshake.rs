@@ -19,7 +19,7 @@ use ballast_base::wire::{
 };
 use ballast_base::{Bytes, Extent, Hva};
 use ballast_sys::{Uffd, memfd, scm};
-use common::raw::{Ram, RawClient, connect, hear, no_uffd, userfaultfd};
+use common::raw::{Ram, RawClient, connect, files, hear, no_uffd, userfaultfd};
 use common::rng::Rng;
 use common::{Daemon, kill, limit_descriptors, signal_process, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -563,6 +563,31 @@ fn a_process_of_a_vm_that_maps_more_of_it_than_it_attached_with_holds_the_vm() {
     until("it is held for that process", || says_so(reason()));
     drop(second);
     until("it is released", || daemon.vm("web").status == VmStatus::Running);
+}
+
+#[test]
+fn ram_that_one_process_unplugged_is_gone_from_engine_and_keeper_when_the_other_that_had_it_ends() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let (a, b) = (Ram::new(16), Ram::new(32));
+    let vmm = attached(&daemon, "web", &[&a, &b]);
+    let mut second = Second::start(&daemon, "web", &b);
+    assert!(second.attach().contains("Attached"));
+    let answer = vmm.ask(&ClientToKeeper::RemoveRegion(b.info().span.hva), &[]);
+    assert_eq!(answer, Some(KeeperToClient::Ok));
+    assert_eq!(daemon.vm("web").regions.len(), 2, "the second process has it");
+    drop(second);
+    until("the region is gone", || daemon.vm("web").regions.len() == 1);
+    let (keeper, engine) = (daemon.keeper_pid(), daemon.engine_pid().expect("an engine"));
+    for pid in [engine, keeper] {
+        let inode = memfd::file_id(&b.fd).expect("stat").ino;
+        let has = |path: &String| {
+            std::fs::metadata(path).is_ok_and(|file| std::os::unix::fs::MetadataExt::ino(&file) == inode)
+        };
+        until("and nobody has its file", || !files(pid, "guest-ram").iter().any(has));
+    }
 }
 
 #[test]
