@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The huge pages of a part of the pool.
+/// The pages of a part of the pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub enum PoolPages {
     /// Pages of 2 MiB.
@@ -17,6 +17,9 @@ pub enum PoolPages {
     /// Pages of 1 GiB.
     #[serde(rename = "1G")]
     Gib,
+    /// Base pages of shared memory.
+    #[serde(rename = "4K")]
+    Base,
 }
 
 impl PoolPages {
@@ -32,7 +35,8 @@ impl FromStr for PoolPages {
         match text {
             "2M" => Ok(Self::Huge),
             "1G" => Ok(Self::Gib),
-            _ => Err(format!("{text:?} is neither 2M nor 1G")),
+            "4K" => Ok(Self::Base),
+            _ => Err(format!("{text:?} is none of 2M, 1G and 4K")),
         }
     }
 }
@@ -76,6 +80,11 @@ pub struct PoolStat {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(no_recursion)]
     pub gib: Option<Box<PoolStat>>,
+    /// The same of its base pages, if any were ever reserved. What a VM frees of those counts as used, and is the
+    /// host's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(no_recursion)]
+    pub base: Option<Box<PoolStat>>,
 }
 
 /// A node of the host.
@@ -131,7 +140,7 @@ pub struct PoolRequest {
     /// For this node alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<u32>,
-    /// Size of a file: 1 to 512 pages, a power of two. Once there is a pool it cannot change.
+    /// Size of a file: 1 to 512 pages (of 2 MiB, if base pages), a power of two. Once there is a pool it cannot change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file_bytes: Option<u64>,
     /// From now on up to this many percent of what the pool has for memory on demand are promised, 100 to 1000, as far

@@ -23,13 +23,15 @@ pub enum Pages {
     Gib,
     /// Huge pages of 2 MiB, each of which comes when it is touched for the first time.
     OnDemand,
+    /// Base pages of shared memory, which are filled in advance, in pieces of 2 MiB.
+    Base,
 }
 
 impl Pages {
-    /// The size of these pages, and of the pieces that consist of them.
+    /// The size of the pieces that consist of these pages: a huge page, or as much.
     pub const fn size(self) -> Bytes {
         match self {
-            Self::Slices | Self::Mix | Self::OnDemand => Bytes(HUGE_SIZE as u64),
+            Self::Slices | Self::Mix | Self::OnDemand | Self::Base => Bytes(HUGE_SIZE as u64),
             Self::Gib => Bytes(GIB),
         }
     }
@@ -44,7 +46,8 @@ impl std::str::FromStr for Pages {
             "mix" => Ok(Self::Mix),
             "1G" => Ok(Self::Gib),
             "on-demand" => Ok(Self::OnDemand),
-            _ => Err(format!("{text:?} is none of 2M, mix, 1G and on-demand")),
+            "4K" => Ok(Self::Base),
+            _ => Err(format!("{text:?} is none of 2M, mix, 1G, on-demand and 4K")),
         }
     }
 }
@@ -56,6 +59,7 @@ impl std::fmt::Display for Pages {
             Self::Mix => "mix",
             Self::Gib => "1G",
             Self::OnDemand => "on-demand",
+            Self::Base => "4K",
         })
     }
 }
@@ -128,7 +132,7 @@ impl std::fmt::Display for Nodes {
 pub struct Take {
     /// The VM's name, for operators.
     pub name: String,
-    /// Amount of memory, a multiple of the size of its pages.
+    /// Amount of memory, a multiple of [`Pages::size`].
     pub size: Bytes,
     /// Its pages.
     pub pages: Pages,
@@ -145,14 +149,18 @@ pub enum Given {
     Refused(String),
 }
 
-/// Version 3: memory on demand, which an older engine does not know.
-const FORMAT: Format = Format { version: 3, least_reader: 1, oldest: 1 };
+/// Version 3: memory on demand, which an older engine does not know. Version 4: base pages, likewise.
+const FORMAT: Format = Format { version: 4, least_reader: 1, oldest: 1 };
 
 impl Message for Take {
     const FORMAT: Format = FORMAT;
 
     fn least_reader(&self) -> u16 {
-        if self.pages == Pages::OnDemand { 3 } else { FORMAT.least_reader }
+        match self.pages {
+            Pages::Slices | Pages::Mix | Pages::Gib => FORMAT.least_reader,
+            Pages::OnDemand => 3,
+            Pages::Base => 4,
+        }
     }
 }
 
@@ -185,14 +193,16 @@ mod tests {
     use crate::format::{HEADER, encode};
 
     #[test]
-    fn messages_are_these_bytes_in_version_3() {
-        assert_eq!(FORMAT.version, 3, "raise FORMAT, and put what is said now here");
+    fn messages_are_these_bytes_in_version_4() {
+        assert_eq!(FORMAT.version, 4, "raise FORMAT, and put what is said now here");
         let hex = |bytes: Vec<u8>| bytes[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let take = Take { name: "vm".into(), size: Bytes(5), pages: Pages::Gib, nodes: Nodes::One(7) };
         assert_eq!(hex(encode(&take)), "02766d05020107");
         let on_demand = Take { pages: Pages::OnDemand, ..take.clone() };
         assert_eq!((take.least_reader(), on_demand.least_reader()), (1, 3));
         assert_eq!(hex(encode(&on_demand)), "02766d05030107");
+        let base = Take { pages: Pages::Base, ..take.clone() };
+        assert_eq!((base.least_reader(), hex(encode(&base)).as_str()), (4, "02766d05040107"));
         let of = |nodes| hex(encode(&Take { nodes, ..take.clone() }))[10..].to_owned();
         assert_eq!((of(Nodes::Any).as_str(), of(Nodes::Balanced(vec![0, 1])).as_str()), ("00", "02020001"));
         assert_eq!(of(Nodes::Split(vec![(1, Bytes(5))])), "03010105");
@@ -236,9 +246,9 @@ mod tests {
 
     #[test]
     fn pages_are_read_as_they_are_written() {
-        for pages in [Pages::Slices, Pages::Mix, Pages::Gib, Pages::OnDemand] {
+        for pages in [Pages::Slices, Pages::Mix, Pages::Gib, Pages::OnDemand, Pages::Base] {
             assert_eq!(pages.to_string().parse(), Ok(pages));
         }
-        assert!("4K".parse::<Pages>().is_err());
+        assert!("64K".parse::<Pages>().is_err());
     }
 }

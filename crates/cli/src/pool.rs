@@ -19,7 +19,7 @@ use crate::show;
 pub enum PoolCommand {
     /// Show it: what each node has, a map of its files, and which VMs have memory of it
     Show,
-    /// Reserve huge pages of the host for VMs, up to this much in all
+    /// Reserve memory of the host for VMs, up to this much in all
     Reserve {
         /// A size with its unit, such as 64G, or a part of the host's memory, such as 80%
         #[arg(value_name = "SIZE|PERCENT%")]
@@ -33,8 +33,8 @@ pub enum PoolCommand {
         /// Promise VMs on demand up to this part of what the pool has for them, as far as they can have the rest far
         #[arg(long, value_name = "PERCENT%")]
         overcommit: Option<Percent>,
-        /// Pages of 2 MiB, or of 1 GiB beside them, in which a VM is not paged
-        #[arg(long, value_name = "2M|1G", default_value = "2M")]
+        /// Pages of 2 MiB, or beside them: of 1 GiB, in which a VM is not paged; shared memory, paged in 4 KiB
+        #[arg(long, value_name = "2M|1G|4K", default_value = "2M")]
         pages: PoolPages,
     },
     /// Lend unused memory of the pool to the host, this much in all, or only while the host is short
@@ -48,7 +48,7 @@ pub enum PoolCommand {
         #[arg(long)]
         when_short: bool,
         /// The pages to lend
-        #[arg(long, value_name = "2M|1G", default_value = "2M")]
+        #[arg(long, value_name = "2M|1G|4K", default_value = "2M")]
         pages: PoolPages,
     },
     /// Take back all that is lent
@@ -57,7 +57,7 @@ pub enum PoolCommand {
         #[arg(long)]
         node: Option<u32>,
         /// The pages to take back
-        #[arg(long, value_name = "2M|1G", default_value = "2M")]
+        #[arg(long, value_name = "2M|1G|4K", default_value = "2M")]
         pages: PoolPages,
     },
 }
@@ -119,7 +119,11 @@ pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
             (client.lend_pool(&request)?, Some(*pages))
         }
     };
-    let parts = [(PoolPages::Huge, Some(&pool)), (PoolPages::Gib, pool.gib.as_deref())];
+    let parts = [
+        (PoolPages::Huge, Some(&pool)),
+        (PoolPages::Gib, pool.gib.as_deref()),
+        (PoolPages::Base, pool.base.as_deref()),
+    ];
     let said = parts.into_iter().filter(|(pages, _)| changed.is_none_or(|changed| changed == *pages));
     for note in said.filter_map(|(_, part)| part).flat_map(|part| &part.notes) {
         eprintln!("ballast: {note}");
@@ -128,13 +132,16 @@ pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
 }
 
 fn describe(pool: &PoolStat) -> String {
-    let parts = [("2 MiB", Some(pool)), ("1 GiB", pool.gib.as_deref())];
-    let parts = parts.map(|(pages, part)| (pages, part.filter(|part| !part.nodes.is_empty())));
-    let both = parts.iter().all(|(_, part)| part.is_some());
-    let shown = parts.iter().filter_map(|(pages, part)| {
+    let parts = [("2 MiB", Some(pool)), ("1 GiB", pool.gib.as_deref()), ("4 KiB", pool.base.as_deref())];
+    let is_there = |(pages, part): (&'static str, Option<_>)| {
+        part.filter(|part: &&PoolStat| !part.nodes.is_empty()).map(|part| (pages, part))
+    };
+    let parts: Vec<_> = parts.into_iter().filter_map(is_there).collect();
+    let shown = parts.iter().map(|(pages, part)| {
         // A pool that has pages of 2 MiB alone needs no heading.
-        let heading = if both || *pages == "1 GiB" { format!("pages of {pages}:\n") } else { String::new() };
-        Some(heading + &describe_part((*part)?))
+        let is_alone = parts.len() == 1 && *pages == "2 MiB";
+        let heading = if is_alone { String::new() } else { format!("pages of {pages}:\n") };
+        heading + &describe_part(part)
     });
     let text = shown.collect::<Vec<_>>().join("\n");
     if text.is_empty() { "nothing is reserved for VMs\n".into() } else { text }

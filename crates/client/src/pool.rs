@@ -3,7 +3,7 @@
 //! Before: a VMM is about to have RAM. After: it maps these parts one after the other, and attaches with them. When its
 //! last mapping and descriptor of them is gone, the memory returns to the pool.
 //! Threads: the caller's, which waits: until enough is zeroed if need be, and while an engine is being replaced.
-//! Promise: the returned memory is zero, as large as requested, and of whole huge pages.
+//! Promise: the returned memory is zero, as large as requested, and in pieces of whole huge pages or as much.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -17,7 +17,6 @@ use ballast_api::{PoolPages, VmClass};
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_client::pool::take;
-use ballast_reserve::Page;
 use ballast_sys::Mapping;
 use ballast_testvm::qemu::load::{Dataset, load, verify};
 use ballast_testvm::qemu::{Balloon, QEMU, QemuGuest, qemu_missing};
@@ -122,6 +121,18 @@ fn memory_that_is_unplugged_returns_to_the_pool_while_its_vm_runs_on() {
 }
 
 #[test]
+fn a_qemu_on_base_pages_is_held_to_a_limit_and_its_dimm_returns_to_the_pool() {
+    if missing("qemu", qemu_missing())
+        || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::REQUIRED_FEATURES).err())
+    {
+        return;
+    }
+    let Some(pooled) = Pooled::of("quarantine_ms = 50\n", 128, PoolPages::Base) else { return };
+    pooled.settled(128);
+    plug_and_unplug(&pooled, 32 * MIB, 64 * MIB, Some(48 * MIB));
+}
+
+#[test]
 fn a_qemu_on_pages_of_a_gib_is_pinned_and_its_dimm_returns_to_the_pool_and_half_a_page_is_refused() {
     if missing("qemu", qemu_missing())
         || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
@@ -219,7 +230,7 @@ fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
         }
     }
     // Another VM has it while this one runs.
-    let pages = if page == Page::Gib { Pages::Gib } else { Pages::Slices };
+    let pages = page.files().parse::<Pages>().expect("pages");
     let wanted = Take { name: "next".into(), size: Bytes(all - base), pages, nodes: Nodes::Any };
     let next = take(&pooled.dir.join("pool.sock"), &wanted).expect("all that is left");
     qmp("query-status", json!({}));

@@ -41,7 +41,7 @@ impl Reserve {
         let page = self.host.page();
         let live = self.live.as_ref().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
         if page != Page::Huge {
-            return Err(Error::Request(format!("memory comes on demand in pages of 2 MiB, not of {page}")));
+            return Err(Error::Request(format!("memory comes on demand in pages of 2 MiB, not of {}", page.name())));
         }
         if live.pool.layout().nodes().count() > 1 {
             return Err(Error::Request("memory on demand needs a host with one node: its pages are of any".into()));
@@ -111,7 +111,7 @@ impl Reserve {
         }
         match self.host.page() {
             Page::Huge => Ok(()),
-            page => Err(Error::Request(format!("memory comes on demand in pages of 2 MiB, not of {page}"))),
+            page => Err(Error::Request(format!("memory comes on demand in pages of 2 MiB, not of {}", page.name()))),
         }
     }
 

@@ -9,6 +9,9 @@
 //! A VM keeps a failed slice that belongs to it. It learns of the failure as of any other failed page. When it touches
 //! the page, the kernel sends the VMM the SIGBUS of a machine check, or the engine sends it if the page is not mapped.
 //!
+//! Of base pages only those are checked that no VM has, by having the kernel map them, which fails. The slice of such a
+//! page is out of use, and its other pages go back to the host. A VM's own are paged, and the pager finds them.
+//!
 //! A VM may punch its failed page out of its file before it is checked. The kernel keeps such a page and counts it as
 //! used, and the pool has a slice without a page; see [`Reserve::replenish`].
 //!
@@ -16,12 +19,14 @@
 //! Threads: the owner's. Units: slices; pages of 4 KiB as the kernel counts them.
 //! Promise: a VM never gets memory whose failure was counted before the VM requested memory.
 
+use ballast_base::HUGE_SIZE;
 use ballast_pool::{Content, Extent, Hit, SliceIdx, SliceState};
 use ballast_sys::Mapping;
 use ballast_sys::hugetlb::{Place, Presence};
 
 use crate::error::{During, Error};
 use crate::failure::Failure;
+use crate::host::Page;
 use crate::live::Live;
 use crate::reserve::Reserve;
 
@@ -74,6 +79,11 @@ impl Reserve {
     }
 }
 
+/// Is this how the kernel refuses to map a page whose memory failed?
+fn is_failure(error: &std::io::Error) -> bool {
+    rustix::io::Errno::from_io_error(error) == Some(rustix::io::Errno::HWPOISON)
+}
+
 impl Live {
     /// Returns the node of this slice on the host.
     pub(crate) fn numa_of(&self, at: SliceIdx) -> u32 {
@@ -94,6 +104,12 @@ impl Live {
         let file = self.files.get(brick.start.0 / brick.slices).during(WHAT)?;
         let len = self.page.size(brick.slices).0 as usize;
         let map = Mapping::shared(&*file, 0, len).during(WHAT)?;
+        if self.page == Page::Base {
+            let offset = |at: &SliceIdx| self.page.size(at.0 - brick.start.0).0 as usize;
+            let fails = |at: &SliceIdx| map.populate(offset(at), HUGE_SIZE).is_err_and(|error| is_failure(&error));
+            let is_free = |at: &SliceIdx| self.pool.state(*at) == SliceState::Free(Content::Zeroed);
+            return Ok(slices.into_iter().filter(is_free).filter(fails).collect());
+        }
         let presence = Presence::new(map, self.page.bytes() as usize).during(WHAT)?;
         let mut failed = Vec::new();
         for at in slices {

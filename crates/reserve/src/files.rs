@@ -1,4 +1,4 @@
-//! Bricks: the pool's files, each with a name in a hugetlbfs that only root can enter.
+//! Bricks: the pool's files, each with a name in a hugetlbfs, or a tmpfs, that only root can enter.
 //!
 //! Before: the state says which VM has which brick. After: descriptors; pages are removed from files and allocated in
 //! them. Threads: the owner's; [`refill`] runs on a worker. Units: bytes; bricks by their number.
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_base::Bytes;
-use ballast_sys::{huge_files, memfd};
+use ballast_sys::{huge_files, memfd, prefill};
 
 use crate::host::Page;
 use crate::journal;
@@ -29,13 +29,16 @@ pub struct Files {
 }
 
 impl Files {
-    /// Opens the hugetlbfs at this directory, and creates both if they do not exist.
+    /// Opens the file system at this directory, and creates both if they do not exist.
     pub fn open(dir: &Path, page: Page, brick: Bytes) -> io::Result<Self> {
         match std::fs::DirBuilder::new().mode(0o700).create(dir) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
         }
-        huge_files::mount(dir, page.size(1))?;
+        match page {
+            Page::Huge | Page::Gib => huge_files::mount(dir, page.size(1))?,
+            Page::Base => huge_files::mount_shmem(dir)?,
+        }
         Ok(Self { dir: dir.into(), brick, open: BTreeMap::new() })
     }
 
@@ -130,7 +133,7 @@ fn on_demand(dir: &Path, vm: u64) -> PathBuf {
 }
 
 /// Replaces the pages in this range by newly allocated, zeroed ones of this node.
-pub fn refill(file: &OwnedFd, brick: Bytes, offset: u64, len: u64, node: Option<u32>) -> io::Result<()> {
+pub fn refill(file: &OwnedFd, page: Page, brick: Bytes, offset: u64, len: u64, node: Option<u32>) -> io::Result<()> {
     if memfd::size(file)? != brick {
         // The former owner could have changed the size of the file.
         rustix::fs::ftruncate(file, brick.0)?;
@@ -139,5 +142,9 @@ pub fn refill(file: &OwnedFd, brick: Bytes, offset: u64, len: u64, node: Option<
     if node.is_some() {
         huge_files::on_node(node)?;
     }
-    memfd::allocate(file, offset, len)
+    match page {
+        Page::Huge | Page::Gib => memfd::allocate(file, offset, len),
+        // An allocation alone would be zeroed at a VM's first touch, and the kernel might take it back before.
+        Page::Base => prefill::fill(file, offset, len as usize).map(drop),
+    }
 }

@@ -10,12 +10,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ballast_base::{Bytes, GIB, HUGE_SIZE, KIB, PAGE_SIZE};
+use ballast_pool::Class;
 use ballast_sys::{hugetlb, meminfo};
 
 /// How long another process may take to change the number of pages.
 const LOCKED_WITHIN: Duration = Duration::from_secs(1);
 
-/// The huge pages of which a pool consists.
+/// The pages of which a pool consists. A slice of the pool is one of them, or 2 MiB of base pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Page {
     /// Pages of 2 MiB, which can be paged.
@@ -23,21 +24,41 @@ pub enum Page {
     Huge,
     /// Pages of 1 GiB, of which the kernel can neither map nor fill a part: a VM keeps them.
     Gib,
+    /// Base pages of shared memory, which the kernel does not reserve: the pool has those that are in its files. They
+    /// are collapsed to huge pages where the kernel can, and paged in 4 KiB.
+    Base,
 }
 
 impl Page {
-    /// Both sizes, the smaller one first.
-    pub const BOTH: [Self; 2] = [Self::Huge, Self::Gib];
+    /// All of them, in the order in which they are zeroed.
+    pub const ALL: [Self; 3] = [Self::Huge, Self::Gib, Self::Base];
 
-    /// Bytes of a page.
+    /// Bytes of a slice.
     pub const fn bytes(self) -> u64 {
         match self {
-            Self::Huge => HUGE_SIZE as u64,
+            Self::Huge | Self::Base => HUGE_SIZE as u64,
             Self::Gib => GIB,
         }
     }
 
-    /// The size of this number of pages.
+    /// The size of a page, for people.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Huge => "2 MiB",
+            Self::Gib => "1 GiB",
+            Self::Base => "4 KiB",
+        }
+    }
+
+    /// How the state calls their memory.
+    pub(crate) const fn class(self) -> Class {
+        match self {
+            Self::Huge | Self::Gib => Class::Huge,
+            Self::Base => Class::Shmem,
+        }
+    }
+
+    /// The size of this number of slices.
     pub const fn size(self, pages: u32) -> Bytes {
         Bytes(self.bytes() * pages as u64)
     }
@@ -47,12 +68,14 @@ impl Page {
         match self {
             Self::Huge => "2M",
             Self::Gib => "1G",
+            Self::Base => "4K",
         }
     }
 
-    /// The kernel's directory of such pages.
+    /// The kernel's directory of such pages; of base pages there is none.
     const fn kernel(self) -> &'static str {
         match self {
+            Self::Base => "hugepages",
             Self::Huge => "hugepages/hugepages-2048kB",
             Self::Gib => "hugepages/hugepages-1048576kB",
         }
@@ -60,7 +83,10 @@ impl Page {
 
     /// Memory of `struct page`s that the kernel frees for each page (HVO): all but the first 4 KiB of them.
     pub(crate) const fn vmemmap_freed(self) -> u64 {
-        self.bytes() / PAGE_SIZE as u64 * 64 - PAGE_SIZE as u64
+        match self {
+            Self::Huge | Self::Gib => self.bytes() / PAGE_SIZE as u64 * 64 - PAGE_SIZE as u64,
+            Self::Base => 0,
+        }
     }
 }
 
@@ -78,7 +104,7 @@ pub struct Host {
 }
 
 /// Huge pages of a node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pages {
     /// Reserved pages. Surplus pages are not among them.
     pub total: u64,
@@ -133,11 +159,14 @@ impl Host {
         ranges(text.trim()).ok_or_else(|| io::Error::other(format!("the kernel lists its nodes as {:?}", text.trim())))
     }
 
-    /// Returns the huge pages of a node.
+    /// Returns the huge pages of a node. Of base pages the kernel reserves none.
     ///
     /// # Errors
     /// There is no such node, or the kernel has no huge pages of this size.
     pub fn pages(&self, node: u32) -> io::Result<Pages> {
+        if self.page == Page::Base {
+            return Ok(Pages::default());
+        }
         if let Some(pages) = self.pages_at_once(node)? {
             return Ok(pages);
         }
@@ -176,6 +205,9 @@ impl Host {
     /// # Errors
     /// This process lacks the permission.
     pub fn change_pages(&self, node: u32, by: i64) -> io::Result<i64> {
+        if self.page == Page::Base {
+            return Ok(by);
+        }
         let _lock = self.lock()?;
         let before = self.pages(node)?.total;
         let now = self.write_pages(node, before.saturating_add_signed(by))?;
@@ -193,6 +225,9 @@ impl Host {
     /// # Errors
     /// This process lacks the permission.
     pub fn set_pages(&self, node: u32, total: u64) -> io::Result<u64> {
+        if self.page == Page::Base {
+            return Ok(total);
+        }
         let _lock = self.lock()?;
         self.write_pages(node, total)
     }

@@ -7,7 +7,7 @@
 use std::io;
 
 use ballast_base::Bytes;
-use ballast_pool::{Kind, NodeIdx, NodeSpec, SliceState};
+use ballast_pool::{NodeIdx, NodeSpec, SliceState};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{During, Error};
@@ -101,7 +101,7 @@ impl Reserve {
             return self.add(spec.numa, lent - each);
         }
         let unpromised = live.unpromised(live.on_demand()?);
-        let extents = live.pool.lend(at, Kind::Hugetlb, (each - lent).min(unpromised));
+        let extents = live.pool.lend(at, page.class().kind(), (each - lent).min(unpromised));
         for brick in extents.iter().flat_map(|extent| live.pool.bricks(*extent)).collect::<Vec<_>>() {
             live.empty(brick, |state| state == SliceState::Borrow)?;
         }

@@ -1,4 +1,4 @@
-//! The memory of a pool on this host: huge pages of one size in files, reserved, lent, zeroed, and handed to VMs.
+//! The memory of a pool on this host: pages of one size in files, reserved, lent, zeroed, and handed to VMs.
 //!
 //! ```text
 //! grow ─► the kernel reserves pages ─► refill (allocates, so zeroes) ─► grant ─► a VM maps the files
@@ -9,22 +9,25 @@
 //! [`host`] reads and sets the kernel's number of huge pages for each node. [`balance`] decides how much each node
 //! gives. [`files`] are the bricks, named files in a hugetlbfs of our own. [`journal`] lets the next owner repair the
 //! kernel's number if an owner dies during a change. [`failed`] finds memory that failed. [`refill`] is the worker's
-//! part. `owed` keeps account of surplus pages of others that count as reserved. [`reserve`] combines all of these;
-//! [`lend`], `demand` (memory that comes as it is touched) and [`overview`] add to it.
+//! part. `spare` bounds what a pool of base pages takes, of which the kernel reserves none. `owed` keeps account of
+//! surplus pages of others that count as reserved. [`reserve`] combines all of these; [`lend`], `demand` (memory that
+//! comes as it is touched) and [`overview`] add to it.
 //!
 //! One directory has everything: the state of `ballast-pool`, the names of the VMs that have memory, the journal, and
-//! the mount with the bricks. Nothing else is stored, no process is asked, and no descriptor passes from one owner to
-//! the next. A process that opens the directory gets the pool as it was. The kernel tells whether a VM is gone
-//! (`sys/src/huge_files.rs`): no descriptor, no mapping and no message in flight refers to its files.
+//! the mount with the bricks (a hugetlbfs; of base pages a tmpfs). Nothing else is stored, no process is asked, and no
+//! descriptor passes from one owner to the next. A process that opens the directory gets the pool as it was. The kernel
+//! tells whether a VM is gone (`sys/src/huge_files.rs`): no descriptor, no mapping and no message in flight refers to
+//! its files.
 //!
 //! **Zeroing.** A page that a VM had is not overwritten. It is punched out of its file, and the kernel allocates
 //! another page, which it zeroes. So it does not matter who still holds the old page (a device, or a pipe that the VMM
 //! filled by `vmsplice`). As long as a process does, the kernel has one page less, and the slice waits.
 //!
 //! Before: a host with memory to spare. After: zeroed memory in files, with its pages allocated. Threads: the owner's
-//! thread, and a worker's that has a [`Job`]. Units: slices, of one page each: 2 MiB, or 1 GiB in a pool of such pages.
-//! Promise: no mapping of guest memory and no unsafe code. Two processes never own one pool. If a process dies at any
-//! moment, the pool can be opened again, and every page of the kernel's reservation has an owner.
+//! thread, and a worker's that has a [`Job`]. Units: slices, of one page each: 2 MiB, or 1 GiB in a pool of such pages;
+//! in one of base pages, 2 MiB of them. Promise: no touch of guest memory and no unsafe code. Two processes never own
+//! one pool. If a process dies at any moment, the pool can be opened again, and every page of the kernel's reservation
+//! has an owner.
 #![forbid(unsafe_code)]
 
 pub mod balance;
@@ -45,6 +48,7 @@ mod promises;
 pub mod refill;
 pub mod reserve;
 mod shared;
+mod spare;
 
 pub use balance::Want;
 pub use error::Error;

@@ -36,7 +36,7 @@ pub const FILES: &str = Page::Huge.files();
 #[derive(Debug)]
 pub(crate) struct Live {
     pub(crate) pool: Pool<Shared>,
-    /// Each slice is one page.
+    /// Each slice is one page, or 2 MiB of base pages.
     pub(crate) page: Page,
     pub(crate) files: Files,
     pub(crate) names: BTreeMap<u64, String>,
@@ -51,8 +51,7 @@ pub(crate) struct Live {
 impl Live {
     pub(crate) fn new(dir: &Path, pool: Pool<Shared>, page: Page) -> Result<Self, Error> {
         let brick = page.size(pool.layout().brick_slices());
-        let files =
-            Files::open(&dir.join(page.files()), page, brick).during("Opening the pool's file system (hugetlbfs)")?;
+        let files = Files::open(&dir.join(page.files()), page, brick).during("Opening the pool's file system")?;
         let mut names: BTreeMap<u64, String> =
             journal::load(&dir.join("names.json")).during("Reading who has what")?.unwrap_or_default();
         // The owner died before this VM got memory, so no VM has the name.
@@ -210,8 +209,9 @@ impl Live {
         let Extent { start, slices } = dirty.extent();
         let node = Some(self.numa_of(start)).filter(|_| self.pool.layout().nodes().count() > 1);
         let brick = self.page.size(self.pool.layout().brick_slices());
+        let (page, offset, len) = (self.page, self.offset(start), self.page.size(slices).0);
         match self.files.get(self.number(start)) {
-            Ok(file) => Ok(Job { dirty, file, brick, offset: self.offset(start), len: self.page.size(slices).0, node }),
+            Ok(file) => Ok(Job { dirty, file, page, brick, offset, len, node }),
             Err(error) => {
                 self.waiting.push(dirty);
                 Err(error).during("Opening a file of the pool")

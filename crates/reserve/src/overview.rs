@@ -78,7 +78,8 @@ pub struct Tenant {
 impl Reserve {
     /// Builds the overview.
     pub fn overview(&self) -> Overview {
-        let notes = self.notes.clone();
+        let mut notes = self.notes.clone();
+        notes.extend(self.why_not_filled());
         let Some(live) = &self.live else { return Overview { notes, ..Overview::default() } };
         let nodes: Vec<Node> = live.nodes();
         let page = self.host.page();
@@ -126,7 +127,7 @@ impl Live {
                     reserved: page.size(stats.slices - stats.holes - stats.lent),
                     ready: page.size(stats.ready - stats.fenced),
                     ready_aligned: match page {
-                        Page::Huge => page.size((stats.ready_aligned + stats.ready_gib) * FRAME_SLICES),
+                        Page::Huge | Page::Base => page.size((stats.ready_aligned + stats.ready_gib) * FRAME_SLICES),
                         Page::Gib => page.size(stats.ready - stats.fenced),
                     },
                     used: page.size(stats.used + stats.mce_used),

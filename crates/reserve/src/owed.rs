@@ -22,6 +22,7 @@ use ballast_sys::memfd;
 
 use crate::balance::margin;
 use crate::error::{During, Error};
+use crate::host::Page;
 use crate::journal;
 use crate::reserve::Reserve;
 
@@ -68,7 +69,8 @@ impl Reserve {
     /// # Errors
     /// The kernel does not report its numbers, or refuses.
     pub fn replenish(&mut self, found_a_page: bool) -> Result<(), Error> {
-        let Some(live) = &self.live else { return Ok(()) };
+        // Of base pages the kernel reserves none: what finds no page waits for the host.
+        let Some(live) = self.live.as_ref().filter(|live| live.page != Page::Base) else { return Ok(()) };
         self.in_vain = if found_a_page || live.waiting.is_empty() { 0 } else { self.in_vain + 1 };
         if self.in_vain < IN_VAIN {
             return Ok(());

@@ -11,6 +11,7 @@ use ballast_base::Bytes;
 use ballast_pool::{Dirty, Zeroed};
 
 use crate::files;
+use crate::host::Page;
 
 /// A slice to fill.
 #[derive(Debug)]
@@ -18,6 +19,7 @@ use crate::files;
 pub struct Job {
     pub(crate) dirty: Dirty,
     pub(crate) file: Arc<OwnedFd>,
+    pub(crate) page: Page,
     pub(crate) brick: Bytes,
     pub(crate) offset: u64,
     pub(crate) len: u64,
@@ -33,7 +35,7 @@ pub struct Done(pub(crate) Result<Zeroed, (Dirty, std::io::Error)>);
 impl Job {
     /// Runs the job.
     pub fn run(self) -> Done {
-        let Self { dirty, file, brick, offset, len, node } = self;
-        Done(dirty.zero(|_| files::refill(&file, brick, offset, len, node)))
+        let Self { dirty, file, page, brick, offset, len, node } = self;
+        Done(dirty.zero(|_| files::refill(&file, page, brick, offset, len, node)))
     }
 }

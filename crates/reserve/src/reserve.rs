@@ -15,9 +15,7 @@ use std::path::{Path, PathBuf};
 use ballast_base::pool::Nodes;
 use ballast_base::wire::MAX_FILES;
 use ballast_base::{Bytes, Extent as FileExtent};
-use ballast_pool::{
-    Class, Extent, FRAME_SLICES, Invalid, Kind, Layout, Mode, NodeSpec, Pool, Request, SliceState, VmId,
-};
+use ballast_pool::{Class, Extent, FRAME_SLICES, Invalid, Layout, Mode, NodeSpec, Pool, Request, SliceState, VmId};
 
 use crate::balance::{self, NodeMemory, Want};
 use crate::error::{During, Error};
@@ -116,13 +114,10 @@ impl Reserve {
         // The state has no place for memory that was added to the host after the pool was created.
         let (here, late): (Vec<u32>, Vec<u32>) = nodes.into_iter().partition(|numa| live.node(*numa).is_ok());
         let asked: Vec<u32> = here.into_iter().filter(|numa| node.is_none_or(|node| node == *numa)).collect();
-        let rooms = asked.iter().map(|numa| {
-            let memory = self.host.memory(*numa).during("Asking for a node's memory")?;
-            Ok(NodeMemory { numa: *numa, has: self.has(*numa), memory })
-        });
-        let rooms = rooms.collect::<Result<Vec<_>, Error>>()?;
-        let available = self.host.available().during("Asking for the host's memory")?;
-        let shares = balance::divide(want, &rooms, available, self.host.page());
+        let room =
+            |numa: &u32| Ok(NodeMemory { numa: *numa, has: self.has(*numa), memory: self.memory_to_take(*numa)? });
+        let rooms = asked.iter().map(room).collect::<Result<Vec<_>, Error>>()?;
+        let shares = balance::divide(want, &rooms, self.available_to_take()?, self.host.page());
         self.notes = shares.notes;
         let late = late.iter().filter(|_| node.is_none());
         self.notes.extend(late.map(|numa| format!("node {numa} is younger than the pool, and gives it nothing")));
@@ -147,7 +142,7 @@ impl Reserve {
         // A VM with all of the host's memory fits into the number of files that a VM may have, up to files of 1 GiB.
         let all: u64 = specs.iter().map(|spec| u64::from(spec.slices)).sum();
         let default = match page {
-            Page::Huge => (all / MAX_FILES as u64).next_power_of_two().clamp(32, FRAME_SLICES.into()),
+            Page::Huge | Page::Base => (all / MAX_FILES as u64).next_power_of_two().clamp(32, FRAME_SLICES.into()),
             Page::Gib => 1,
         };
         let slices = brick.map_or(default, |brick| brick.0 / page.bytes());
@@ -157,7 +152,7 @@ impl Reserve {
         }
         let layout = Layout::new(&specs, u32::try_from(slices).unwrap_or(u32::MAX), VMS);
         let layout = layout.map_err(|error| Error::Request(error.to_string()))?;
-        const WHAT: &str = "Making the pool's file system (hugetlbfs)";
+        const WHAT: &str = "Making the pool's file system";
         let files = self.dir.join(self.host.page().files());
         Files::open(&files, page, page.size(layout.brick_slices())).during(WHAT)?;
         self.mark_files(&files)?;
@@ -165,8 +160,9 @@ impl Reserve {
         Ok(())
     }
 
-    /// Makes the kernel reserve more pages of a node, first for slices that were lent.
+    /// Makes the kernel reserve more pages of a node, first for slices that were lent. Base pages are filled later.
     pub(crate) fn add(&mut self, numa: u32, more: u32) -> Result<(), Error> {
+        let more = self.most_to_take(numa, more)?;
         let Some(live) = &self.live else { return Ok(()) };
         let node = live.node(numa)?;
         // The kernel first converts surplus pages of others, which the pool cannot use.
@@ -188,7 +184,7 @@ impl Reserve {
         let mut left = got;
         for (state, by) in [(SliceState::Borrow, Pool::take_back as Take), (SliceState::Hole, Pool::reserve as Take)] {
             for extent in live.runs(node, state, left) {
-                by(&mut live.pool, extent, Class::Huge)?;
+                by(&mut live.pool, extent, live.page.class())?;
                 left -= extent.slices;
             }
         }
@@ -222,7 +218,7 @@ impl Reserve {
         // The name is stored first. A name without a VM is forgotten; a VM without a name would have no known owner.
         live.names.insert(id.get(), name.to_owned());
         journal::store(&names, &live.names).during("Writing who has what")?;
-        let request = Request { vm: VmId(id), domain, kind: Kind::Hugetlb, mode, parts };
+        let request = Request { vm: VmId(id), domain, kind: page.class().kind(), mode, parts };
         let given = live.pool.allocate(&request).map_err(|why| Error::Refused(why, page)).and_then(|grant| {
             let kept = if live.promises.is_empty() { Ok(()) } else { live.keeps_promises() };
             let cut = kept.and_then(|()| live.cut(id.get(), &grant.segments));
@@ -274,22 +270,36 @@ impl Reserve {
     pub fn is_at_rest(&self) -> bool {
         let is_unused =
             |live: &Live| live.pool.tenants().next().is_none() && live.promises.is_empty() && live.waiting.is_empty();
-        self.live.as_ref().is_none_or(is_unused) && !self.is_zeroing() && self.owed().is_ok_and(|owed| owed.is_empty())
+        self.live.as_ref().is_none_or(is_unused) && !self.has_dirty() && self.owed().is_ok_and(|owed| owed.is_empty())
     }
 
     /// Returns a job for a worker: a slice to zero.
     ///
     /// # Errors
-    /// Its file cannot be opened.
+    /// Its file cannot be opened, or the kernel does not report its memory.
     pub fn next_job(&mut self) -> Result<Option<Job>, Error> {
+        let fills = self.nodes_to_fill()?;
         let Some(live) = &mut self.live else { return Ok(None) };
-        let Some(dirty) = live.pool.next_dirty(1) else { return Ok(None) };
-        live.job(dirty).map(Some)
+        // Slices of nodes that have no memory to spare stay as they are.
+        let mut passed = Vec::new();
+        let mut next = None;
+        while !fills.is_empty()
+            && let Some(dirty) = live.pool.next_dirty(1)
+        {
+            if fills.contains(&live.numa_of(dirty.extent().start)) {
+                next = Some(dirty);
+                break;
+            }
+            passed.push(dirty);
+        }
+        passed.into_iter().for_each(|dirty| live.pool.put_back(dirty));
+        next.map(|dirty| live.job(dirty)).transpose()
     }
 
     /// Returns jobs for the slices that found no page before. Slices whose file cannot be opened continue to wait.
     pub fn jobs_again(&mut self) -> Vec<Job> {
-        let Some(live) = &mut self.live else { return Vec::new() };
+        let fills = self.nodes_to_fill().unwrap_or_default();
+        let Some(live) = self.live.as_mut().filter(|_| !fills.is_empty()) else { return Vec::new() };
         std::mem::take(&mut live.waiting).into_iter().filter_map(|dirty| live.job(dirty).ok()).collect()
     }
 
@@ -309,8 +319,13 @@ impl Reserve {
         }
     }
 
-    /// Returns whether slices must be zeroed and do not wait for a page.
+    /// Returns whether slices must be zeroed, and can be: they do not wait for a page, or for the host.
     pub fn is_zeroing(&self) -> bool {
+        self.has_dirty() && self.nodes_to_fill().is_ok_and(|nodes| !nodes.is_empty())
+    }
+
+    /// Returns whether slices must be zeroed and do not wait for a page.
+    pub(crate) fn has_dirty(&self) -> bool {
         let Some(live) = &self.live else { return false };
         let stats = live.pool.layout().nodes().filter_map(|(node, _)| live.pool.stats(node));
         stats.map(|stats| stats.dirty + stats.zeroing).sum::<u32>() > live.waiting.len() as u32

@@ -162,6 +162,34 @@ fn another_page_takes_the_place_of_a_failed_one_that_left_its_file_unseen() {
 }
 
 #[test]
+fn a_base_page_that_fails_while_nobody_has_it_takes_its_slice_out_of_use_and_a_vms_own_goes_with_its_file() {
+    let Some(place) = Place::of(Page::Base) else { return };
+    let Some(mut reserve) = pool(&place) else { return };
+    let path = place.dir().join("4K/brick-0");
+    let file = std::fs::File::options().read(true).write(true).open(path).expect("its file");
+    let ram = Mapping::shared(&file, 0, 16 * MIB as usize).expect("map");
+    fail(&ram, 2 * HUGE_SIZE + 5 * PAGE_SIZE).expect("MADV_HWPOISON");
+    drop(ram);
+    let said = grant(&mut reserve, "all", 32).expect_err("one is missing");
+    assert!(said.contains("it wants 16 slices, and 15 are ready"), "{said}");
+    assert_eq!((failed(&reserve), reserve.take_failures().len()), (SLICE, 1));
+    let held = grant(&mut reserve, "rest", 30).expect("the rest is whole");
+    let ram = map(&held);
+    assert!(is_zero(&ram));
+    fail(&ram, 4 * HUGE_SIZE).expect("MADV_HWPOISON");
+    assert_eq!(reserve.tend().expect("tend"), 0, "it lives");
+    assert!(reserve.take_failures().is_empty(), "the pager finds it");
+    drop((ram, held));
+    assert_eq!(reserve.tend().expect("tend"), 1);
+    zero_all(&mut reserve);
+    drop(reserve);
+    let mut reserve = place.open();
+    assert_eq!((failed(&reserve), sum(&reserve, |node| node.ready)), (SLICE, 30 * MIB));
+    assert!(is_zero(&map(&grant(&mut reserve, "next", 30).expect("all that is whole"))));
+    reserve.validate().expect("valid");
+}
+
+#[test]
 fn a_page_of_a_gib_of_which_a_part_failed_is_its_vms_who_is_named_and_the_next_one_does_not_get_it() {
     let Some(place) = Place::of(Page::Gib) else { return };
     let Some(mut reserve) = can_fail().then(|| place.pool(2 << 10, 1 << 10)).flatten() else { return };

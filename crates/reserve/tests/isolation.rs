@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGE_SIZE};
 use ballast_pool::Mode;
-use ballast_reserve::Grant;
+use ballast_reserve::{Grant, Page};
 use ballast_sys::Mapping;
 
 use common::{Place, SECRET, grant, map, sum, zero_all};
@@ -102,8 +102,15 @@ enum Keep {
 
 #[test]
 fn whatever_is_kept_of_a_brick_keeps_it_from_every_other_vm() {
+    for page in [Page::Huge, Page::Base] {
+        if let Some(place) = Place::of(page) {
+            keeps_it_from_others(&place);
+        }
+    }
+}
+
+fn keeps_it_from_others(place: &Place) {
     use rustix::fs::{Mode as Rights, OFlags, open};
-    let Some(place) = Place::new() else { return };
     let Some(mut reserve) = place.pool(32, 32) else { return };
     for keep in [Keep::Descriptor, Keep::NameOnly, Keep::OnItsWay, Keep::Mapping, Keep::Child] {
         let spy = grant(&mut reserve, "spy", 2);

@@ -8,10 +8,10 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
 use ballast_base::pool::Nodes;
-use ballast_base::{Bytes, HUGE_SIZE, MIB};
+use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGE_SIZE};
 use ballast_needs::skip;
 use ballast_pool::Mode;
-use ballast_reserve::{Grant, Host, Reserve, Want};
+use ballast_reserve::{Grant, Host, Page, Reserve, Want};
 use ballast_sys::Mapping;
 
 use common::{Place, zero_all};
@@ -38,12 +38,17 @@ fn pages_by_node(grant: &Grant) -> BTreeMap<u32, u64> {
             assert_eq!(map.words(at, 1)[0].load(Ordering::Relaxed), 0);
             map.words(at, 1)[0].store(1, Ordering::Relaxed);
         }
+        map.populate(0, map.len()).expect("map every page");
         let text = std::fs::read_to_string("/proc/self/numa_maps").expect("numa_maps");
         let start = format!("{:x} ", map.addr());
         let line = text.lines().find(|line| line.starts_with(&start)).expect("its line");
+        // Base pages are counted one by one, also where they are parts of a huge one.
+        let of_slice = if line.ends_with("kernelpagesize_kB=4") { HUGE_SIZE / PAGE_SIZE } else { 1 } as u64;
         for word in line.split(' ').filter_map(|word| word.strip_prefix('N')) {
             let (node, count) = word.split_once('=').expect("N0=1");
-            *pages.entry(node.parse().expect("a node")).or_default() += count.parse::<u64>().expect("a number");
+            let count = count.parse::<u64>().expect("a number");
+            assert!(count.is_multiple_of(of_slice), "{line}");
+            *pages.entry(node.parse().expect("a node")).or_default() += count / of_slice;
         }
     }
     pages
@@ -56,7 +61,13 @@ fn grant(reserve: &mut Reserve, mib: u64, nodes: &Nodes) -> Grant {
 #[test]
 fn a_vms_pages_are_of_the_nodes_that_were_asked_for_also_after_another_vm_had_them() {
     let Some([one, other]) = two_nodes() else { return };
-    let Some(place) = Place::new() else { return };
+    for page in [Page::Huge, Page::Base] {
+        let Some(place) = Place::of(page) else { return };
+        come_from_the_nodes(&place, one, other);
+    }
+}
+
+fn come_from_the_nodes(place: &Place, one: u32, other: u32) {
     let Some(mut reserve) = place.pool_of(128, 16, None) else { return };
     let sizes: Vec<u64> = reserve.overview().nodes.iter().map(|node| node.ready.0 / MIB).collect();
     assert_eq!(sizes[..2], [64, 64], "balanced");

@@ -1,7 +1,6 @@
-//! Files of huge pages that a pool consists of: their file system, the node of their pages, and whether another process
-//! has them.
+//! Files that a pool consists of: their file system, the node of their pages, and whether another process has them.
 //!
-//! Before: `reserve` wants memory that outlives every process. After: files in a hugetlbfs of our own.
+//! Before: `reserve` wants memory that outlives every process. After: files in a hugetlbfs of our own, or in a tmpfs.
 //! Threads: any; [`on_node`] is about the calling thread alone. Units: bytes.
 //! Promise: nothing here maps a file or reads one.
 
@@ -23,10 +22,32 @@ pub fn mount(dir: &Path, page: Bytes) -> io::Result<()> {
     if memfd::ram_page(std::fs::File::open(dir)?)? != Some(page) {
         let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
         let options = CString::new(format!("pagesize={},mode=0700", page.0))?;
-        mount_call(c"ballast-pool", dir, flags, Some(&options))?;
+        mount_call(c"hugetlbfs", c"ballast-pool", dir, flags, Some(&options))?;
     }
-    // A door below it would otherwise appear below every other door, too.
-    mount_call(c"none", dir, libc::MS_PRIVATE, None)
+    keep_private(dir)
+}
+
+/// Mount a tmpfs at this directory, unless one is there. Only its owner may enter it.
+///
+/// It has no limit: where a file of it is full, guests would wait for pages. Nothing of it is swapped, where the kernel
+/// can be told (Linux 6.4): what is filled is there. Its files get huge pages by a collapse alone, so that a page which
+/// a VM has freed returns as one of 4 KiB.
+///
+/// # Errors
+/// This process may not mount. Caused by the setting.
+pub fn mount_shmem(dir: &Path) -> io::Result<()> {
+    if !is_mount(dir)? {
+        let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+        let mount = |options| mount_call(c"tmpfs", c"ballast-pool", dir, flags, Some(options));
+        let mounted = mount(c"mode=0700,size=0,nr_inodes=0,huge=never,noswap");
+        mounted.or_else(|_| mount(c"mode=0700,size=0,nr_inodes=0,huge=never"))?;
+    }
+    keep_private(dir)
+}
+
+/// A door below it would otherwise appear below every other door, too.
+fn keep_private(dir: &Path) -> io::Result<()> {
+    mount_call(c"none", c"none", dir, libc::MS_PRIVATE, None)
 }
 
 /// Make a *door* to this file system: the directory `door` shows it as well, as a mount of its own. The kernel knows
@@ -36,7 +57,7 @@ pub fn mount(dir: &Path, page: Bytes) -> io::Result<()> {
 /// If this process may not mount.
 pub fn open_door(dir: &Path, door: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new().mode(0o700).create(door)?;
-    mount_call(&path(dir)?, door, libc::MS_BIND, None)
+    mount_call(c"none", &path(dir)?, door, libc::MS_BIND, None)
 }
 
 /// Remove a door if no process has a file that was opened through it: no descriptor, not even one that only names it
@@ -71,11 +92,17 @@ fn path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-fn mount_call(source: &CStr, target: &Path, flags: libc::c_ulong, options: Option<&CStr>) -> io::Result<()> {
+fn mount_call(
+    kind: &CStr,
+    source: &CStr,
+    target: &Path,
+    flags: libc::c_ulong,
+    options: Option<&CStr>,
+) -> io::Result<()> {
     let (target, options) = (path(target)?, options.map_or(std::ptr::null(), CStr::as_ptr));
     // SAFETY: all arguments are C strings that live for the length of the call, which only reads them; no options are a
     // null pointer.
-    let done = unsafe { libc::mount(source.as_ptr(), target.as_ptr(), c"hugetlbfs".as_ptr(), flags, options.cast()) };
+    let done = unsafe { libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, options.cast()) };
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
@@ -151,6 +178,29 @@ mod tests {
         drop(own);
         let unmounted = std::process::Command::new("umount").arg(&pool).status().expect("umount");
         assert!(unmounted.success());
+    }
+
+    #[test]
+    fn a_tmpfs_is_mounted_once_and_has_doors_that_stay_while_anybody_has_a_file_of_it() {
+        if !rustix::process::geteuid().is_root() {
+            return ballast_needs::skip("root", "only root mounts file systems");
+        }
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
+        let (pool, door) = (dir.path().join("pool"), dir.path().join("pool/door"));
+        std::fs::create_dir(&pool).expect("make");
+        mount_shmem(&pool).expect("mount");
+        std::fs::File::create_new(pool.join("file")).expect("make").set_len(1 << 21).expect("size");
+        mount_shmem(&pool).expect("again");
+        open_door(&pool, &door).expect("a door");
+        let file = std::fs::File::open(door.join("file")).expect("it is the same file system");
+        assert!(memfd::is_shmem(&file).expect("stat"));
+        let map = Mapping::shared_read_only(&file, 0, 1 << 21).expect("map");
+        drop(file);
+        assert!(!close_door(&door).expect("ask"), "it is mapped");
+        drop(map);
+        assert!(close_door(&door).expect("ask"));
+        let unmounted = std::process::Command::new("umount").arg(&pool).status().expect("umount");
+        assert!(unmounted.success() && !is_mount(&pool).expect("ask"));
     }
 
     #[test]

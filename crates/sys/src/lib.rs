@@ -29,6 +29,7 @@ pub mod numa;
 pub mod peer;
 pub mod perf;
 pub mod pins;
+pub mod prefill;
 pub mod presence;
 pub mod priority;
 pub mod probe;

@@ -172,6 +172,14 @@ impl Mapping {
         Ok(())
     }
 
+    /// Make the 2 MiB from `offset` on one huge page of shared memory, if the kernel can: an address and an offset that
+    /// are multiples of that, and at least one page of the file there. Holes become zeros. Returns whether it is one.
+    pub fn collapse(&self, offset: usize) -> bool {
+        let ptr = self.ptr(offset, HUGE_SIZE);
+        // SAFETY: the range is inside the mapping; the advice changes which memory holds it, and no byte of it.
+        unsafe { libc::madvise(ptr.cast(), HUGE_SIZE, crate::remote::MADV_COLLAPSE) == 0 }
+    }
+
     /// Have the memory of a page fail, as if the hardware had reported it: for tests. Its bytes are lost, here and in
     /// the file. The calling thread gets a `SIGBUS`, as a thread does that touches failed memory.
     ///

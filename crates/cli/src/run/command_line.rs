@@ -143,7 +143,7 @@ fn wanted(options: &[Opt], backing: Backing) -> Result<Wanted, String> {
     };
     let huge = match backing {
         Backing::Pool(pages) if !size.0.is_multiple_of(pages.size().0) => {
-            return Err(format!("guest RAM of {size} is no multiple of {}, the pages of --pool {pages}", pages.size()));
+            return Err(format!("guest RAM of {size} is no multiple of {}, the unit of --pool {pages}", pages.size()));
         }
         Backing::Pool(pages) => format!(",hugetlb=on,hugetlbsize={}", huge_size(pages)),
         _ => String::new(),

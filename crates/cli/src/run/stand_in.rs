@@ -24,16 +24,18 @@ pub(super) fn check_stand_in(object: &Opt, pages: Pages) -> Result<(), String> {
     }
 }
 
-/// The size of these pages as QEMU's options have it.
+/// The size of the huge pages that stand in for these, as QEMU's options have it.
 pub(super) fn huge_size(pages: Pages) -> &'static str {
     if pages == Pages::Gib { "1G" } else { "2M" }
 }
 
-/// Is this the size of these pages, in one of QEMU's spellings?
+/// Is this that size, in one of QEMU's spellings?
 pub(super) fn is_size(size: &str, pages: Pages) -> bool {
     let size = size.to_ascii_lowercase();
     match pages {
-        Pages::Slices | Pages::Mix | Pages::OnDemand => matches!(size.as_str(), "2m" | "2048k" | "2097152"),
+        Pages::Slices | Pages::Mix | Pages::OnDemand | Pages::Base => {
+            matches!(size.as_str(), "2m" | "2048k" | "2097152")
+        }
         Pages::Gib => matches!(size.as_str(), "1g" | "1024m" | "1048576k" | "1073741824"),
     }
 }

@@ -1,7 +1,8 @@
 //! The engine's part of the pool: one engine has it at a time, zeroes what VMs leave, and gives VMs memory.
 //!
 //! Before: the keeper said where it is. After: the API shows and changes it, and VMMs that connect to its socket get
-//! files (`ballast-reserve` says how). Its pages of 2 MiB and those of 1 GiB are two reserves, each with a directory.
+//! files (`ballast-reserve` says how). Its pages of 2 MiB, of 1 GiB and of 4 KiB are reserves of their own, each with a
+//! directory.
 //! Threads: one that takes the pool, looks for VMs that are gone, and zeroes; one that listens, and one for each VMM
 //! that asks, which may wait until enough is zeroed. Connections are closed on threads of their own
 //! (`ballast_keeper::Closer`), because the close of what a VMM sent may wait for ever.
@@ -10,25 +11,23 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use ballast_api::{LendRequest, PoolPages, PoolRequest, PoolStat};
-use ballast_base::pool::{Given, Nodes, Pages, Take};
+use ballast_base::pool::{Given, Nodes, Take};
 use ballast_base::{Bytes, wire};
 use ballast_keeper::{Closer, HANGS_AFTER, MOST_STUCK, SentFd};
-use ballast_pool::{Mode, Refused};
+use ballast_pool::Refused;
 use ballast_reserve::{Error, Grant, Page, Reserve, Want};
 use ballast_sys::memfd::FileId;
 use ballast_sys::{clock, scm};
 
 use crate::engine::lending::Lender;
 use crate::engine::pool::demand::Demand;
-use crate::engine::pool_parts::{Jobs, Parts};
+use crate::engine::pool_parts::{self, Jobs, Parts};
 use crate::events::Events;
 use crate::settings::Pooling;
 
@@ -130,7 +129,7 @@ impl PoolService {
         *self.lock() = State::Ours(Box::new(parts));
         self.changed.notify_all();
         let (mut looked, mut again, mut lenders) =
-            (None::<Instant>, Instant::now(), [(); 2].map(|()| Lender::default()));
+            (None::<Instant>, Instant::now(), Page::ALL.map(|_| Lender::default()));
         let (mut listens, mut missing, mut completed) = (false, Vec::new(), None::<Instant>);
         loop {
             if completed.is_none_or(|at| at.elapsed() >= AGAIN_EVERY) {
@@ -171,7 +170,7 @@ impl PoolService {
         looked: &mut Option<Instant>,
         again: &mut Instant,
         wait: Option<Duration>,
-        lenders: &mut [Lender; 2],
+        lenders: &mut [Lender; 3],
         events: &Events,
     ) -> Result<(), Error> {
         self.demand.tell_if_short();
@@ -223,8 +222,13 @@ impl PoolService {
             return failed;
         }
         drop(state);
+        let mut pause = Duration::ZERO;
         while let Some((page, job)) = jobs.next() {
+            let begun = Instant::now();
             let done = job.run();
+            if page == Page::Base {
+                pause += begun.elapsed();
+            }
             let State::Ours(parts) = &mut *self.lock() else { return failed };
             // It was there when the job began, and no part goes.
             let Ok(part) = parts.of(page) else { continue };
@@ -235,6 +239,10 @@ impl PoolService {
             }
         }
         self.changed.notify_all();
+        if !pause.is_zero() {
+            // Base pages are filled from memory that others may want: for half of the time at most.
+            drop(self.changed.wait_timeout(self.lock(), pause));
+        }
         failed
     }
 
@@ -302,13 +310,7 @@ impl PoolService {
 
     /// Take memory for a VM; if it is there but dirty, wait until it is zeroed.
     fn take(&self, take: &Take) -> anyhow::Result<Grant> {
-        // A slice of the reserve of pages of 1 GiB is such a page.
-        let (page, mode) = match take.pages {
-            Pages::Slices => (Page::Huge, Some(Mode::Slices)),
-            Pages::Mix => (Page::Huge, Some(Mode::Mix)),
-            Pages::Gib => (Page::Gib, Some(Mode::Slices)),
-            Pages::OnDemand => (Page::Huge, None),
-        };
+        let (page, mode) = pool_parts::for_vm(take.pages);
         if mode.is_none() && take.nodes != Nodes::Any {
             bail!("memory on demand is of any node, and nodes {} are asked for", take.nodes);
         }
@@ -414,10 +416,7 @@ impl PoolService {
         pages: PoolPages,
         what: impl FnOnce(&mut Reserve) -> Result<(), Error>,
     ) -> Result<PoolStat, String> {
-        let page = match pages {
-            PoolPages::Huge => Page::Huge,
-            PoolPages::Gib => Page::Gib,
-        };
+        let page = pool_parts::for_operator(pages);
         let far = self.demand.far();
         let mut state = self.lock_when_left();
         match &mut *state {
@@ -434,14 +433,7 @@ impl PoolService {
 
     /// Is this one of its files?
     pub fn has(&self, file: FileId) -> bool {
-        let Some(place) = &self.place else { return false };
-        let device = |path: &Path| std::fs::metadata(path).map(|entry| entry.dev()).ok();
-        Page::BOTH.into_iter().any(|page| {
-            let dir = Parts::dir(&place.dir, page);
-            let files = device(&dir.join(page.files()));
-            // A folder that nothing is mounted on is of the same device as its parent.
-            files == Some(file.dev) && files != device(&dir)
-        })
+        self.place.as_ref().is_some_and(|place| pool_parts::has(&place.dir, file))
     }
 }
 

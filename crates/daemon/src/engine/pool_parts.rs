@@ -1,21 +1,26 @@
-//! The two parts of the pool, one for each size of huge pages: their directories, their work, and what the API shows.
+//! The parts of the pool, one for each size of pages: their directories, their work, and what the API shows.
 //!
 //! Before: `pool` opens the pool. After: it asks the part whose pages a request is about.
 //! Threads: the lock of `pool` is held, but for jobs, which run without it. Promise: a part that cannot be opened does
-//! not keep the other one from VMs. Pages of 2 MiB are zeroed first: to zero one of 1 GiB takes 100 ms or more, for
-//! which no VM on pages of 2 MiB waits twice.
+//! not keep the others from VMs. Pages of 2 MiB are zeroed first: to zero one of 1 GiB takes 100 ms or more, for which
+//! no VM on pages of 2 MiB waits twice. Base pages are filled last.
 
 use std::collections::VecDeque;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use ballast_api::{PoolNode, PoolStat, PoolVm};
+use ballast_api::{PoolNode, PoolPages, PoolStat, PoolVm};
+use ballast_base::pool::Pages;
+use ballast_pool::Mode;
 use ballast_reserve::{Error, Host, Job, Page, Reserve};
+use ballast_sys::memfd::FileId;
 
 /// The parts.
 #[derive(Debug)]
 pub(super) struct Parts {
     huge: Part,
     gib: Part,
+    base: Part,
 }
 
 /// A part, or why it cannot be used.
@@ -26,7 +31,7 @@ type Part = Result<Reserve, String>;
 pub(super) struct Jobs {
     jobs: VecDeque<(Page, Job)>,
     /// Jobs of each part that are left of those that found no page before, and whether one of them found one.
-    again: [(usize, bool); 2],
+    again: [(usize, bool); 3],
 }
 
 impl Parts {
@@ -35,10 +40,11 @@ impl Parts {
         match page {
             Page::Huge => pool.into(),
             Page::Gib => pool.join("gib"),
+            Page::Base => pool.join("base"),
         }
     }
 
-    /// Opens both, or the one that can be used.
+    /// Opens all, or those that can be used.
     ///
     /// # Errors
     /// Those of [`Reserve::open`]: another engine has a part, or none can be used.
@@ -47,20 +53,24 @@ impl Parts {
             Err(error @ Error::Taken(_)) => Err(error),
             part => Ok(part),
         };
-        match (open(Page::Huge)?, open(Page::Gib)?) {
-            (Err(error), Err(_)) => Err(error),
-            (huge, gib) => Ok(Self { huge: huge.map_err(why(Page::Huge)), gib: gib.map_err(why(Page::Gib)) }),
+        match (open(Page::Huge)?, open(Page::Gib)?, open(Page::Base)?) {
+            (Err(error), Err(_), Err(_)) => Err(error),
+            (huge, gib, base) => Ok(Self {
+                huge: huge.map_err(why(Page::Huge)),
+                gib: gib.map_err(why(Page::Gib)),
+                base: base.map_err(why(Page::Base)),
+            }),
         }
     }
 
     /// Tries to open a part again that could not be used. Returns why it still cannot be.
     pub fn complete(&mut self, pool: &Path) -> Option<String> {
-        for (page, part) in Page::BOTH.into_iter().zip([&mut self.huge, &mut self.gib]) {
+        for (page, part) in Page::ALL.into_iter().zip([&mut self.huge, &mut self.gib, &mut self.base]) {
             if part.is_err() {
                 *part = open(pool, page).map_err(why(page));
             }
         }
-        [&self.huge, &self.gib].into_iter().find_map(|part| part.as_ref().err().cloned())
+        [&self.huge, &self.gib, &self.base].into_iter().find_map(|part| part.as_ref().err().cloned())
     }
 
     /// The part with these pages.
@@ -71,13 +81,14 @@ impl Parts {
         let part = match page {
             Page::Huge => &mut self.huge,
             Page::Gib => &mut self.gib,
+            Page::Base => &mut self.base,
         };
         part.as_mut().map_err(|why| why.clone())
     }
 
     /// Those that can be used.
     pub fn each(&mut self) -> impl Iterator<Item = (Page, &mut Reserve)> {
-        let parts = Page::BOTH.into_iter().zip([&mut self.huge, &mut self.gib]);
+        let parts = Page::ALL.into_iter().zip([&mut self.huge, &mut self.gib, &mut self.base]);
         parts.filter_map(|(page, part)| Some((page, part.as_mut().ok()?)))
     }
 
@@ -86,7 +97,7 @@ impl Parts {
     /// # Errors
     /// What may be lent cannot be read.
     pub fn is_at_rest(&self) -> Result<bool, Error> {
-        let mut parts = [&self.huge, &self.gib].into_iter().flatten();
+        let mut parts = [&self.huge, &self.gib, &self.base].into_iter().flatten();
         parts.try_fold(true, |rest, part| Ok(rest && part.is_at_rest() && part.lending()?.is_none()))
     }
 
@@ -118,11 +129,10 @@ impl Parts {
         }
     }
 
-    /// What the API shows of both.
+    /// What the API shows of all.
     pub fn stat(&self) -> PoolStat {
-        let gib = stat(&self.gib);
-        let is_there = !gib.nodes.is_empty() || !gib.notes.is_empty();
-        PoolStat { gib: is_there.then(|| Box::new(gib)), ..stat(&self.huge) }
+        let of = |part| Some(stat(part)).filter(|part| !part.nodes.is_empty() || !part.notes.is_empty()).map(Box::new);
+        PoolStat { gib: of(&self.gib), base: of(&self.base), ..stat(&self.huge) }
     }
 }
 
@@ -150,12 +160,44 @@ impl Jobs {
     }
 }
 
+/// The part that memory for a VM comes from, and how; `None`: on demand. A slice of the part of pages of 1 GiB is such
+/// a page; of the one of base pages it is 2 MiB.
+pub(super) fn for_vm(pages: Pages) -> (Page, Option<Mode>) {
+    match pages {
+        Pages::Slices => (Page::Huge, Some(Mode::Slices)),
+        Pages::Mix => (Page::Huge, Some(Mode::Mix)),
+        Pages::Gib => (Page::Gib, Some(Mode::Slices)),
+        Pages::OnDemand => (Page::Huge, None),
+        Pages::Base => (Page::Base, Some(Mode::Slices)),
+    }
+}
+
+/// The part that an operator's request is about.
+pub(super) fn for_operator(pages: PoolPages) -> Page {
+    match pages {
+        PoolPages::Huge => Page::Huge,
+        PoolPages::Gib => Page::Gib,
+        PoolPages::Base => Page::Base,
+    }
+}
+
+/// Is this a file of the pool in this directory?
+pub(super) fn has(pool: &Path, file: FileId) -> bool {
+    let device = |path: &Path| std::fs::metadata(path).map(|entry| entry.dev()).ok();
+    Page::ALL.into_iter().any(|page| {
+        let dir = Parts::dir(pool, page);
+        let files = device(&dir.join(page.files()));
+        // A folder that nothing is mounted on is of the same device as its parent.
+        files == Some(file.dev) && files != device(&dir)
+    })
+}
+
 fn open(pool: &Path, page: Page) -> Result<Reserve, Error> {
     Reserve::open(&Parts::dir(pool, page), Host::default().with(page))
 }
 
 fn why(page: Page) -> impl Fn(Error) -> String {
-    move |error| format!("the pool's part of pages of {page} cannot be used: {error}")
+    move |error| format!("the pool's part of pages of {} cannot be used: {error}", page.name())
 }
 
 fn stat(part: &Part) -> PoolStat {
@@ -198,5 +240,6 @@ fn stat(part: &Part) -> PoolStat {
         for_demand_bytes: overview.for_demand.0,
         overcommit_percent: overview.overcommit,
         gib: None,
+        base: None,
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Before: a test wants memory of the pool. After: there is some, zeroed. Threads: one such daemon at a time.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -31,11 +32,12 @@ impl Pooled {
         Self::of(config, mib, PoolPages::Huge)
     }
 
-    /// The same of these pages; files of pages of 1 GiB have one.
+    /// The same of these pages; files of pages of 1 GiB have one. Of base pages the host has none reserved.
     pub fn of(config: &str, mib: u64, pages: PoolPages) -> Option<Self> {
         let (page, file_bytes) = match pages {
             PoolPages::Huge => (Page::Huge, Some(16 * MIB)),
             PoolPages::Gib => (Page::Gib, None),
+            PoolPages::Base => (Page::Base, Some(16 * MIB)),
         };
         let host = Host::default().with(page);
         if !rustix::process::geteuid().is_root() {
@@ -76,6 +78,7 @@ impl Pooled {
         match self.host.page() {
             Page::Huge => pool,
             Page::Gib => pool.gib.map_or_else(PoolStat::default, |gib| *gib),
+            Page::Base => pool.base.map_or_else(PoolStat::default, |base| *base),
         }
     }
 
@@ -86,19 +89,35 @@ impl Pooled {
         });
     }
 
-    /// Huge pages of the host beyond what it had.
+    /// Huge pages of the host beyond what it had; of base pages, the units of 2 MiB that the pool's files have.
     pub fn pages(&self) -> u64 {
+        if self.host.page() == Page::Base {
+            let files = std::fs::read_dir(self.mount()).expect("its files").flatten();
+            let bricks = files.filter(|entry| entry.file_name().to_string_lossy().starts_with("brick-"));
+            let sectors: u64 = bricks.map(|brick| brick.metadata().expect("stat").blocks()).sum();
+            return sectors * 512 / self.host.page().bytes();
+        }
         self.host.pages(0).expect("pages").total - self.before
+    }
+
+    /// The part of these pages.
+    pub fn part(&self) -> PathBuf {
+        let pool = self.dir.join("pool");
+        match self.host.page() {
+            Page::Huge => pool,
+            Page::Gib => pool.join("gib"),
+            Page::Base => pool.join("base"),
+        }
+    }
+
+    fn mount(&self) -> PathBuf {
+        self.part().join(self.host.page().files())
     }
 }
 
 impl Drop for Pooled {
     fn drop(&mut self) {
-        let pool = self.dir.join("pool");
-        let mount = match self.host.page() {
-            Page::Huge => pool.join("2M"),
-            Page::Gib => pool.join("gib/1G"),
-        };
+        let mount = self.mount();
         if mount.exists() {
             let _ = Command::new("umount").arg("-l").arg(mount).status();
         }

@@ -77,7 +77,7 @@ impl Bricks {
                 map.populate(offset, len).context("Filling a brick")?;
                 if kind == Kind::Shmem {
                     for at in (0..len).step_by(SLICE_SIZE as usize) {
-                        collapsed += u32::from(collapse(map, offset + at));
+                        collapsed += u32::from(map.collapse(offset + at));
                     }
                 }
                 Ok(())
@@ -145,15 +145,6 @@ fn place(bricks: &[Brick], brick: u32, extent: Extent) -> (&Mapping, usize, usiz
     let map = &bricks[(extent.start.0 / brick) as usize].map;
     let slices = |slices: u32| slices as usize * SLICE_SIZE as usize;
     (map, slices(extent.start.0 % brick), slices(extent.slices))
-}
-
-/// Collapse 2 MiB of a file in shared memory to a huge page. Returns whether it is one.
-fn collapse(map: &Mapping, offset: usize) -> bool {
-    /// Linux 6.1; not in `libc` for all targets.
-    const MADV_COLLAPSE: i32 = 25;
-    let ptr = map.ptr(offset, SLICE_SIZE as usize);
-    // SAFETY: the range is inside the mapping; the advice changes which memory holds it, and no byte of it.
-    unsafe { libc::madvise(ptr.cast(), SLICE_SIZE as usize, MADV_COLLAPSE) == 0 }
 }
 
 /// Guest RAM in the address space of a VMM, which the bench plays.

@@ -151,6 +151,7 @@ fn part(stat: &PoolStat, pages: PoolPages) -> PoolStat {
     match pages {
         PoolPages::Huge => stat.clone(),
         PoolPages::Gib => stat.gib.as_deref().cloned().unwrap_or_default(),
+        PoolPages::Base => stat.base.as_deref().cloned().unwrap_or_default(),
     }
 }
 

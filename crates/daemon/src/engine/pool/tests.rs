@@ -38,12 +38,12 @@ fn a_part_that_fails_keeps_neither_the_other_part_nor_what_is_to_be_zeroed() {
     let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
     let service = PoolService::new(Some(place.clone()));
     *service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("open")));
-    for file in ["pool/lending.json", "pool/gib/lending.json"] {
+    for file in ["pool/lending.json", "pool/gib/lending.json", "pool/base/lending.json"] {
         std::fs::write(dir.path().join(file), "no limits").expect("write");
     }
     let long_ago = Instant::now().checked_sub(AGAIN_EVERY).expect("the host is up");
-    let (mut looked, mut again, mut lenders) = (None, long_ago, [(); 2].map(|()| Lender::default()));
-    let mut round = |lenders: &mut [Lender; 2]| {
+    let (mut looked, mut again, mut lenders) = (None, long_ago, Page::ALL.map(|_| Lender::default()));
+    let mut round = |lenders: &mut [Lender; 3]| {
         let said = service.round(&mut looked, &mut again, None, lenders, &Events::default());
         assert!(looked.is_some() && again > long_ago, "it did not come to what is to be zeroed");
         said
