@@ -6,6 +6,8 @@
 
 mod common;
 
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
@@ -60,12 +62,14 @@ fn look(map: &Mapping, at: usize, is_new: bool) {
 #[test]
 fn a_vm_that_touches_as_much_as_it_is_told() {
     let Ok(what) = std::env::var(BE_A_VM) else { return };
-    let [name, mib, dir] = what.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("{what}") };
+    let [name, mib, nodes, dir] = what.splitn(4, ' ').collect::<Vec<_>>()[..] else { panic!("{what}") };
+    let nodes = if nodes == "any" { Nodes::Any } else { nodes.parse().expect("nodes") };
     let (size, dir) = (Bytes(mib.parse::<u64>().expect("a size") * MIB), Path::new(dir));
-    let wanted = Take { name: name.into(), size, pages: Pages::OnDemand, nodes: Nodes::Any };
+    let wanted = Take { name: name.into(), size, pages: Pages::OnDemand, nodes };
     let pieces = take(&dir.join("pool.sock"), &wanted).expect("memory");
-    assert_eq!(pieces.len(), 1);
-    let map = Mapping::shared(&pieces[0].fd, 0, size.0 as usize).expect("map");
+    let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
+    let map = Mapping::shared_pieces(&places).expect("map");
+    drop(places);
     let ram = Ram { hva: Hva(map.addr() as u64), extents: pieces, guest_address: None };
     let _client = Client::builder().ram(ram).name(name).socket(dir.join("attach.sock")).attach().expect("attach");
     let parent = rustix::process::getppid();
@@ -105,14 +109,30 @@ struct Vm {
 
 impl Vm {
     fn start(pooled: &Pooled, name: &'static str, mib: u64) -> Self {
+        Self::of(pooled, name, mib, "any")
+    }
+
+    fn of(pooled: &Pooled, name: &'static str, mib: u64, nodes: &str) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("own program"));
         command.args(["--exact", "a_vm_that_touches_as_much_as_it_is_told", "--nocapture"]);
-        command.env(BE_A_VM, format!("{name} {mib} {}", pooled.dir.display())).stdout(Stdio::null());
+        command.env(BE_A_VM, format!("{name} {mib} {nodes} {}", pooled.dir.display())).stdout(Stdio::null());
         let process = command.spawn().expect("start");
         let vm = Self { process, dir: pooled.dir.clone(), name, orders: 0 };
         let is_served = || pooled.daemon().api.vm(name).is_ok_and(|vm| vm.registered_bytes == mib * MIB);
         until("the VM is attached and served", is_served);
         vm
+    }
+
+    /// Pages of 2 MiB of each node that it has on demand.
+    fn pages_by_node(&self) -> BTreeMap<u32, u64> {
+        let maps = std::fs::read_to_string(format!("/proc/{}/numa_maps", self.process.id())).expect("its maps");
+        let mut pages = BTreeMap::new();
+        for word in maps.lines().filter(|line| line.contains("/on-demand-")).flat_map(|line| line.split(' ')) {
+            if let Some((node, count)) = word.strip_prefix('N').and_then(|word| word.split_once('=')) {
+                *pages.entry(node.parse().expect("a node")).or_default() += count.parse::<u64>().expect("a number");
+            }
+        }
+        pages
     }
 
     fn order(&mut self, mib: u64, again: bool) {
@@ -148,8 +168,17 @@ impl Drop for Vm {
     }
 }
 
+/// A pool on one node, of which more than there is can be promised.
 fn pool() -> Option<Pooled> {
-    if missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err()) {
+    pool_of(1)
+}
+
+fn pool_of(nodes: usize) -> Option<Pooled> {
+    let has = ballast_reserve::Host::default().nodes().expect("nodes").len();
+    let needs = if nodes == 1 { "one-node" } else { "numa" };
+    if missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
+        || missing(needs, (has != nodes).then(|| format!("this machine has {has} nodes")))
+    {
         return None;
     }
     let pooled = Pooled::start("quarantine_ms = 50\n", POOL)?;
@@ -187,10 +216,10 @@ fn a_vm_on_demand_has_what_it_touches_and_the_rest_is_promised_also_after_any_pr
         let said = take(&pooled.dir.join("pool.sock"), &wanted).expect_err("too much").to_string();
         assert!(said.contains("40 MiB are promised to VMs on demand, and 24 MiB are left"), "{said}");
     }
-    let one = Nodes::One(0);
-    let wanted = Take { name: "next".into(), size: Bytes(2 * MIB), pages: Pages::OnDemand, nodes: one };
+    let there = Nodes::One(99);
+    let wanted = Take { name: "next".into(), size: Bytes(2 * MIB), pages: Pages::OnDemand, nodes: there };
     let said = take(&pooled.dir.join("pool.sock"), &wanted).expect_err("of a node").to_string();
-    assert!(said.contains("of any node"), "{said}");
+    assert!(said.contains("the pool has no node 99"), "{said}");
     let lend = |bytes| LendRequest { bytes, ..LendRequest::default() };
     let lent = pooled.daemon().api.lend_pool(&lend(POOL * MIB)).expect("lend");
     assert!(lent.nodes[0].lent_bytes <= (POOL - VM) * MIB, "{lent:?}");
@@ -269,8 +298,8 @@ fn overcommit(pooled: &Pooled) {
 }
 
 /// Why so much more is not promised.
-fn refusal(pooled: &Pooled, mib: u64, pages: Pages) -> String {
-    let wanted = Take { name: "next".into(), size: Bytes(mib * MIB), pages, nodes: Nodes::Any };
+fn refusal(pooled: &Pooled, mib: u64, pages: Pages, nodes: Nodes) -> String {
+    let wanted = Take { name: "next".into(), size: Bytes(mib * MIB), pages, nodes };
     take(&pooled.dir.join("pool.sock"), &wanted).expect_err("too much").to_string()
 }
 
@@ -279,12 +308,12 @@ fn vms_that_were_promised_more_than_there_is_touch_all_of_it_in_turn_also_when_e
     const EACH: u64 = POOL * 3 / 4;
     let Some(mut pooled) = pool() else { return };
     let mut first = Vm::start(&pooled, "first", EACH);
-    let said = refusal(&pooled, EACH, Pages::OnDemand);
+    let said = refusal(&pooled, EACH, Pages::OnDemand, Nodes::Any);
     assert!(said.contains("48 MiB are promised to VMs on demand, and 16 MiB are left"), "{said}");
     overcommit(&pooled);
     let mut second = Vm::start(&pooled, "second", EACH);
     for pages in [Pages::OnDemand, Pages::Slices] {
-        let said = refusal(&pooled, 2, pages);
+        let said = refusal(&pooled, 2, pages, Nodes::Any);
         assert!(said.contains("0 B are left; 2 MiB are missing: up to 150 % of the 64 MiB"), "{said}");
         assert!(said.contains("which is 84 MiB now"), "a VM keeps an eighth: {said}");
     }
@@ -353,6 +382,40 @@ fn a_vm_that_touches_all_it_has_at_once_for_ever_does_not_keep_its_neighbour_fro
     greedy.tell(EACH);
     greedy.goes_on();
     drop((greedy, neighbour));
+    pooled.settled(POOL);
+    assert_eq!(pooled.pages(), POOL / 2, "a page is lost, or one too many");
+}
+
+#[test]
+fn pages_on_demand_are_of_the_nodes_that_were_asked_for_also_after_they_were_far() {
+    let Some(pooled) = pool_of(2) else { return };
+    let [one, other] = pooled.host.nodes().expect("nodes")[..] else { panic!("there were two") };
+    let counts = |pages: &[(u32, u64)]| pages.iter().copied().collect::<BTreeMap<_, _>>();
+    // Half of the pool is of each.
+    let mut far = Vm::of(&pooled, "far", 24, &other.to_string());
+    let mut both = Vm::of(&pooled, "both", 16, &format!("{one},{other}"));
+    let said = refusal(&pooled, 2, Pages::OnDemand, Nodes::One(other));
+    assert!(said.contains("32 MiB are promised to VMs on demand, and 0 B are left"), "{said}");
+    let request = PoolRequest { bytes: Some(POOL * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
+    let said = pooled.daemon().api.reserve_pool(&request).expect_err("two nodes").to_string();
+    assert!(said.contains("on a host with one node alone"), "{said}");
+    far.touch(24);
+    both.touch(16);
+    assert_eq!(far.pages_by_node(), counts(&[(other, 12)]));
+    assert_eq!(both.pages_by_node(), counts(&[(one, 4), (other, 4)]));
+    let old = pooled.daemon().kill_engine();
+    pooled.daemon().wait_for_engine_after(old);
+    pooled.daemon().vm("far");
+    pooled.daemon().api.set_limit("far", Some(8 * MIB)).expect("limit");
+    until("most of it is far", || pooled.daemon().vm("far").far_bytes >= 14 * MIB);
+    pooled.daemon().api.set_limit("far", None).expect("no limit");
+    far.touch(24);
+    both.touch(16);
+    assert_eq!(far.pages_by_node(), counts(&[(other, 12)]));
+    // What is left of the first node another VM gets at once.
+    let wanted = Take { name: "next".into(), size: Bytes(16 * MIB), pages: Pages::Slices, nodes: Nodes::Any };
+    assert_eq!(take(&pooled.dir.join("pool.sock"), &wanted).expect("it is left").len(), 1);
+    drop((far, both));
     pooled.settled(POOL);
     assert_eq!(pooled.pages(), POOL / 2, "a page is lost, or one too many");
 }

@@ -64,21 +64,23 @@ impl Files {
         Ok(std::fs::File::options().read(true).write(true).open(file)?.into())
     }
 
-    /// Creates the file of a VM on demand, as long as its memory and empty. It says what it is by a permission bit.
-    pub fn make_on_demand(&self, vm: u64, size: Bytes) -> io::Result<()> {
-        let mode = 0o600 | memfd::ON_DEMAND;
-        let file = std::fs::File::options().write(true).create_new(true).mode(mode).open(on_demand(&self.dir, vm))?;
+    /// Creates a file of a VM on demand, this part of its memory and empty. It says what it is by a permission bit, and
+    /// of which node its pages are to be.
+    pub fn make_on_demand(&self, vm: u64, part: usize, size: Bytes, node: Option<u32>) -> io::Result<()> {
+        let (mode, path) = (0o600 | memfd::ON_DEMAND, on_demand(&self.dir, vm, part));
+        let file = std::fs::File::options().write(true).create_new(true).mode(mode).open(path)?;
+        node.map_or(Ok(()), |node| memfd::set_on_demand_node(&file, node))?;
         file.set_len(size.0)
     }
 
     /// Returns a new open file of it, through the VM's door.
-    pub fn hand_out_on_demand(&self, vm: u64) -> io::Result<OwnedFd> {
-        Ok(std::fs::File::options().read(true).write(true).open(on_demand(&self.door(vm), vm))?.into())
+    pub fn hand_out_on_demand(&self, vm: u64, part: usize) -> io::Result<OwnedFd> {
+        Ok(std::fs::File::options().read(true).write(true).open(on_demand(&self.door(vm), vm, part))?.into())
     }
 
     /// Returns the memory that it has.
-    pub fn on_demand_bytes(&self, vm: u64) -> io::Result<Bytes> {
-        match std::fs::metadata(on_demand(&self.dir, vm)) {
+    pub fn on_demand_bytes(&self, vm: u64, part: usize) -> io::Result<Bytes> {
+        match std::fs::metadata(on_demand(&self.dir, vm, part)) {
             Ok(file) => Ok(Bytes(file.blocks() * 512)),
             // Its owner died before it was made.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Bytes(0)),
@@ -87,8 +89,8 @@ impl Files {
     }
 
     /// Removes it; no process has it.
-    pub fn remove_on_demand(&self, vm: u64) -> io::Result<()> {
-        journal::remove(&on_demand(&self.dir, vm))
+    pub fn remove_on_demand(&self, vm: u64, part: usize) -> io::Result<()> {
+        journal::remove(&on_demand(&self.dir, vm, part))
     }
 
     /// Removes the door of this VM if no process has a file open through it. Returns whether it was removed.
@@ -128,8 +130,9 @@ fn path(dir: &Path, number: u32) -> PathBuf {
     dir.join(format!("brick-{number}"))
 }
 
-fn on_demand(dir: &Path, vm: u64) -> PathBuf {
-    dir.join(format!("on-demand-{vm:016x}"))
+fn on_demand(dir: &Path, vm: u64, part: usize) -> PathBuf {
+    let part = if part == 0 { String::new() } else { format!("-{part}") };
+    dir.join(format!("on-demand-{vm:016x}{part}"))
 }
 
 /// Replaces the pages in this range by newly allocated, zeroed ones of this node.

@@ -100,7 +100,7 @@ impl Reserve {
         if lent >= each {
             return self.add(spec.numa, lent - each);
         }
-        let unpromised = live.unpromised(live.on_demand()?);
+        let unpromised = live.unpromised(spec.numa)?;
         let extents = live.pool.lend(at, page.class().kind(), (each - lent).min(unpromised));
         for brick in extents.iter().flat_map(|extent| live.pool.bricks(*extent)).collect::<Vec<_>>() {
             live.empty(brick, |state| state == SliceState::Borrow)?;

@@ -61,7 +61,12 @@ impl Live {
                 files.close_door(vm).during("Forgetting a VM that is gone")?;
             }
         }
-        let promises = journal::load(&dir.join(promises::FILE)).during("Reading what is promised")?.unwrap_or_default();
+        let mut promises: Promises =
+            journal::load(&dir.join(promises::FILE)).during("Reading what is promised")?.unwrap_or_default();
+        let only = pool.layout().nodes().next().map_or(0, |(_, spec)| spec.numa);
+        for promise in promises.values_mut().filter(|promise| promise.parts.is_empty()) {
+            promise.parts = vec![(only, promise.slices)];
+        }
         let stored: Option<StoredTerms> =
             journal::load(&dir.join(promises::TERMS_FILE)).during("Reading how much may be promised")?;
         let terms = stored.map_or_else(Terms::default, |StoredTerms { percent }| Terms { percent, far: 0 });

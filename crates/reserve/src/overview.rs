@@ -94,8 +94,8 @@ impl Reserve {
         let on_demand = live.promises.iter().map(|(vm, promise)| Tenant {
             name: promise.name.clone(),
             size: page.size(promise.slices),
-            extents: 1,
-            touched: live.touched(*vm).ok().map(|slices| page.size(slices)),
+            extents: promise.parts.len() as u32,
+            touched: live.touched(*vm, promise).ok().map(|slices| page.size(slices)),
         });
         let now = live.on_demand().unwrap_or_default();
         Overview {
@@ -104,7 +104,7 @@ impl Reserve {
             tenants: tenants.chain(on_demand).collect(),
             notes,
             on_demand: [now.promised, now.touched, now.aside].map(|slices| page.size(slices)),
-            for_demand: page.size(if page == Page::Huge { live.backing(now) } else { 0 }),
+            for_demand: page.size(if page == Page::Huge { live.backing().unwrap_or(0) } else { 0 }),
             overcommit: live.terms.percent,
             waiting: page.size(live.waiting.len() as u32),
             metadata: Bytes(live.pool.metadata_bytes()),

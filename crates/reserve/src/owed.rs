@@ -127,8 +127,7 @@ impl Reserve {
         let brick = live.pool.layout().brick_slices();
         let here = live.first_slices().find(|(_, spec)| spec.numa == numa);
         let Some((first, spec)) = here else { return Ok(0) };
-        // There are VMs on demand only on a host with one node.
-        let mut pages = u64::from(live.on_demand()?.touched);
+        let mut pages = u64::from(live.on_demand_of(numa)?.touched);
         for number in live.files.numbers().during("Listing the pool's files")? {
             if (first..first + spec.slices).contains(&number.saturating_mul(brick)) {
                 let file = live.files.get(number).during("Opening a file of the pool")?;

@@ -30,9 +30,13 @@ pub(crate) struct Promise {
     pub name: String,
     /// How much.
     pub slices: u32,
+    /// Its parts: the number of the node on the host, and how much of it. Each has a file. Empty in what programs of
+    /// before wrote, which knew one node.
+    #[serde(default)]
+    pub parts: Vec<(u32, u32)>,
 }
 
-/// Memory on demand, in slices.
+/// Memory on demand, in slices: of a node, or in all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct OnDemand {
     /// Promised.
@@ -41,6 +45,15 @@ pub(crate) struct OnDemand {
     pub touched: u32,
     /// Set aside for it.
     pub aside: u32,
+}
+
+impl std::ops::Add for OnDemand {
+    type Output = Self;
+
+    fn add(self, more: Self) -> Self {
+        let (promised, touched) = (self.promised + more.promised, self.touched + more.touched);
+        Self { promised, touched, aside: self.aside + more.aside }
+    }
 }
 
 impl OnDemand {

@@ -126,6 +126,24 @@ pub fn on_node(node: Option<u32>) -> io::Result<()> {
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// The calling thread allocates on one node alone while this lives, and then where it likes.
+#[derive(Debug)]
+pub struct OnNode(());
+
+impl OnNode {
+    /// `None` if no node is named, or the kernel does not let this process have memory of it: then pages are of any.
+    pub fn of(node: Option<u32>) -> Option<Self> {
+        on_node(Some(node?)).ok().map(|()| Self(()))
+    }
+}
+
+impl Drop for OnNode {
+    fn drop(&mut self) {
+        // The default is always allowed.
+        let _ = on_node(None);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

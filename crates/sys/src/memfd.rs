@@ -221,6 +221,17 @@ pub fn is_on_demand(fd: impl AsFd) -> io::Result<bool> {
         && ram_page(fd)?.is_some_and(|page| page.0 > PAGE_SIZE as u64))
 }
 
+/// The node of the host that the pages of a file on demand are to be of: its group, which has no other meaning, is that
+/// number plus one. `None`: any.
+pub fn on_demand_node(fd: impl AsFd) -> io::Result<Option<u32>> {
+    Ok(rustix::fs::fstat(&fd)?.st_gid.checked_sub(1))
+}
+
+/// Say which node that is.
+pub fn set_on_demand_node(fd: impl AsFd, node: u32) -> io::Result<()> {
+    Ok(rustix::fs::fchown(&fd, None, Some(rustix::fs::Gid::from_raw(node + 1)))?)
+}
+
 /// Is [`is_on_demand`] so for one of these files?
 pub fn any_is_on_demand<F: AsFd>(files: impl IntoIterator<Item = F>) -> io::Result<bool> {
     files.into_iter().try_fold(false, |any, file| Ok(any || is_on_demand(file)?))

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use ballast_api::{LendRequest, PoolPages, PoolRequest, PoolStat};
-use ballast_base::pool::{Given, Nodes, Take};
+use ballast_base::pool::{Given, Take};
 use ballast_base::{Bytes, wire};
 use ballast_keeper::{Closer, HANGS_AFTER, MOST_STUCK, SentFd};
 use ballast_pool::Refused;
@@ -311,9 +311,6 @@ impl PoolService {
     /// Take memory for a VM; if it is there but dirty, wait until it is zeroed.
     fn take(&self, take: &Take) -> anyhow::Result<Grant> {
         let (page, mode) = pool_parts::for_vm(take.pages);
-        if mode.is_none() && take.nodes != Nodes::Any {
-            bail!("memory on demand is of any node, and nodes {} are asked for", take.nodes);
-        }
         let (begun, far) = (Instant::now(), self.demand.far());
         let mut state = self.lock();
         loop {
@@ -323,7 +320,7 @@ impl PoolService {
             // A VM may have ended since the last check.
             let granted = match mode {
                 Some(mode) => reserve.grant(&take.name, take.size, mode, &take.nodes),
-                None => reserve.grant_on_demand(&take.name, take.size),
+                None => reserve.grant_on_demand(&take.name, take.size, &take.nodes),
             };
             let error = match granted {
                 Ok(grant) => {

@@ -19,7 +19,8 @@ pub struct Pooled {
     pub daemon: Option<Daemon>,
     pub dir: PathBuf,
     pub host: Host,
-    before: u64,
+    /// Huge pages that each node had.
+    before: Vec<(u32, u64)>,
     _one: MutexGuard<'static, ()>,
 }
 
@@ -45,8 +46,10 @@ impl Pooled {
             return None;
         }
         let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = match host.pages(0) {
-            Ok(pages) => pages.total,
+        let nodes = host.nodes().expect("nodes");
+        let had = nodes.into_iter().map(|node| Ok((node, host.pages(node)?.total)));
+        let before = match had.collect::<std::io::Result<Vec<_>>>() {
+            Ok(before) => before,
             Err(error) => {
                 skip("hugetlb", error);
                 return None;
@@ -62,7 +65,7 @@ impl Pooled {
         let asked = (0..5).map(|_| daemon.api.reserve_pool(&request)).find(|asked| asked.is_ok());
         asked.expect("answered").expect("reserve");
         let pool = pooled.stat();
-        if pool.nodes[0].reserved_bytes < mib * MIB {
+        if pool.nodes.iter().map(|node| node.reserved_bytes).sum::<u64>() < mib * MIB {
             skip("memory", format!("{:?}", pool.notes));
             return None;
         }
@@ -97,7 +100,7 @@ impl Pooled {
             let sectors: u64 = bricks.map(|brick| brick.metadata().expect("stat").blocks()).sum();
             return sectors * 512 / self.host.page().bytes();
         }
-        self.host.pages(0).expect("pages").total - self.before
+        self.before.iter().map(|(node, before)| self.host.pages(*node).expect("pages").total - before).sum()
     }
 
     /// The part of these pages.
@@ -122,8 +125,10 @@ impl Drop for Pooled {
             let _ = Command::new("umount").arg("-l").arg(mount).status();
         }
         drop(self.daemon.take());
-        if let Err(error) = self.host.set_pages(0, self.before) {
-            eprintln!("Putting back the number of huge pages: {error}");
+        for (node, before) in &self.before {
+            if let Err(error) = self.host.set_pages(*node, *before) {
+                eprintln!("Putting back the number of huge pages: {error}");
+            }
         }
     }
 }

@@ -74,6 +74,8 @@ pub(crate) struct Ram {
     /// Its pages are larger than a granule.
     is_fixed: bool,
     is_on_demand: bool,
+    /// For each file the node that its pages are to be of, if they come on demand and a node was named.
+    nodes: Option<Arc<[Option<u32>]>>,
     /// Which huge pages are in the files, where they are of hugetlbfs.
     huge: Option<Presence>,
 }
@@ -94,6 +96,7 @@ impl Ram {
                 granule: 1,
                 is_fixed: false,
                 is_on_demand: false,
+                nodes: None,
                 huge: None,
             });
         }
@@ -114,11 +117,16 @@ impl Ram {
         extents
             .check(&sizes, page.map_or(PAGE_SIZE as u64, |page| page.0))
             .map_err(|error| invalid(format!("region {number}: {error}")))?;
-        let mut ram = Self { files, extents, are_units, granule: 1, is_fixed: false, is_on_demand: false, huge: None };
+        let (is_fixed, is_on_demand, nodes) = (false, false, None);
+        let mut ram = Self { files, extents, are_units, granule: 1, is_fixed, is_on_demand, nodes, huge: None };
         if let Some(Bytes(page)) = page {
             ram.granule = PAGES_PER_UNIT;
             ram.is_fixed = page > HUGE_SIZE as u64;
             ram.is_on_demand = memfd::any_is_on_demand(&ram.files)?;
+            if ram.is_on_demand {
+                let nodes = ram.files.iter().map(memfd::on_demand_node).collect::<io::Result<Arc<[_]>>>()?;
+                ram.nodes = Some(nodes).filter(|nodes| nodes.iter().any(Option::is_some));
+            }
             ram.huge = Some(Presence::new(ram.map()?, page as usize)?);
         }
         Ok(ram)
@@ -147,6 +155,11 @@ impl Ram {
     /// Returns whether its pages come when they are touched: see [`memfd::is_on_demand`].
     pub fn is_on_demand(&self) -> bool {
         self.is_on_demand
+    }
+
+    /// The nodes that its pages are to be of, by file.
+    pub fn nodes(&self) -> Option<&Arc<[Option<u32>]>> {
+        self.nodes.as_ref()
     }
 
     /// Returns whether every 2 MiB of it, from its start on, is 2 MiB of base pages of one file that begin at a

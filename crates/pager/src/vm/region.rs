@@ -6,8 +6,8 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex};
 
 use ballast_base::store::{RegionKey, StoreSet, is_zero};
 use ballast_base::stripes::{PAGES_PER_CHUNK, Stripes};
@@ -191,6 +191,11 @@ impl Region {
     /// because the kernel ends a VMM that touches such a page while none is free.
     pub fn is_on_demand(&self) -> bool {
         self.ram.is_on_demand()
+    }
+
+    /// The nodes that pages which come on demand are to be of, by file.
+    pub(crate) fn nodes(&self) -> Option<&Arc<[Option<u32>]>> {
+        self.ram.nodes()
     }
 
     /// The first page of the granule of a page.

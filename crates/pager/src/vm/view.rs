@@ -12,6 +12,7 @@ use ballast_base::stripes::Stripes;
 use ballast_base::wire::{self, Span};
 use ballast_base::{Extents, Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
+use ballast_sys::huge_files::OnNode;
 use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
 use ballast_sys::{Remote, Uffd};
 use rustix::io::Errno;
@@ -53,6 +54,8 @@ pub struct RegionView<'a> {
     base: Hva,
     /// `None` if there is one extent, which has all pages.
     extents: Option<Extents>,
+    /// The nodes that pages are to be of, by file.
+    nodes: Option<Arc<[Option<u32>]>>,
     /// Bytes paged as one.
     granule: u64,
     stripes: Stripes,
@@ -170,7 +173,8 @@ impl View {
         let granule = PageIdx(region.granule_pages()).offset();
         {
             let extents = Some(region.extents()).filter(|extents| extents.list().len() > 1).cloned();
-            RegionView { view: self, base, extents, granule, stripes: region.stripes(self.shards.count()) }
+            let (nodes, stripes) = (region.nodes().cloned(), region.stripes(self.shards.count()));
+            RegionView { view: self, base, extents, nodes, granule, stripes }
         }
     }
 
@@ -332,9 +336,18 @@ pub(crate) fn is_mapped_over(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::PermissionDenied)
 }
 
+impl RegionView<'_> {
+    /// This thread allocates where this page is to be, while the result lives.
+    fn on_its_node(&self, page: PageIdx) -> Option<OnNode> {
+        let file = self.extents.as_ref().map_or(0, |extents| extents.place(page).0);
+        OnNode::of(self.nodes.as_ref()?.get(usize::from(file)).copied().flatten())
+    }
+}
+
 impl Mapped for RegionView<'_> {
     fn install(&self, page: PageIdx, bytes: &[PageBytes]) -> io::Result<FillOutcome> {
         debug_assert_eq!(size_of_val(bytes) as u64, self.granule);
+        let _there = self.on_its_node(page);
         self.uffd(page).copy(self.addr(page), bytes.as_flattened())
     }
 
@@ -349,6 +362,7 @@ impl Mapped for RegionView<'_> {
         if self.granule == PAGE_SIZE as u64 {
             return self.uffd(page).zero_page(self.addr(page));
         }
+        let _there = self.on_its_node(page);
         self.uffd(page).zero_huge_page(self.addr(page))
     }
 
