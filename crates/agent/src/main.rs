@@ -24,7 +24,8 @@
 //! | `prove` | pages with the host's nonce in them: where the host sees what the guest sees |
 //! | `balloon` | memory held for the host, page by page, by node |
 //! | `vital` | how the guest is: free memory, stall, nodes |
-//! | `services` | kernel threads that touch far pages: attributed, and tuned |
+//! | `services` | kernel threads that touch far pages, tuned |
+//! | `restores` | which of the restored pages they touched, and no program |
 //! | `tiering` | which memory of the guest's programs is on which node: a crate of its own, called from here |
 
 mod balloon;
@@ -37,6 +38,7 @@ mod pin;
 mod port;
 mod prove;
 mod report;
+mod restores;
 mod services;
 mod session;
 mod setting;

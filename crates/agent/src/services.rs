@@ -1,35 +1,29 @@
-//! Kernel services that touch far pages (Blowfish, section 4.5): khugepaged and compaction, attributed and tuned.
+//! Kernel services that touch far pages (Blowfish, section 4.5): khugepaged and compaction, tuned.
 //!
 //! Before: the host says which pages were restored, and whether to tune the services. After: it knows about how many of
-//! these were restored for a service; tuned services touch less memory that no program uses.
+//! these were restored for a service (`restores`); tuned services touch less memory that no program uses.
 //! Units: pages. Promise: settings are as before when tuning ends, also when this is dropped. A note below /run has the
 //! next start, or `--undo`, do that for an agent that was killed.
 //!
 //! Blowfish patches both: khugepaged skips what is mostly unused, compaction skips what is far. A stock kernel copies
 //! what it merges or moves wherever it is, so all that helps is that it does so more rarely: a lower scan rate, a huge
 //! page only where most of it is present (`max_ptes_none`), no compaction in advance or for khugepaged (`defrag`).
-//!
-//! *Attribution.* When khugepaged merges pages or compaction moves them, it reads the old pages, which are free then,
-//! and writes the new ones. So a restored page that a moment later is free, or a part of a huge page, counts as
-//! restored for a service, up to the number of pages that both have copied meanwhile by the kernel's counters. A page
-//! that a program reads and then frees at that moment is counted as well.
 
 use std::fs;
 use std::path::PathBuf;
 
+use ballast_guest::Run;
 use ballast_guest::message::Tick;
-use ballast_guest::{Kind, Run};
 
 use crate::files;
-use crate::memory::{self, Flags};
+use crate::memory::Flags;
+use crate::restores::{Restores, number};
 
 const THP: &str = "sys/kernel/mm/transparent_hugepage/khugepaged";
 const COMPACTION: &str = "proc/sys/vm/compaction_proactiveness";
 const VMSTAT: &str = "proc/vmstat";
 /// File with the settings before, one a line: the file, a blank, its value.
 const NOTE: &str = "run/ballast-agent.services";
-/// Pages of a huge page.
-const HUGE: u64 = 512;
 
 /// Settings while tuned, unless those before make khugepaged do even less. At most an eighth of a huge page may be
 /// absent, instead of nearly all of it. Half as many pages are scanned in four times the time.
@@ -43,28 +37,22 @@ pub struct Services {
     /// Directory that holds `sys`, `proc` and `run`.
     root: PathBuf,
     is_tuned: bool,
-    /// Pages that services had read and written at the last look, and those of the time before it that no restore is
-    /// attributed to.
-    copied: Option<u64>,
-    left: u64,
-    /// Restores that were attributed.
-    restores: u64,
-}
-
-impl Default for Services {
-    fn default() -> Self {
-        Self::below("/".into())
-    }
+    restores: Restores,
 }
 
 /// Restores the settings that a killed agent did not restore.
 pub fn undo() {
-    Services::default().untune();
+    Services::new(&[]).untune();
 }
 
 impl Services {
-    fn below(root: PathBuf) -> Self {
-        Self { root, is_tuned: false, copied: None, left: 0, restores: 0 }
+    /// The services of a guest with this memory, in ranges of pages.
+    pub fn new(ram: &[(u64, u64)]) -> Self {
+        Self::below("/".into(), ram)
+    }
+
+    fn below(root: PathBuf, ram: &[(u64, u64)]) -> Self {
+        Self { root, is_tuned: false, restores: Restores::new(ram) }
     }
 
     /// Tunes them, or restores their settings.
@@ -128,28 +116,13 @@ impl Services {
 
     /// The host restored these pages during the last second or so.
     pub fn restored(&mut self, runs: &[Run], flags: &Flags) {
-        let mut found = 0;
-        for run in runs {
-            let told = flags.each((run.page, run.end()), |_, flags| {
-                let is_free = memory::class(flags, None) == Some(Kind::Free);
-                found += u64::from(is_free || memory::is_huge(flags));
-            });
-            if told.is_err() {
-                return;
-            }
-        }
-        self.attribute(found);
+        let stat = self.vmstat();
+        self.restores.add(runs, flags, &stat);
     }
 
-    fn attribute(&mut self, found: u64) {
-        let stat = self.vmstat();
-        // Each is read where it was and written where it is. Compaction counts both; pages that are moved between nodes
-        // are not among them.
-        let copied = 2 * number(&stat, "thp_collapse_alloc") * HUGE + number(&stat, "compact_isolated");
-        let fresh = copied.saturating_sub(self.copied.replace(copied).unwrap_or(copied));
-        let taken = found.min(fresh + self.left);
-        self.left = (fresh + self.left - taken).min(fresh);
-        self.restores += taken;
+    /// What restores are attributed by: reports tell it which pages are dirty.
+    pub fn restores(&mut self) -> &mut Restores {
+        &mut self.restores
     }
 
     fn vmstat(&self) -> String {
@@ -158,19 +131,14 @@ impl Services {
 
     /// Returns their counters since boot. Once a tick.
     pub fn count(&mut self, tick: &mut Tick) {
-        self.attribute(0);
         let stat = self.vmstat();
+        self.restores.look(&stat);
         tick.collapsed = number(&stat, "thp_collapse_alloc");
         tick.compacted = number(&stat, "compact_isolated");
-        tick.service_restores = self.restores;
+        tick.by_service = self.restores.by_service();
+        tick.service_restores = tick.by_service.khugepaged + tick.by_service.compaction;
         tick.tuned = self.is_tuned;
     }
-}
-
-/// The counter of this name.
-fn number(stat: &str, name: &str) -> u64 {
-    let line = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    line.and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
 impl Drop for Services {
@@ -208,7 +176,7 @@ mod tests {
     #[test]
     fn settings_are_as_before_when_tuning_ends_however_the_agent_ends() {
         let (root, before) = guest();
-        let agent = || Services::below(root.path().into());
+        let agent = || Services::below(root.path().into(), &[]);
         let values = |files: &[(PathBuf, String)]| files.iter().map(|(_, value)| value.clone()).collect::<Vec<_>>();
         let mut services = agent();
         services.tune(true);
@@ -226,22 +194,5 @@ mod tests {
         assert_eq!(now(&before), before, "it was killed");
         agent().untune();
         assert!(!root.path().join(NOTE).exists() && !root.path().join(THP).join("defrag").exists());
-    }
-
-    #[test]
-    fn no_more_restores_are_attributed_than_pages_were_copied_meanwhile() {
-        let (root, _) = guest();
-        let mut services = Services::below(root.path().into());
-        let mut copied = |collapsed: u64, isolated: u64, found| {
-            let stat = format!("thp_collapse_alloc {collapsed}\ncompact_isolated {isolated}\n");
-            fs::write(root.path().join(VMSTAT), stat).expect("a file");
-            let before = services.restores;
-            services.attribute(found);
-            services.restores - before
-        };
-        assert_eq!(copied(7, 100, 50), 0, "what was before the first look");
-        assert_eq!(copied(7, 120, 50), 20);
-        assert_eq!(copied(8, 120, 900), 900, "512 pages, read and written");
-        assert_eq!((copied(8, 120, 0), copied(8, 120, 100)), (0, 0), "too long ago");
     }
 }

@@ -141,6 +141,7 @@ struct Guest<'a> {
 impl<'a> Guest<'a> {
     fn new(tiering: Option<&'a Tiering>) -> Self {
         let now = Instant::now();
+        let ram = memory::ram().unwrap_or_default();
         Self {
             tiering,
             frames: Frames::default(),
@@ -154,13 +155,13 @@ impl<'a> Guest<'a> {
             source: Source::None,
             small_blocks: None,
             note: String::new(),
-            ram: memory::ram().unwrap_or_default(),
+            services: Services::new(&ram),
+            ram,
             flags: Flags::open().ok(),
             back: Back::default(),
             restores: 0,
             proof: Proof::default(),
             balloon: Balloon::default(),
-            services: Services::default(),
         }
     }
 
@@ -366,8 +367,13 @@ impl<'a> Guest<'a> {
         let every = self.tick_every();
         let Some(flags) = &self.flags else { return };
         let mut report = Sorting::default();
-        let mut tell = |page, flags, heat| report.page(page, flags, heat, &self.back, now);
         let mut pulse = Pulse { port, tick: &self.last_tick, next: &mut self.next_tick, every };
+        let restores = self.services.restores();
+        restores.begin();
+        let mut tell = |page, flags, heat| {
+            restores.seen(page, flags);
+            report.page(page, flags, heat, &self.back, now);
+        };
         let told = match &mut self.source {
             Source::Looks(looks) => looks.each(flags, tell, || pulse.beat()),
             // Free memory is told all the same.

@@ -68,6 +68,8 @@ pub struct AgentStat {
     pub restored_pages: u64,
     /// Part of them, about: restored because khugepaged or compaction of the guest's kernel copied them.
     pub service_restored_pages: u64,
+    /// The same by service; zeros of an agent that does not say it.
+    pub restored_for: ServiceRestores,
     /// These services are tuned, so that they copy less.
     pub services_tuned: bool,
     /// Huge pages that khugepaged made since the guest booted.
@@ -90,19 +92,44 @@ pub struct AgentStat {
     pub nodes: Vec<NodeStat>,
     /// Tiering inside the guest; null if its owner does not want it.
     pub tiering: Option<TieringStat>,
-    /// Evicted pages that the agent reported as cold.
+    /// Pages picked because the agent reported them as cold.
     pub by_agent: PickedStat,
-    /// Evicted pages that the host picked.
+    /// Pages that the host picked.
     pub by_host: PickedStat,
 }
 
-/// A sample of evicted pages.
+/// Pages picked for eviction, about: estimated from samples of each pick.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PickedStat {
-    /// Pages in the sample whose outcome is known.
+    /// Pages whose outcome is known.
     pub judged_pages: u64,
-    /// Pages in the sample that were touched again within 10 s: wrong choices.
+    /// Part of them that was touched again within 10 s: wrong choices.
     pub wrong_pages: u64,
+}
+
+/// Restored pages that a service of the guest's kernel touched, and no program, about.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ServiceRestores {
+    /// khugepaged copied them into a huge page, or wrote that.
+    pub khugepaged_pages: u64,
+    /// Compaction moved them.
+    pub compaction_pages: u64,
+    /// kswapd, or a program that needed memory, wrote them to swap.
+    pub reclaim_pages: u64,
+    /// Pages of files that were written to their file.
+    pub writeback_pages: u64,
+}
+
+impl ServiceRestores {
+    /// Each service, and its pages.
+    pub fn all(&self) -> [(&'static str, u64); 4] {
+        [
+            ("khugepaged", self.khugepaged_pages),
+            ("compaction", self.compaction_pages),
+            ("reclaim", self.reclaim_pages),
+            ("writeback", self.writeback_pages),
+        ]
+    }
 }
 
 /// Memory of a NUMA node of a guest, as its agent says.

@@ -16,7 +16,9 @@ mod problem;
 mod types;
 mod upgrade;
 
-pub use agent::{AgentStat, AgentState, NodeBalloon, NodeStat, PickedStat, TierStat, TieringStat, TieringState};
+pub use agent::{
+    AgentStat, AgentState, NodeBalloon, NodeStat, PickedStat, ServiceRestores, TierStat, TieringStat, TieringState,
+};
 pub use ballast_policy as policy;
 pub use client::{Client, ClientError};
 pub use governor::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatch, PolicyStat};

@@ -226,6 +226,8 @@ pub struct ReclaimCounts {
     pub failed_pages: u64,
     /// Restored before they were touched, by clustered prefetch or by sequential readahead.
     pub prefetched_pages: u64,
+    /// Restored within 10 s of their eviction, on touch or before: wrong choices.
+    pub restored_soon_pages: u64,
     /// Moved from RAM to the file store or the remote store.
     pub spilled_pages: u64,
     /// Units of 2 MiB that were mapped huge again after reclaim had split them.

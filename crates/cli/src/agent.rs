@@ -42,6 +42,12 @@ pub fn screen(vm: &VmStat) -> String {
             count(agent.service_restored_pages)
         );
     }
+    let of_services = agent.restored_for.all();
+    if of_services.iter().any(|(_, pages)| *pages > 0) {
+        let share = |pages: u64| pages as f64 * 100.0 / agent.restored_pages.max(1) as f64;
+        let each = of_services.map(|(name, pages)| format!("{name} {:.1} %", share(pages)));
+        let _ = writeln!(text, "  restored for services of its kernel, about: {}", each.join("  "));
+    }
     let rejected = [agent.rejected_messages, agent.rejected_pages, agent.garbage_bytes, agent.times_ignored];
     if rejected != [0; 4] {
         let [messages, pages, bytes, times] = rejected.map(count);
@@ -60,7 +66,7 @@ pub fn screen(vm: &VmStat) -> String {
             let percent = picked.wrong_pages as f64 * 100.0 / picked.judged_pages as f64;
             let _ = writeln!(
                 text,
-                "  evicted by {who}, and touched again within 10 s: {percent:.1} % of {} pages sampled",
+                "  picked by {who}, and touched again within 10 s: about {percent:.1} % of {} pages",
                 count(picked.judged_pages)
             );
         }

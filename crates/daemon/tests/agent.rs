@@ -11,7 +11,7 @@ use std::time::Duration;
 use ballast_api::{AgentState, NodeBalloon, VmPatch};
 use ballast_base::{MIB, PAGE_SIZE};
 use ballast_guest::frame::MAGIC;
-use ballast_guest::message::{MAX_RUNS, Node, Tick};
+use ballast_guest::message::{MAX_RUNS, Node, ServiceRestores, Tick};
 use ballast_guest::run::{COLD, HOTTEST, PAGES_END};
 use ballast_guest::{Run, ToGuest, ToHost, frame};
 use ballast_sys::memfd;
@@ -298,7 +298,9 @@ fn an_agent_is_asked_to_tune_its_kernel_when_restores_for_its_services_matter_an
         loop {
             service_restores += 100;
             let restores = 2 * service_restores;
-            fake.say(&ToHost::Tick(Tick { total: PAGES, restores, service_restores, tuned, ..Tick::default() }));
+            let by_service = ServiceRestores { compaction: service_restores, writeback: 7, ..Default::default() };
+            let of_services = Tick { service_restores, by_service, tuned, ..Tick::default() };
+            fake.say(&ToHost::Tick(Tick { total: PAGES, restores, ..of_services }));
             if let Some(ToGuest::Hello(wanted)) = fake.hear_soon() {
                 return assert_eq!((wanted.services, wanted.reports), (services, true));
             }
@@ -310,4 +312,5 @@ fn an_agent_is_asked_to_tune_its_kernel_when_restores_for_its_services_matter_an
     until_asked(false, true);
     let shown = agent_of(&daemon, "tuned");
     assert!(shown.services_tuned && shown.service_restored_pages >= 200, "{shown:?}");
+    assert_eq!(shown.restored_for.all().map(|(_, pages)| pages), [0, shown.service_restored_pages, 0, 7]);
 }

@@ -12,6 +12,8 @@ use crate::frame::{Frame, MAX_BODY, frame};
 use crate::node;
 pub use crate::node::{MAX_NODES, NODES_END, Node};
 use crate::run::{RUN_BYTES, Run};
+use crate::services;
+pub use crate::services::ServiceRestores;
 use crate::tiering;
 pub use crate::tiering::{TierUse, Tiering, TieringState};
 use crate::version::VERSION;
@@ -100,7 +102,7 @@ pub struct Tick {
     pub collapsed: u64,
     /// Pages that compaction isolated since boot: those to be moved, and the places for them.
     pub compacted: u64,
-    /// Restores reported by the host during the work of such a service.
+    /// Restores reported by the host that khugepaged or compaction caused, about.
     pub service_restores: u64,
     /// Restores reported by the host.
     pub restores: u64,
@@ -108,6 +110,8 @@ pub struct Tick {
     pub tuned: bool,
     /// Tiering in the guest. Version 2.
     pub tiering: Tiering,
+    /// Restores that services of the kernel caused. Version 3.
+    pub by_service: ServiceRestores,
 }
 
 /// From the agent to the host.
@@ -285,6 +289,7 @@ fn put_tick(body: &mut Writer, tick: &Tick) {
     }
     body.u8(tick.tuned.into());
     tiering::put(body, &tick.tiering);
+    services::put(body, tick.by_service);
 }
 
 fn get_tick(body: &mut Reader<'_>) -> Result<Tick, Refused> {
@@ -304,6 +309,7 @@ fn get_tick(body: &mut Reader<'_>) -> Result<Tick, Refused> {
         restores: body.u64()?,
         tuned: body.u8()? != 0,
         tiering: tiering::get(body)?,
+        by_service: services::get(body)?,
     })
 }
 
@@ -336,7 +342,9 @@ mod tests {
         let tracking = Tracking::Damon;
         let note = "DAMON is in use".into();
         let tiering = tiering::sample();
-        let of_guest = Tick { total: 1, free: 2, stall_full_us: 3, restores: 9, tuned: true, ..Tick::default() };
+        let by_service = ServiceRestores { khugepaged: 1, compaction: 2, reclaim: 3, writeback: 4 };
+        let of_guest =
+            Tick { by_service, total: 1, free: 2, stall_full_us: 3, restores: 9, tuned: true, ..Tick::default() };
         Tick { tracking, note, nodes, tiering, ..of_guest }
     }
 
@@ -374,11 +382,11 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_of_version_2_are_these() {
+    fn the_bytes_of_version_3_are_these() {
         let all: Vec<u8> = to_host().iter().flat_map(|message| message.frame(1)).collect();
         let more: Vec<u8> = to_guest().iter().flat_map(|message| message.frame(1)).collect();
         // A change here needs a new version.
-        assert_eq!((VERSION, all.len(), more.len()), (2, 610, 319));
+        assert_eq!((VERSION, all.len(), more.len()), (3, 642, 319));
     }
 
     #[test]
@@ -388,11 +396,14 @@ mod tests {
         assert_eq!(ToHost::decode(&frame), Err(Refused));
         frame.version = VERSION + 1;
         assert_eq!(ToHost::decode(&frame), Ok(Some(ToHost::Tick(tick()))));
-        // As version 1 wrote it.
+        // As version 2 wrote it, and version 1.
         let of_tiering = tiering::bytes(&tick().tiering).len();
-        frame.body.truncate(frame.body.len() - 3 - of_tiering);
-        frame.version = VERSION - 1;
-        assert_eq!(ToHost::decode(&frame), Ok(Some(ToHost::Tick(Tick { tiering: Tiering::default(), ..tick() }))));
+        let by_service = ServiceRestores::default();
+        for (version, less, tiering) in [(2, 3 + 32, tick().tiering), (1, of_tiering, Tiering::default())] {
+            frame.body.truncate(frame.body.len() - less);
+            frame.version = version;
+            assert_eq!(ToHost::decode(&frame), Ok(Some(ToHost::Tick(Tick { tiering, by_service, ..tick() }))));
+        }
         frame.version = VERSION;
         assert_eq!(ToHost::decode(&frame), Err(Refused));
         frame.kind = 99;
@@ -409,7 +420,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_body_decodes_or_is_refused(
-            kind in 0u16..9, version in 0u16..3, body in vec(any::<u8>(), 0..400),
+            kind in 0u16..9, version in 0u16..4, body in vec(any::<u8>(), 0..400),
         ) {
             let frame = Frame { version, kind, session: 0, body };
             if let Ok(Some(ToHost::Report { runs, .. } | ToHost::Proof(runs))) = ToHost::decode(&frame) {

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use ballast_api::{
     AgentStat, AgentState, EngineTime, FaultCounts, GuestRange, HostTierStat, Latency, NodeStat, PickedStat, Psi,
-    ReclaimCounts, RegionStat, RestoreStages, Stall, TierStat, TieringStat, TieringState, VmClass, VmStat, VmStatus,
+    ReclaimCounts, RegionStat, RestoreStages, ServiceRestores, Stall, TierStat, TieringStat, TieringState, VmClass,
+    VmStat, VmStatus,
 };
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
 use ballast_base::{PAGE_SIZE, PageCount};
@@ -94,6 +95,7 @@ pub(super) fn stat(served: &Served) -> VmStat {
             store_full_events: stats.get(Counter::StoreFull),
             failed_pages: stats.get(Counter::Failed),
             prefetched_pages: stats.get(Counter::Prefetched),
+            restored_soon_pages: stats.get(Counter::RestoredSoon),
             spilled_pages: stats.get(Counter::Spilled),
             coalesced_units: stats.get(Counter::Coalesced),
             coalesce_refused: stats.get(Counter::CoalesceRefused),
@@ -169,6 +171,12 @@ fn agent(shown: told::Shown, balloon: &BTreeMap<u32, u64>) -> Option<AgentStat> 
         free_bytes: bytes(shown.free_pages),
         restored_pages: shown.restored_pages,
         service_restored_pages: shown.tick.service_restores,
+        restored_for: ServiceRestores {
+            khugepaged_pages: shown.tick.by_service.khugepaged,
+            compaction_pages: shown.tick.by_service.compaction,
+            reclaim_pages: shown.tick.by_service.reclaim,
+            writeback_pages: shown.tick.by_service.writeback,
+        },
         services_tuned: shown.tick.tuned,
         collapsed_huge_pages: shown.tick.collapsed,
         compacted_pages: shown.tick.compacted,

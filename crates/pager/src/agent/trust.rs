@@ -16,7 +16,8 @@ use ballast_heat::{Age, ColdRun, Pages};
 pub(crate) const SOON: Duration = Duration::from_secs(10);
 /// A page that the guest called cold and that is back within this was not: a quarantine and as much again.
 const AT_ONCE: Duration = Duration::from_secs(2);
-/// Samples that wait for their judgement, and how many are taken of one pick.
+/// Samples that wait for their judgement, and about how many are taken of one pick: each stands for as many pages as
+/// are between two of them.
 const SAMPLES: usize = 4096;
 const OF_A_PICK: u64 = 64;
 /// Samples of an agent's before there is a verdict; then half of them are forgotten.
@@ -34,7 +35,7 @@ pub enum By {
     Host,
 }
 
-/// A sample of the pages that were picked.
+/// The pages that were picked, estimated from samples: all but those that were not judged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Picked {
     /// Judged.
@@ -50,6 +51,8 @@ struct Sample {
     at: Instant,
     /// Its age when it was picked.
     age: Age,
+    /// Pages that it stands for.
+    weight: u64,
 }
 
 /// Samples of picked pages.
@@ -77,20 +80,20 @@ impl Trust {
             let first = run.pages.start().0;
             let mut at = skip;
             while at < run.pages.count() {
-                self.sample(by, (run.region, PageIdx(first + at)), pages, now);
+                self.sample(by, (run.region, PageIdx(first + at)), step, pages, now);
                 at += step;
             }
             skip = at - run.pages.count();
         }
     }
 
-    fn sample(&mut self, by: By, place: (u32, PageIdx), pages: &dyn Pages, now: Instant) {
+    fn sample(&mut self, by: By, place: (u32, PageIdx), weight: u64, pages: &dyn Pages, now: Instant) {
         let Some(age) = pages.age(place.0, place.1) else { return };
         if self.waiting.len() >= SAMPLES || self.back.contains_key(&place) {
             return;
         }
         self.back.insert(place, None);
-        self.waiting.push_back(Sample { place, by, at: now, age: Age::from_byte(age) });
+        self.waiting.push_back(Sample { place, by, at: now, age: Age::from_byte(age), weight });
     }
 
     /// A page was restored.
@@ -103,7 +106,7 @@ impl Trust {
     /// Judge what was picked long enough ago. Returns for how long the guest is to be ignored, if it is.
     pub fn judge(&mut self, pages: &dyn Pages, now: Instant) -> Option<Duration> {
         while let Some(sample) = self.waiting.pop_front_if(|sample| now.saturating_duration_since(sample.at) >= SOON) {
-            let Sample { place, by, at, age: before } = sample;
+            let Sample { place, by, at, age: before, weight } = sample;
             let back = self.back.remove(&place).flatten();
             let interval = back.map(|back| back.saturating_duration_since(at));
             let age = if place.0 < pages.regions() && place.1.0 < pages.len(place.0) {
@@ -119,8 +122,9 @@ impl Trust {
                 (None, None) => (false, false),
             };
             let picked = if by == By::Agent { &mut self.by_agent } else { &mut self.by_host };
-            picked.judged += 1;
-            picked.wrong += u64::from(is_wrong);
+            picked.judged += weight;
+            picked.wrong += if is_wrong { weight } else { 0 };
+            // A verdict needs many samples, whatever they stand for.
             if by == By::Agent {
                 self.judged += 1;
                 self.lies += u32::from(is_lie);
@@ -225,6 +229,18 @@ mod tests {
         *table.0.borrow_mut() = vec![Some(touched(0)); 600];
         assert_eq!(trust.judge(&table, start + SOON), None);
         assert_eq!(trust.figures().1, Picked { judged: 600, wrong: 600 });
+    }
+
+    #[test]
+    fn a_sample_weighs_as_much_as_the_pages_that_it_stands_for() {
+        let (mut trust, start) = (Trust::default(), Instant::now());
+        let table = Table(RefCell::new(vec![Some(0); 6464]));
+        trust.picked(By::Host, &run(0, 6400), &table, start);
+        trust.picked(By::Host, &run(6400, 64), &table, start);
+        *table.0.borrow_mut() = vec![None; 6464];
+        (6400..6464).for_each(|page| trust.restored((0, PageIdx(page)), start + SOON / 2));
+        assert_eq!(trust.judge(&table, start + SOON), None);
+        assert_eq!(trust.figures().1, Picked { judged: 6464, wrong: 64 });
     }
 
     #[test]

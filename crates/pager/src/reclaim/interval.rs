@@ -43,6 +43,9 @@ pub fn milli_hz(interval_ms: u64) -> u64 {
     1_000_000 / interval_ms.max(STEP_MS / 2)
 }
 
+/// A page that is restored sooner than this after its eviction was a wrong choice.
+pub const SOON_MS: u64 = 10_000;
+
 /// Step of the finer times in milliseconds.
 const FINE_MS: u64 = 16;
 /// Finer times count modulo this, in milliseconds: 17 minutes.

@@ -125,16 +125,18 @@ impl Ledger<'_> {
 
     /// Neighbouring granules were restored, from `first` on. Returns the sum of their refault intervals.
     fn refaulted(self, region: &Region, first: PageIdx, moves: &[Move]) -> Duration {
-        let (now_ms, mut interval_ms, mut milli_hz) = (interval::now_ms(), 0, 0);
+        let (now_ms, mut interval_ms, mut milli_hz, mut soon) = (interval::now_ms(), 0, 0, 0);
         for (at, moved) in moves.iter().enumerate() {
             let page = PageIdx(first.0 + at as u64 * region.granule_pages());
             let this_ms = region.departures().refault_ms(page.0, moved.from.age(), now_ms);
             self.vm.mail.refaults.push((region.number, page), this_ms);
             interval_ms += this_ms;
             milli_hz += interval::milli_hz(this_ms);
+            soon += if this_ms < interval::SOON_MS { region.granule_pages() } else { 0 };
         }
         self.vm.stats().add(Counter::RefaultMs, interval_ms);
         self.vm.stats().add(Counter::RefaultMilliHz, milli_hz);
+        self.vm.stats().add(Counter::RestoredSoon, soon);
         Duration::from_millis(interval_ms)
     }
 

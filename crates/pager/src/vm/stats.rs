@@ -98,8 +98,10 @@ pub enum Counter {
     SplitFailed,
     /// Units joined again.
     Joined,
+    /// Pages restored within [`SOON_MS`](crate::reclaim::interval::SOON_MS) of their eviction.
+    RestoredSoon,
 }
-const _: () = assert!((Counter::Joined as usize) < COUNTERS);
+const _: () = assert!((Counter::RestoredSoon as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

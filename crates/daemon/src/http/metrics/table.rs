@@ -225,6 +225,12 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
             moved("zero", "resident", "fault", vm.faults.zeroed_pages),
         ]
     }),
+    metric(
+        "ballast_vm_restored_soon_bytes_total",
+        Kind::Counter,
+        "Restored within 10 s of eviction: wrong choices.",
+        |vm| one(pages(vm.reclaim.restored_soon_pages)),
+    ),
     metric("ballast_vm_same_filled_bytes_total", Kind::Counter, "Part of what moved far: one repeated word.", |vm| {
         one(pages(vm.reclaim.same_filled_pages))
     }),
@@ -280,6 +286,12 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
             by("what", &[what[0], what[1], ("garbage_byte", agent.garbage_bytes)])
         })
     }),
+    metric(
+        "ballast_vm_service_restored_bytes_total",
+        Kind::Counter,
+        "Restored for services of the guest's kernel.",
+        |vm| of_agent(vm, |agent| by("service", &agent.restored_for.all().map(|(name, count)| (name, pages(count))))),
+    ),
     metric("ballast_vm_node_bytes", Kind::Gauge, "Memory of the guest's nodes, as its agent says.", |vm| {
         of_agent(vm, |agent| {
             let of = |node: &NodeStat| {
@@ -318,7 +330,7 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
             by("what", &units)
         })
     }),
-    metric("ballast_vm_picked_pages_total", Kind::Counter, "Picked pages, sampled, by outcome.", |vm| {
+    metric("ballast_vm_picked_pages_total", Kind::Counter, "Picked pages, estimated, by outcome.", |vm| {
         of_agent(vm, |agent| {
             let sample = |by: &str, outcome: &str, count: u64| {
                 (vec![("by", by.to_owned()), ("outcome", outcome.to_owned())], count as f64)
