@@ -4,17 +4,42 @@
 //! its console, and to the host by the API. Threads: the bench's one. Units: bytes.
 //! Promise: the guest ends with this process.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ballast_api::VmStat;
-use ballast_base::Bytes;
+use ballast_base::{Bytes, MIB};
 use ballast_sys::program;
 use ballast_testvm::qemu::{Image, QemuGuest};
 
 use crate::order::Role;
 use crate::rig::Bench;
 use crate::worker::ROLE_COMMAND;
+
+/// Memory of a guest.
+pub(crate) const MEMORY: Bytes = Bytes(320 * MIB);
+/// Time in which agent and host learn what is hot, and time under the limit in which restores are counted.
+pub(crate) const SETTLES: Duration = Duration::from_secs(60);
+pub(crate) const COUNTED: Duration = Duration::from_secs(45);
+/// Memory that the limit takes.
+pub(crate) const TAKEN: u64 = 80 * MIB;
+
+pub(crate) fn mib(bytes: u64) -> f64 {
+    bytes as f64 / MIB as f64
+}
+
+pub(crate) fn percent(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 }
+}
+
+/// Pages that were restored, on touch or ahead of one.
+pub(crate) fn restored(stat: &VmStat) -> u64 {
+    stat.faults.restored_pages + stat.reclaim.prefetched_pages
+}
+
+/// The figures of one guest.
+pub(crate) type Figures = Vec<(String, f64)>;
 
 /// Longest time of a step of an emulated guest on a busy machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
@@ -28,6 +53,17 @@ pub(crate) struct Booted {
 impl Booted {
     /// Boots a guest that runs a command and ends with this process.
     pub(crate) fn new(bench: &mut Bench, memory: Bytes, options: &[&str], command: &str) -> Result<Self> {
+        Self::with_disks(bench, memory, &[], options, command)
+    }
+
+    /// The same with these files as disks.
+    pub(crate) fn with_disks(
+        bench: &mut Bench,
+        memory: Bytes,
+        disks: &[&Path],
+        options: &[&str],
+        command: &str,
+    ) -> Result<Self> {
         let name = bench.vm_name();
         let own = std::env::current_exe().context("Finding this program's own file")?.to_string_lossy().into_owned();
         let socket = bench.daemon.attach_socket().to_string_lossy().into_owned();
@@ -40,7 +76,9 @@ impl Booted {
         let shared = !options.contains(&"--tiers");
         let builder =
             QemuGuest::builder().name("bench").memory(memory).shared_memory(shared).image(Image::find_with_agent()?);
-        let mut guest = builder.prefix(prefix).run(command).spawn()?;
+        let drive = |disk: &&Path| ["-drive".into(), format!("file={},format=raw,if=virtio", disk.display())];
+        let disks: Vec<String> = disks.iter().flat_map(drive).collect();
+        let mut guest = builder.prefix(prefix).extra_args(disks).run(command).spawn()?;
         guest.wait_ready(TIMEOUT)?;
         bench.daemon.wait_for_vm(&name)?;
         Ok(Self { guest, name })

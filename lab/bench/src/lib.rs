@@ -18,6 +18,7 @@ mod attach;
 mod balance;
 mod booted;
 mod cgroup;
+mod choice;
 mod cpu;
 mod density;
 mod end_pool;

@@ -110,6 +110,14 @@ pub enum Part {
     Files,
     /// A guest runs Redis.
     Redis,
+    /// A guest runs memcached.
+    Memcached,
+    /// A guest searches a graph.
+    Bfs,
+    /// A guest clusters points.
+    Kmeans,
+    /// A guest writes files and swaps.
+    Written,
     /// Two guests with tiers, whose shares of fast memory change.
     Shares,
 }
@@ -121,7 +129,8 @@ impl Part {
             Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
             Self::Busy | Self::Recovery | Self::Idle => Which::Density,
             Self::Start | Self::OnDemand | Self::Largest | Self::Guest | Self::Cost => Which::Pool,
-            Self::Free | Self::Scattered | Self::Services | Self::Files | Self::Redis | Self::Shares => Which::Guest,
+            Self::Free | Self::Scattered | Self::Services | Self::Written | Self::Shares => Which::Guest,
+            Self::Files | Self::Redis | Self::Memcached | Self::Bfs | Self::Kmeans => Which::Guest,
         }
     }
 }

@@ -1,0 +1,211 @@
+//! Which pages of a real guest are taken: by its agent's reports, or by the host's own tracking.
+//!
+//! Before: the guest's image is there (`agent`). After: for one program and one side, the share of evicted pages that
+//! were restored within 10 s, and how much memory can be taken while the guest stalls for at most 1/20 of its time.
+//! Threads: the bench's one. Units: in every key. Promise: the guest compares all its bytes at the end.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ballast_api::{NodeBalloon, VmPatch, VmStat};
+use ballast_base::{KIB, MIB, PAGE_SIZE};
+use ballast_testvm::qemu::load::{self, Dataset, Mix};
+
+use crate::booted::{Booted, COUNTED, Figures, MEMORY, SETTLES, TAKEN, mib, percent, restored};
+use crate::options::Part;
+use crate::rig::Bench;
+
+/// The key of the memory that can be taken.
+pub(crate) const RECLAIMED: &str = "reclaimed_mib";
+/// Memory that the balloon is asked for.
+const BALLOON: u64 = 32 * MIB;
+/// Data of Redis, and of the programs of `tier-guest`.
+const VALUE: u64 = 4 * KIB;
+const DATA: u64 = 128 * MIB;
+/// Most stall while memory is taken, percent of the time, and how often the limit changes. The second half of these
+/// times counts.
+const STALL: f64 = 5.0;
+const STEP: Duration = Duration::from_secs(5);
+const STEPS: u32 = 28;
+
+/// What runs in the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Load {
+    /// Files that are read every second, every 15 s and never (`agent-load`).
+    Files,
+    /// Redis, a tenth of whose keys has nine tenths of the accesses (`redis-load`).
+    Redis,
+    /// memcached, the same, with a client in the guest (`program-load`, as those that follow).
+    Memcached,
+    /// Breadth-first searches of a road network, a minute each.
+    Bfs,
+    /// k-means, a minute for each pass.
+    Kmeans,
+}
+
+impl Load {
+    pub(crate) const ALL: [Self; 5] = [Self::Files, Self::Redis, Self::Memcached, Self::Bfs, Self::Kmeans];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Files => "files",
+            Self::Redis => "redis",
+            Self::Memcached => "memcached",
+            Self::Bfs => "bfs",
+            Self::Kmeans => "kmeans",
+        }
+    }
+
+    pub(crate) fn part(self) -> Part {
+        match self {
+            Self::Files => Part::Files,
+            Self::Redis => Part::Redis,
+            Self::Memcached => Part::Memcached,
+            Self::Bfs => Part::Bfs,
+            Self::Kmeans => Part::Kmeans,
+        }
+    }
+
+    fn command(self) -> String {
+        match self {
+            Self::Files => "agent-load".into(),
+            Self::Redis => "redis-load".into(),
+            program => format!("program-load {} {}", program.name(), DATA / MIB),
+        }
+    }
+}
+
+/// The program in the guest, and for Redis its data.
+struct Work {
+    address: SocketAddr,
+    redis: Option<Dataset>,
+}
+
+impl Work {
+    /// Lets it work for this time; the clients of Redis are here.
+    fn run(&mut self, time: Duration) -> Result<()> {
+        let Some(data) = &mut self.redis else {
+            std::thread::sleep(time);
+            return Ok(());
+        };
+        let done = load::throughput(self.address, data, &Mix { duration: time, ..Mix::default() })?;
+        let wrong = done.reads.wrong + done.reads.missing;
+        ensure!(wrong == 0, "WRONG DATA: {wrong} values of Redis: {:?}", done.reads.first_wrong);
+        Ok(())
+    }
+}
+
+/// Measures one side in a guest of its own.
+pub(crate) fn measure(bench: &mut Bench, load: Load, side: &str) -> Result<Figures> {
+    let by_agent = side == "agent";
+    let alone = if by_agent { "" } else { " alone" };
+    let mut vm = Booted::new(bench, MEMORY, &[], &format!("{}{alone}", load.command()))?;
+    vm.expect("filled")?;
+    let mut work = Work { address: vm.guest.redis_addr(), redis: None };
+    if load == Load::Redis {
+        let data = Dataset::new((DATA / VALUE) as usize, VALUE as usize, 1);
+        load::load(work.address, &data)?;
+        work.redis = Some(data);
+    }
+    work.run(SETTLES)?;
+    let mut figures = wrong_choices(bench, &vm, &mut work, side)?;
+    figures.extend(most(bench, &vm, &mut work, side)?);
+    bench.daemon.api().set_limit(&vm.name, None)?;
+    if by_agent {
+        figures.push(("balloon_error_pct".into(), balloon(bench, &vm)?));
+    }
+    if let Some(data) = &work.redis {
+        let read = load::verify(work.address, data)?;
+        ensure!(read.verified == data.keys(), "WRONG DATA: {} bytes of Redis", read.bytes_lost);
+    }
+    vm.end(bench)?;
+    Ok(figures)
+}
+
+/// The limit takes memory at once; how much of that is back soon?
+fn wrong_choices(bench: &Bench, vm: &Booted, work: &mut Work, side: &str) -> Result<Figures> {
+    let tracked = |bench: &Bench| bench.daemon.api().heat(&vm.name, 1);
+    let (before, heat) = (vm.stat(bench)?, tracked(bench)?);
+    let began = Instant::now();
+    let limit = before.resident_bytes.saturating_sub(TAKEN);
+    bench.daemon.api().set_limit(&vm.name, Some(limit))?;
+    work.run(COUNTED)?;
+    let after = vm.stat(bench)?;
+    let lasted_us = began.elapsed().as_micros() as f64;
+    let agent = |stat: &VmStat| stat.agent.clone().context("the guest has the port of an agent");
+    let (was, now) = (agent(&before)?, agent(&after)?);
+    let judged = now.by_agent.judged_pages + now.by_host.judged_pages;
+    let wrong = now.by_agent.wrong_pages + now.by_host.wrong_pages;
+    let cycles = tracked(bench)?.cycles - heat.cycles;
+    let grown = |of: fn(&VmStat) -> u64| of(&after) - of(&before);
+    // Pages of zeros come back without a store.
+    let evicted = grown(|stat| stat.reclaim.evicted_pages);
+    let soon = grown(|stat| stat.reclaim.restored_soon_pages);
+    let of = |key: &str| format!("{key}_{side}");
+    let mut figures = vec![
+        (of("wrong_reclaim_pct"), percent(soon, evicted)),
+        (of("restored_soon_pages"), soon as f64),
+        (of("restored_of_evicted_pct"), percent(grown(restored), evicted)),
+        (of("restored_pages"), grown(restored) as f64),
+        (of("evicted_mib"), mib(evicted * PAGE_SIZE as u64)),
+        (of("zeros_mib"), mib(grown(|stat| stat.reclaim.evicted_zero_pages) * PAGE_SIZE as u64)),
+        (of("wrong_picks_pct"), percent(wrong, judged)),
+        (of("judged_pages"), judged as f64),
+        (of("judged_by_agent_pct"), percent(now.by_agent.judged_pages, judged)),
+        (of("quarantine_hit_pages"), grown(|stat| stat.reclaim.quarantine_hit_pages) as f64),
+        (of("tracking_cycles"), cycles as f64),
+        (of("engine_cpu_pct"), grown(|stat| stat.engine_time.tasks_us) as f64 * 100.0 / lasted_us),
+    ];
+    if side == "agent" {
+        ensure!(now.reports > was.reports, "the agent does not report: {now:?}");
+        figures.push(("agent_cpu_pct".into(), (now.cpu_us - was.cpu_us) as f64 * 100.0 / lasted_us));
+    }
+    Ok(figures)
+}
+
+/// The limit falls step by step while the guest stalls less than it may, and rises when it stalls more.
+fn most(bench: &Bench, vm: &Booted, work: &mut Work, side: &str) -> Result<Figures> {
+    let mut was = vm.stat(bench)?;
+    let whole = was.resident_bytes + was.far_bytes + was.zero_bytes;
+    let mut limit = was.resident_bytes;
+    let (mut taken, mut stalled) = (Vec::new(), Vec::new());
+    for step in 0..STEPS {
+        let began = Instant::now();
+        work.run(STEP)?;
+        let now = vm.stat(bench)?;
+        let stall_us = (now.stall.some.total_us - was.stall.some.total_us) as f64;
+        let stall = stall_us * 100.0 / began.elapsed().as_micros() as f64;
+        if step >= STEPS / 2 {
+            taken.push(mib(whole.saturating_sub(now.resident_bytes)));
+            stalled.push(stall);
+        }
+        limit = match stall {
+            low if low < STALL / 2.0 => limit.min(now.resident_bytes).saturating_sub(whole / 24),
+            below if below < STALL => limit.saturating_sub(whole / 96),
+            _ => limit.max(now.resident_bytes) + whole / 16,
+        };
+        bench.daemon.api().set_limit(&vm.name, Some(limit.max(MIB)))?;
+        was = now;
+    }
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len().max(1) as f64;
+    let of = |key: &str| format!("{key}_{side}");
+    let of_ram = mean(&taken) * 100.0 / mib(MEMORY.0);
+    Ok(vec![(of(RECLAIMED), mean(&taken)), (of("reclaimed_of_ram_pct"), of_ram), (of("stall_pct"), mean(&stalled))])
+}
+
+/// Has the agent hold memory; returns by how much it misses, in percent.
+fn balloon(bench: &Bench, vm: &Booted) -> Result<f64> {
+    let patch = |bytes| VmPatch { balloon: Some(NodeBalloon { node: 0, bytes }), ..VmPatch::default() };
+    bench.daemon.api().patch_vm(&vm.name, &patch(BALLOON))?;
+    let held = || -> Result<u64> {
+        Ok(vm.stat(bench)?.agent.and_then(|agent| Some(agent.nodes.first()?.balloon_bytes)).unwrap_or(0))
+    };
+    let began = Instant::now();
+    while held()? != BALLOON && began.elapsed() < Duration::from_secs(30) {
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let error = percent(held()?.abs_diff(BALLOON), BALLOON);
+    bench.daemon.api().patch_vm(&vm.name, &patch(0))?;
+    Ok(error)
+}

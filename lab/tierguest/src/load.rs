@@ -1,0 +1,296 @@
+//! Programs most of whose memory is touched rarely, for `ballast bench guest`.
+//!
+//! Before: one is started with a size. It writes `filled` when all its memory is present. After: it does a piece of
+//! work each 100 ms, or later if it is slowed down, until a line of input; for a line `count` it writes the number of
+//! pieces; at any other one all of its memory is compared.
+//! Threads: one works, one reads commands. Units: the size is MiB.
+//!
+//! A guest of the bench is small, and a program would be through all of its memory in a second. So work is paced: one
+//! pass takes a minute, as it does in a large guest.
+
+use std::collections::VecDeque;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::heat::random;
+
+const EVERY: Duration = Duration::from_millis(100);
+/// Pieces of a pass over all memory.
+const PIECES: usize = 640;
+
+/// A program.
+trait Load: Send {
+    /// Does a piece of work.
+    fn work(&mut self) -> Result<()>;
+    /// Compares all of its memory. Returns how much of it is wrong.
+    fn wrong(&mut self) -> Result<usize>;
+}
+
+/// Run until all was compared.
+pub fn run(name: &str, mib: usize) -> Result<()> {
+    let mut load: Box<dyn Load> = match name {
+        "bfs" => Box::new(Roads::new(mib)),
+        "kmeans" => Box::new(Kmeans::new(mib)),
+        "memcached" => Box::new(Memcached::new(mib)?),
+        _ => bail!("no program {name}"),
+    };
+    let (ends, pieces) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let (its_end, its_pieces) = (Arc::clone(&ends), Arc::clone(&pieces));
+    let worker = std::thread::spawn(move || -> Result<Box<dyn Load>> {
+        let mut next = Instant::now();
+        while !its_end.load(Ordering::Relaxed) {
+            load.work()?;
+            its_pieces.fetch_add(1, Ordering::Relaxed);
+            next = (next + EVERY).max(Instant::now());
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+        }
+        Ok(load)
+    });
+    let mut out = io::stdout();
+    let mut say = |what: &str| writeln!(out, "BALLAST-SAYS {what}").and_then(|()| out.flush());
+    say("filled")?;
+    for line in io::stdin().lock().lines() {
+        if line? != "count" {
+            break;
+        }
+        say(&pieces.load(Ordering::Relaxed).to_string())?;
+    }
+    ends.store(true, Ordering::Relaxed);
+    let mut load = worker.join().ok().context("the worker panicked")??;
+    match load.wrong()? {
+        0 => Ok(()),
+        wrong => bail!("{wrong} items are wrong"),
+    }
+}
+
+/// Breadth-first searches of a road network, from one place after the other: a grid without 1/8 of its roads.
+struct Roads {
+    side: u32,
+    /// For each vertex the four next ones, its distance, and the search that reached it.
+    vertices: Vec<[u32; 8]>,
+    queue: VecDeque<u32>,
+    search: u32,
+    seed: u64,
+}
+
+const NO_ROAD: u32 = u32::MAX;
+const DISTANCE: usize = 4;
+const SEARCH: usize = 5;
+
+impl Roads {
+    fn new(mib: usize) -> Self {
+        let side = ((mib << 20) / size_of::<[u32; 8]>()).isqrt() as u32;
+        let vertex = |vertex| {
+            let [east, west, south, north] = Self::next_to(side, vertex);
+            [east, west, south, north, 0, 0, 0, 0]
+        };
+        Self { side, vertices: (0..side * side).map(vertex).collect(), queue: VecDeque::new(), search: 0, seed: 3 }
+    }
+
+    fn next_to(side: u32, vertex: u32) -> [u32; 4] {
+        let (row, column) = (vertex / side, vertex % side);
+        // A road is known by its western or northern end.
+        let road = |from: u32, way: u64, to: u32| {
+            let mut seed = u64::from(from) * 2 + way + 1;
+            if random(&mut seed).is_multiple_of(8) { NO_ROAD } else { to }
+        };
+        [
+            if column + 1 < side { road(vertex, 0, vertex + 1) } else { NO_ROAD },
+            if column > 0 { road(vertex - 1, 0, vertex - 1) } else { NO_ROAD },
+            if row + 1 < side { road(vertex, 1, vertex + side) } else { NO_ROAD },
+            if row > 0 { road(vertex - side, 1, vertex - side) } else { NO_ROAD },
+        ]
+    }
+}
+
+impl Load for Roads {
+    fn work(&mut self) -> Result<()> {
+        for _ in 0..self.vertices.len() / PIECES {
+            let Some(vertex) = self.queue.pop_front() else {
+                self.search += 1;
+                let start = (random(&mut self.seed) % self.vertices.len() as u64) as u32;
+                self.vertices[start as usize][SEARCH] = self.search;
+                self.queue.push_back(start);
+                continue;
+            };
+            let here = self.vertices[vertex as usize];
+            for next in here[..DISTANCE].iter().filter(|next| **next != NO_ROAD) {
+                let there = &mut self.vertices[*next as usize];
+                if there[SEARCH] != self.search {
+                    (there[DISTANCE], there[SEARCH]) = (here[DISTANCE] + 1, self.search);
+                    self.queue.push_back(*next);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn wrong(&mut self) -> Result<usize> {
+        let is_wrong = |(vertex, now): (u32, &[u32; 8])| now[..DISTANCE] != Self::next_to(self.side, vertex);
+        Ok((0..).zip(&self.vertices).filter(|vertex| is_wrong(*vertex)).count())
+    }
+}
+
+/// Values of a point, and clusters.
+const VALUES: usize = 16;
+const CLUSTERS: usize = 8;
+type Point = [f32; VALUES];
+
+/// k-means: each pass assigns each point to its nearest cluster.
+struct Kmeans {
+    points: Vec<Point>,
+    at: usize,
+    centres: [Point; CLUSTERS],
+    /// Sums and numbers of the points so far of this pass.
+    sums: [(Point, u32); CLUSTERS],
+}
+
+fn point(number: usize) -> Point {
+    let mut seed = number as u64 + 1;
+    std::array::from_fn(|_| (random(&mut seed) >> 40) as f32)
+}
+
+impl Kmeans {
+    fn new(mib: usize) -> Self {
+        let points: Vec<Point> = (0..(mib << 20) / size_of::<Point>()).map(point).collect();
+        let centres = std::array::from_fn(|cluster| points[cluster]);
+        Self { points, at: 0, centres, sums: Default::default() }
+    }
+}
+
+impl Load for Kmeans {
+    fn work(&mut self) -> Result<()> {
+        let end = (self.at + self.points.len() / PIECES).min(self.points.len());
+        for point in &self.points[self.at..end] {
+            let far =
+                |centre: &Point| -> f32 { centre.iter().zip(point).map(|(one, other)| (one - other).powi(2)).sum() };
+            let distances = self.centres.each_ref().map(far);
+            let nearest = (0..CLUSTERS).min_by(|one, other| distances[*one].total_cmp(&distances[*other])).unwrap_or(0);
+            let (sum, count) = &mut self.sums[nearest];
+            sum.iter_mut().zip(point).for_each(|(sum, value)| *sum += value);
+            *count += 1;
+        }
+        self.at = end;
+        if end == self.points.len() {
+            for (centre, (sum, count)) in self.centres.iter_mut().zip(&self.sums) {
+                *centre = sum.map(|sum| sum / (*count).max(1) as f32);
+            }
+            (self.at, self.sums) = (0, Default::default());
+        }
+        Ok(())
+    }
+
+    fn wrong(&mut self) -> Result<usize> {
+        Ok(self.points.iter().enumerate().filter(|(number, now)| **now != point(*number)).count())
+    }
+}
+
+/// Reads of memcached, nine tenths of them of a tenth of its values.
+struct Memcached {
+    server: Child,
+    connection: BufReader<UnixStream>,
+    keys: u64,
+    seed: u64,
+}
+
+const SOCKET: &str = "/tmp/memcached";
+/// Bytes of a value; with its key and header it fills most of a page.
+const VALUE: usize = 3900;
+/// Reads of a piece of work.
+const READS: usize = 64;
+
+fn value(key: u64) -> Vec<u8> {
+    let mut seed = key + 1;
+    let words = std::iter::repeat_with(|| random(&mut seed).to_le_bytes());
+    words.flatten().take(VALUE).collect()
+}
+
+impl Memcached {
+    fn new(mib: usize) -> Result<Self> {
+        let server = Command::new("memcached").args(["-u", "root", "-t", "1", "-s", SOCKET, "-m", "512"]).spawn();
+        let server = server.context("Starting memcached")?;
+        let began = Instant::now();
+        let connection = loop {
+            match UnixStream::connect(SOCKET) {
+                Ok(connection) => break BufReader::new(connection),
+                Err(error) if began.elapsed() > Duration::from_secs(60) => return Err(error).context("memcached"),
+                Err(_) => std::thread::sleep(EVERY),
+            }
+        };
+        let mut this = Self { server, connection, keys: ((mib << 20) / VALUE) as u64, seed: 7 };
+        for key in 0..this.keys {
+            let head = format!("set {key} 0 0 {VALUE}\r\n");
+            this.connection.get_mut().write_all(&[head.as_bytes(), &value(key), b"\r\n"].concat())?;
+            let said = this.line()?;
+            if said != "STORED" {
+                bail!("memcached says {said:?}");
+            }
+        }
+        Ok(this)
+    }
+
+    fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        self.connection.read_line(&mut line)?;
+        Ok(line.trim_end().to_owned())
+    }
+
+    /// Is the value of this key right?
+    fn read(&mut self, key: u64) -> Result<bool> {
+        self.connection.get_mut().write_all(format!("get {key}\r\n").as_bytes())?;
+        if self.line()? == "END" {
+            return Ok(false);
+        }
+        let mut bytes = vec![0; VALUE + 2];
+        self.connection.read_exact(&mut bytes)?;
+        self.line()?;
+        Ok(bytes[..VALUE] == value(key))
+    }
+}
+
+impl Load for Memcached {
+    fn work(&mut self) -> Result<()> {
+        for _ in 0..READS {
+            let now = random(&mut self.seed);
+            let hot = self.keys / 10;
+            let key = if now.is_multiple_of(10) { hot + (now >> 8) % (self.keys - hot) } else { (now >> 8) % hot };
+            if !self.read(key)? {
+                bail!("the value of {key} is wrong");
+            }
+        }
+        Ok(())
+    }
+
+    fn wrong(&mut self) -> Result<usize> {
+        let mut wrong = 0;
+        for key in 0..self.keys {
+            wrong += usize::from(!self.read(key)?);
+        }
+        self.server.kill()?;
+        Ok(wrong)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_changes_nothing_that_is_compared_and_what_is_wrong_is_found() {
+        let (mut roads, mut kmeans) = (Roads::new(1), Kmeans::new(1));
+        for _ in 0..2 * PIECES {
+            roads.work().expect("a piece of work");
+            kmeans.work().expect("a piece of work");
+        }
+        assert!(roads.search > 1 && roads.vertices.iter().any(|vertex| vertex[DISTANCE] > roads.side));
+        assert_eq!([roads.wrong().expect("compared"), kmeans.wrong().expect("compared")], [0, 0]);
+        (roads.vertices[7][0], kmeans.points[7][1]) = (1, 0.5);
+        assert_eq!([roads.wrong().expect("compared"), kmeans.wrong().expect("compared")], [1, 1]);
+    }
+}
