@@ -192,6 +192,11 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         }
     }
 
+    /// Would [`Store::tidy`] have something to do at once?
+    fn is_untidy(&self) -> bool {
+        false
+    }
+
     /// Read pages of one region, in rising order, with gaps or without: `out[i]` belongs to `pages[i]`. Each page's
     /// outcome is appended, in order. A store on a network asks for all of them at once.
     fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
@@ -200,8 +205,13 @@ pub trait Store: Send + Sync + std::fmt::Debug {
             let (out, after) = rest.split_at_mut(run.len());
             handles.clear();
             handles.extend(run.iter().map(|(_, handle)| *handle));
+            let before = outcomes.len();
             self.get_run(run[0].0, &handles, out, outcomes);
             rest = after;
+            if outcomes[before..].contains(&GetOutcome::Busy) {
+                // Its runs are waited for one after the other, while pages of all of them are locked.
+                return outcomes.resize(outcomes.len() + rest.len(), GetOutcome::Busy);
+            }
         }
     }
 

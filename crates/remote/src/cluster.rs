@@ -193,8 +193,9 @@ impl Cluster {
         let turn = self.turn.fetch_add(1, Relaxed) % known.len().max(1);
         known.rotate_left(turn);
         let timeout = Duration::from_millis(self.map_timeout_ms.load(Relaxed).into());
-        let mut next = timeout;
-        for addr in &known {
+        let (mut next, round) = (timeout, Instant::now());
+        // Silent nodes must not add up: the next round begins with another one.
+        for addr in known.iter().take_while(|_| round.elapsed() < MAP_TIMEOUT_MAX) {
             let begun = Instant::now();
             let map = match self.map_of(addr, begun + timeout) {
                 Ok(map) => map,

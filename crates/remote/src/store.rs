@@ -398,6 +398,10 @@ impl Store for RemoteStore {
         }
     }
 
+    fn is_untidy(&self) -> bool {
+        lock(&self.rests_until).is_none_or(|until| Instant::now() >= until) && self.garbage.waiting_briefly() > 0
+    }
+
     /// Sends nothing to the cluster; `tidy` finds the leftovers.
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         self.seal_alone();

@@ -264,16 +264,20 @@ impl Caretaker {
     fn heed(&mut self, told: Told) {
         match told {
             Told::Ended(vm) => self.ended.add(vm),
+            Told::Closed(store) if self.closed.iter().any(|known| Arc::ptr_eq(known, &store)) => {}
             Told::Closed(store) => self.closed.push(store),
         }
     }
 
     /// Removes some of what VMs left. Returns when there is more to do.
     fn remove(&mut self) -> Duration {
-        self.closed.retain(|store| {
+        for store in std::mem::take(&mut self.closed) {
             store.tidy();
-            !store.is_tidy()
-        });
+            if !store.is_tidy() {
+                self.closed.push(store);
+            }
+            self.keep_leases_in_time();
+        }
         let pause = if self.closed.is_empty() { Duration::MAX } else { TIDY_EVERY };
         if self.ended.is_empty() {
             return pause;

@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PageCount};
 use ballast_handover::mappers;
-use ballast_pager::run::pool::blocking;
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::view::View;
+use ballast_store::Store;
 use ballast_sys::meminfo;
 use ballast_sys::process::Process;
 
@@ -32,12 +32,21 @@ const LEFT_TO_OTHERS: u64 = 32;
 const RETURNS_WITHIN: Duration = Duration::from_secs(4);
 /// Time between checks whether a process can reach the files: a file is deleted, a process ends.
 const POLL_EVERY: Duration = Duration::from_secs(1);
+/// Looks whether a process still has the files take at most 1/N of the time.
+const LOOKS_PART: u32 = 20;
 /// Pause before memory is asked for again.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Is this process, which started the engine, alive?
 fn is_parent(pid: u32) -> bool {
     rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() as u32 == pid)
+}
+
+/// Do this on a thread of its own.
+fn beside(name: &str, work: impl FnOnce() + Send + 'static) {
+    if let Err(error) = std::thread::Builder::new().name(name.into()).spawn(work) {
+        tracing::warn!("Starting a thread: {error}");
+    }
 }
 
 impl Engine {
@@ -109,17 +118,15 @@ impl Engine {
                     tracing::warn!("Emptying the file store of a VM that is gone: {error}");
                 }
             };
-            if let Err(error) = std::thread::Builder::new().name("empty".into()).spawn(empty) {
-                tracing::warn!("Starting a thread: {error}");
-            }
+            beside("empty", empty);
         }
     }
 
     /// The files of a VM that is closed outlive it, and it may be opened again: its slow stores return what was freed
-    /// of it. A cluster may take longer than an order may: the rest goes beside that.
+    /// of it. That waits for disks and servers, and the VM must not wait for that.
     fn tidy(&self, served: &Served) {
-        for tier in served.vm.stores.slow() {
-            blocking(|| served.vm.state.beside(|| tier.store.tidy()));
+        if let Some(file) = served.file.opened() {
+            beside("tidy", move || file.tidy());
         }
         if let Some(remote) = &self.host.remote {
             remote.closed(served.vm.state.id());
@@ -142,14 +149,17 @@ impl Engine {
         let Some(who) = who else { return Some(Vec::new()) };
         let event = |kind: &str, message: String| self.events.add(Some(name.clone()), kind, message);
         event("writing-back", format!("the process of VM {name} is gone, but {who}: {} go back into it", far.bytes()));
-        let (mut looked, mut told) = (Instant::now(), false);
+        let (mut looked, mut every, mut told) = (Instant::now(), POLL_EVERY, false);
         let done = vm.write_back(&reachable, &mut || {
             loop {
-                if looked.elapsed() > POLL_EVERY {
-                    looked = Instant::now();
+                if looked.elapsed() > every {
+                    let begun = Instant::now();
                     if self.reachable(&reachable, &pids, &[]).1.is_none() {
                         return false;
                     }
+                    // A process may make each look take seconds.
+                    looked = Instant::now();
+                    every = POLL_EVERY.max((looked - begun) * LOOKS_PART);
                 }
                 if closing.load(Ordering::Acquire) {
                     return false;
@@ -246,13 +256,12 @@ impl Engine {
         let mut removed = Ok(());
         for region in vm.left_unplugged() {
             let (held, number) = (vm.begin_unplug(), region.number);
-            let done = match self.returns(served, region) {
-                Ok(true) => vm.remove_left(number),
-                late => Err(self.is_late(served, late)),
-            };
+            // The process may only seem to be gone, and come back; or another one has the file and may attach.
+            if self.reachable(&[region], &[pid], &served.pids()).1.is_none() {
+                removed = removed.and(vm.remove_left(number));
+            }
             served.hold_unchecked();
             drop(held);
-            removed = removed.and(done);
             self.request_scan(served)?;
         }
         Ok(removed?)
@@ -296,7 +305,13 @@ impl Engine {
         let mut reachable: Vec<_> = linked.into_iter().cloned().collect();
         let mut who = by_name;
         let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));
+        let others: Vec<_> = others.cloned().collect();
+        // Nearly always nobody has any: one look for all.
+        if others.is_empty() || self.holder(&others, suspects, but).is_none() {
+            return (reachable, who);
+        }
         let held: Vec<_> = others
+            .iter()
             .filter(|region| {
                 let holder = self.holder(std::slice::from_ref(region), suspects, but);
                 if let Some(process) = holder {

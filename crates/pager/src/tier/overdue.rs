@@ -167,6 +167,10 @@ impl Store for Overdue {
         self.store.tidy();
     }
 
+    fn is_untidy(&self) -> bool {
+        self.store.is_untidy()
+    }
+
     fn takes_room(&self, handle: Handle) -> bool {
         self.store.takes_room(handle)
     }

@@ -149,7 +149,7 @@ impl SpillWorker {
             return Next::Done;
         }
         blocking(|| vm.state.beside(|| self.targets.iter().for_each(|target| target.tier.store.tidy())));
-        let Some(after) = self.after else { return Next::about(now, TICK) };
+        let Some(after) = self.after else { return Next::after(Instant::now(), self.pause()) };
         let wanted = vm.mail.spill.take();
         if let Err(error) = self.round(wanted, after, now) {
             vm.report("spill-failed", format!("Reading the page-state words: {error}"));
@@ -163,6 +163,9 @@ impl SpillWorker {
 
     /// How long to wait, unless space is wanted.
     fn pause(&self) -> Duration {
+        if self.targets.iter().any(|target| target.tier.store.is_untidy()) {
+            return Duration::ZERO;
+        }
         let is_short = self.next_short <= Instant::now() && self.vm.stores.first().store.is_short();
         if (self.pass.is_some() || is_short) && !self.rests() {
             return Duration::ZERO;

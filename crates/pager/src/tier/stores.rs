@@ -241,6 +241,10 @@ impl Store for LateStore {
         }
     }
 
+    fn is_untidy(&self) -> bool {
+        self.store().is_some_and(|store| store.is_untidy())
+    }
+
     fn takes_room(&self, handle: Handle) -> bool {
         self.store().is_none_or(|store| store.takes_room(handle))
     }

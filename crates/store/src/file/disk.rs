@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ballast_base::PAGE_SIZE;
 use ballast_sys::direct::DirectFile;
@@ -331,7 +331,7 @@ impl Disk {
         let mut moved = Vec::with_capacity(pieces.len());
         for group in pieces.chunks(AT_ONCE) {
             let first = moved.len();
-            if direction == Direction::Write && moved.iter().any(|moved| matches!(moved, Moved::Late)) {
+            if moved.iter().any(|moved| matches!(moved, Moved::Late)) {
                 moved.resize_with(pieces.len(), || Moved::Unbegun);
                 break;
             }
@@ -354,6 +354,7 @@ impl Disk {
                 };
                 let begun: Vec<_> = group.iter().enumerate().map(begin).collect();
                 transfers.ring.submit();
+                let submitted = Instant::now();
                 if let Some(meanwhile) = meanwhile.take() {
                     meanwhile();
                 }
@@ -362,7 +363,9 @@ impl Disk {
                 for (index, (begun, (_, pages))) in begun.into_iter().zip(group).enumerate() {
                     let bytes = pages * PAGE_SIZE;
                     let when_late = when_late(first + index);
-                    let limits = (bytes, timeout(first + index, after_late));
+                    // All are under way at once, so the waits for them do not add up.
+                    let left = timeout(first + index, after_late).saturating_sub(submitted.elapsed());
+                    let limits = (bytes, left);
                     outcomes.push(match self.finish(transfers, direction, begun, limits, when_late) {
                         Ok(buffer) => {
                             done(first + index, &buffer.as_slice()[..bytes]);
