@@ -328,7 +328,7 @@ fn die_at_any_time(pages: PoolPages, kills: u32) {
     let mut vms: Vec<Child> = Vec::new();
     let mut lenders = Vec::new();
     let is_on_demand_there = ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).is_ok();
-    if is_on_demand_there && pooled.host.nodes().expect("nodes").len() == 1 {
+    if is_on_demand_there && pages == PoolPages::Huge && pooled.host.nodes().expect("nodes").len() == 1 {
         let more = PoolRequest { bytes: Some(64 * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
         pooled.daemon().api.reserve_pool(&more).expect("more may be promised");
     }
