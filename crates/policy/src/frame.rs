@@ -86,6 +86,11 @@ fn left_alone(vm: &VmSample) -> Option<(Action, Reason)> {
     (vm.settings.effective_shares() == 0).then_some((Action::Free, Reason::HandsOff))
 }
 
+/// Does no plan set a limit for this VM?
+pub fn is_left_alone(vm: &VmSample) -> bool {
+    left_alone(vm).is_some()
+}
+
 impl<'a> Frame<'a> {
     /// Build the frame from a snapshot.
     pub fn new(policy: &str, snapshot: &'a Snapshot, state: &mut State) -> Self {

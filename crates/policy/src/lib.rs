@@ -35,7 +35,7 @@ pub mod snapshot;
 pub mod solve;
 mod sums;
 
-pub use frame::{External, check_external};
+pub use frame::{External, check_external, is_left_alone};
 pub use gain::Gain;
 pub use host_state::HostState;
 pub use kind::{Kind, Params, Setup};

@@ -19,13 +19,14 @@
 //! Before: `reserve` has a pool. After: descriptors as of [`Reserve::grant`], and free pages. Threads: the owner's.
 //! Units: slices. Promise: as for the crate; what a VM finds at a first touch is zero, because the engine fills it.
 
+use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, Extent as FileExtent};
 use ballast_pool::{Content, Domain, GuestIdx, Kind, Mode, Request, SliceIdx, SliceState, VmId, request};
-use ballast_sys::memfd;
+use ballast_sys::memfd::{self, FileId};
 
 use crate::error::{During, Error};
 use crate::host::Page;
@@ -160,6 +161,22 @@ impl Reserve {
     /// The kernel does not tell how many pages a VM has.
     pub fn on_demand_touched(&self) -> Result<Bytes, Error> {
         self.live.as_ref().map_or(Ok(Bytes(0)), |live| Ok(live.page.size(live.on_demand()?.touched)))
+    }
+
+    /// Returns the files of VMs on demand, and what was promised in each.
+    ///
+    /// # Errors
+    /// The kernel does not tell which file it is.
+    pub fn on_demand_files(&self) -> Result<HashMap<FileId, Bytes>, Error> {
+        let Some(live) = &self.live else { return Ok(HashMap::new()) };
+        let mut files = HashMap::new();
+        for (vm, promise) in &live.promises {
+            for (part, (_, slices)) in promise.parts.iter().enumerate() {
+                let file = live.files.on_demand_id(*vm, part).during("Looking at a file of the pool")?;
+                files.extend(file.map(|file| (file, live.page.size(*slices))));
+            }
+        }
+        Ok(files)
     }
 
     /// Refuses a promise of this many slices if the pool has fewer beside all other promises.
@@ -394,7 +411,8 @@ impl Live {
             100 => at.to_owned(),
             _ => format!(
                 "; {} are missing: up to {percent} % of the {} for these VMs may be promised, as far as they can have \
-                 the rest far, which is {} now (a VM that starts, is pinned or reserved has none)",
+                 the rest far, which is {} now (a VM that starts, is pinned or reserved has none), and a 16th is left \
+                 for touches",
                 size(wanted - left),
                 size(backing),
                 size(far.min(now.promised)),

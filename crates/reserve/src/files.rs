@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_base::Bytes;
+use ballast_sys::memfd::FileId;
 use ballast_sys::{huge_files, memfd, prefill};
 
 use crate::host::Page;
@@ -84,6 +85,15 @@ impl Files {
             Ok(file) => Ok(Bytes(file.blocks() * 512)),
             // Its owner died before it was made.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Bytes(0)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns which file it is, if it was made.
+    pub fn on_demand_id(&self, vm: u64, part: usize) -> io::Result<Option<FileId>> {
+        match std::fs::metadata(on_demand(&self.dir, vm, part)) {
+            Ok(file) => Ok(Some(FileId { dev: file.dev(), ino: file.ino() })),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
     }

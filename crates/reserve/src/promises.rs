@@ -104,17 +104,28 @@ impl Terms {
     /// Percents that an operator may say.
     pub const PERCENTS: std::ops::RangeInclusive<u32> = 100..=1000;
 
-    /// The most that may be promised where there are this many slices for VMs on demand.
+    /// The most that may be promised where there are this many slices for VMs on demand. Beyond what there is, VMs must
+    /// have enough far that what is to be left for touches is left.
     pub fn most(self, backing: u32) -> u32 {
         let said = u64::from(backing) * u64::from(self.percent) / 100;
-        said.min(u64::from(backing) + u64::from(self.far)).min(u32::MAX.into()) as u32
+        let divided = u64::from(backing.saturating_sub(left(backing.div_ceil(16))));
+        said.min(u64::from(backing).max(divided + u64::from(self.far))).min(u32::MAX.into()) as u32
     }
 
     /// The fewest slices with which this much may be promised.
     pub fn least(self, promised: u32) -> u32 {
         let said = (u64::from(promised) * 100).div_ceil(self.percent.max(1).into());
-        (said as u32).max(promised.saturating_sub(self.far))
+        let divided = match promised.saturating_sub(self.far) {
+            0 => 0,
+            here => here.saturating_add(left(here.div_ceil(15))),
+        };
+        (said as u32).max(divided.min(promised))
     }
+}
+
+/// What is to be left for touches, of this 16th: as of [`Overcommitted::high`], in pages of 2 MiB.
+fn left(part: u32) -> u32 {
+    part.clamp(8, 256)
 }
 
 /// A pool that has promised VMs on demand more than it has for them.
@@ -175,9 +186,24 @@ mod tests {
     #[test]
     fn what_may_be_promised_ends_where_the_operator_or_the_far_stores_say() {
         let terms = |percent, far| Terms { percent, far };
-        assert_eq!([terms(100, 99).most(64), terms(150, 99).most(64), terms(150, 10).most(64)], [64, 96, 74]);
-        assert_eq!([terms(100, 99).least(64), terms(150, 99).least(97), terms(150, 10).least(97)], [64, 65, 87]);
+        assert_eq!([terms(100, 99).most(64), terms(150, 99).most(64), terms(150, 10).most(64)], [64, 96, 66]);
+        assert_eq!([terms(100, 99).least(64), terms(150, 99).least(97), terms(150, 10).least(97)], [64, 65, 95]);
+        assert_eq!([terms(150, 8).most(64), terms(150, 0).most(64), terms(1000, 9).most(0)], [64, 64, 0]);
         assert_eq!(terms(1000, u32::MAX).most(u32::MAX), u32::MAX);
+    }
+
+    proptest! {
+        #[test]
+        fn with_the_least_that_a_promise_needs_it_may_be_made_and_with_less_it_may_not(
+            percent in 100u32..1001, far in 0u32..6000, promised in 0u32..9000, backing in 0u32..9000,
+        ) {
+            let terms = Terms { percent, far };
+            prop_assert_eq!(backing >= terms.least(promised), promised <= terms.most(backing));
+            let has = Bytes(u64::from(backing) * 2 * MIB);
+            let high = Overcommitted { has, promised: Bytes(0), touched: Bytes(0) }.high();
+            let here = u64::from(promised.saturating_sub(far)) * 2 * MIB;
+            prop_assert!(promised > terms.most(backing) || promised <= backing || here <= has.0 - high.0);
+        }
     }
 
     /// A pool of this many slices, and VMs on demand: what each was promised, has touched, and has far. A VM that does
@@ -249,9 +275,11 @@ mod tests {
                 prop_assert!(now.promised <= terms.most(backing), "{model:?}");
                 prop_assert!(backing >= terms.least(now.promised), "{model:?}");
                 prop_assert!(now.touched <= now.aside && now.aside <= backing, "{model:?}");
-                // Where all that pages is far as far as there is room, the others have all that they were promised.
+                // Where all that pages is far as far as there is room, the others have all that they were promised, and
+                // what is to be left for touches is left.
                 let keep: u32 = model.vms.iter().map(Model::keeps).sum();
-                prop_assert!(keep.max(now.promised - terms.far.min(now.promised)) <= backing, "{model:?}");
+                let here = keep.max(now.promised - terms.far.min(now.promised)) + left(backing / 16);
+                prop_assert!(now.promised <= backing || here <= backing, "{model:?}");
                 // No touch waits for ever: what is missing can be set aside, or a VM that pages has something.
                 let waits = now.touched == now.aside && now.touched < now.promised;
                 prop_assert!(!waits || now.aside < backing || model.vms.iter().any(|vm| vm.2 && vm.1 > 0), "{model:?}");

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use ballast_base::{Bytes, PageCount, PageIdx};
+use ballast_sys::memfd::FileId;
 
 use super::Vm;
 use crate::vm::memory::Counted;
@@ -41,16 +42,21 @@ impl Vm {
     /// reclaim asks in every round. If others have a part of the file, the extents are counted, for at most
     /// [`SHARE`] of a CPU; in between, the change of the file as a whole is attributed to these regions.
     pub fn resident(&self) -> io::Result<PageCount> {
-        self.resident_by(true)
+        self.resident_by(true, |_| true)
     }
 
     /// The same for a thread that must not wait for the VMM. Before Linux 6.5 counting a part of a file waits for a
     /// lock of the file: then this is the last count, with the change of the whole file since.
     pub fn resident_at_once(&self) -> io::Result<PageCount> {
-        self.resident_by(false)
+        self.resident_at_once_in(|_| true)
     }
 
-    fn resident_by(&self, may_wait: bool) -> io::Result<PageCount> {
+    /// The same of these files alone.
+    pub fn resident_at_once_in(&self, is_one: impl Fn(FileId) -> bool) -> io::Result<PageCount> {
+        self.resident_by(false, is_one)
+    }
+
+    fn resident_by(&self, may_wait: bool, is_one: impl Fn(FileId) -> bool) -> io::Result<PageCount> {
         let mut regions: Vec<_> = self.regions().into_iter().filter(|region| !region.is_removed()).collect();
         let views = self.views();
         if !views.is_empty() {
@@ -58,7 +64,7 @@ impl Vm {
         }
         let (mut seen, mut pages) = (HashSet::new(), PageCount(0));
         for file in regions.iter().flat_map(|region| region.files()) {
-            if !seen.insert(file.id) {
+            if !is_one(file.id) || !seen.insert(file.id) {
                 continue;
             }
             let (whole, size) = file.usage()?;

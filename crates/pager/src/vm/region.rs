@@ -116,7 +116,7 @@ impl Region {
     }
 
     /// Has a process unplugged it that others shared it with?
-    pub(crate) fn is_unplugged(&self) -> bool {
+    pub fn is_unplugged(&self) -> bool {
         self.unplugged.load(Ordering::Acquire)
     }
 

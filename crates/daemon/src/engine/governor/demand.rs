@@ -4,20 +4,25 @@
 //! Before: a plan for the host, or none. After: the plan says the lower of both limits for these VMs, and the reclaim
 //! workers make room. Threads: the governor's; the pool and the API ask for [`far`]. Units: bytes.
 //! Promise: an operator's limit and reservation hold. While twice what is to be left is left, no VM is limited for the
-//! pool. A VM is never asked to have less than a quarter of an equal part, however much others touch.
+//! pool. A VM is never asked to have less than a quarter of an equal part of what is not reserved, however much others
+//! touch; and all VMs can have at once what they must have.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
 use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
-use ballast_pager::vm::{Hold, Vm};
+use ballast_policy::is_left_alone;
 use ballast_policy::{Action, Decision, HostSample, Kind, Plan, Reason, Settings, Setup, Snapshot, State, VmSample};
 use ballast_reserve::Overcommitted;
+use ballast_sys::memfd::FileId;
 
 use super::guarded::guarded;
 use super::operator;
 use crate::engine::host::Host;
+use crate::engine::pool::demand::Promised;
 use crate::engine::served::{SMALLEST_LIMIT, Served};
 
 /// The policy where the operator chose none.
@@ -38,7 +43,9 @@ pub(super) struct Division {
 
 /// A VM on demand, beyond its sample.
 struct Part {
-    /// Memory that is not the pool's.
+    /// Memory that it has on demand.
+    touched_bytes: u64,
+    /// Its other memory.
     elsewhere_bytes: u64,
     /// Faults that wanted a page which was not far.
     first_touches: u64,
@@ -59,7 +66,8 @@ impl Division {
             self.release(plan, snapshot);
             return was.then(|| "VMs on demand are not limited for the pool any more: enough is left".into());
         };
-        let parts: BTreeMap<String, Part> = host.all().iter().filter_map(|vm| part(vm)).collect();
+        let promised = host.pool.demand.files();
+        let parts = sizes(host, &promised).iter().map(|vm| part(vm, &promised)).collect();
         let divided = self.divide(&parts, snapshot, over, setup)?;
         let policy = divided.policy.clone();
         for decision in divided.decisions {
@@ -91,10 +99,17 @@ impl Division {
         };
         let vms: Vec<VmSample> = snapshot.vms.iter().filter_map(with).collect();
         let elsewhere = parts.values().map(|part| part.elsewhere_bytes).sum::<u64>();
-        let ours = over.has.0.saturating_sub(over.high().0);
-        let smallest_bytes = (ours / LEAST / vms.len().max(1) as u64).max(SMALLEST_LIMIT.0);
+        // Nobody can take pages from files that no VM of this engine has, or from parts of files outside its regions.
+        let others = over.touched.0.saturating_sub(parts.values().map(|part| part.touched_bytes).sum());
+        let ours = over.has.0.saturating_sub(over.high().0).saturating_sub(others);
+        let budget_bytes = ours + elsewhere;
+        let (alone, limited): (Vec<_>, Vec<_>) = vms.iter().partition(|vm| is_left_alone(vm));
+        let reserved = |vm: &VmSample| vm.settings.effective_reservation(vm.most_bytes());
+        let taken: u64 = alone.iter().map(|vm| vm.resident_bytes).chain(limited.iter().map(|vm| reserved(vm))).sum();
+        let equal = budget_bytes.saturating_sub(taken).min(ours) / limited.len().max(1) as u64;
+        let smallest_bytes = (equal / LEAST).max(SMALLEST_LIMIT.0);
         let host = HostSample {
-            budget_bytes: ours + elsewhere,
+            budget_bytes,
             free_bytes: over.free().0,
             min_free_bytes: over.low().0,
             smallest_bytes,
@@ -128,29 +143,47 @@ impl Division {
     fn release(&mut self, plan: &mut Plan, snapshot: &Snapshot) {
         let limited = std::mem::take(&mut self.limited);
         let all = snapshot.vms.iter().zip(&mut plan.decisions);
-        for (_, decision) in all.filter(|(vm, _)| vm.held.is_none() && limited.contains(&vm.id)) {
-            if decision.action == Action::Leave {
-                decision.action = Action::Free;
+        for (vm, decision) in all.filter(|(vm, _)| limited.contains(&vm.id)) {
+            match (decision.action, &vm.held) {
+                // It keeps its limit while it is held.
+                (Action::Leave, Some(_)) => drop(self.limited.insert(vm.id.clone())),
+                (Action::Leave, None) => decision.action = Action::Free,
+                _ => {}
             }
         }
     }
 }
 
-/// Bytes of a VM that come on demand.
-fn size(vm: &Vm) -> u64 {
-    let regions = vm.regions().into_iter().filter(|region| !region.is_removed() && region.is_on_demand());
-    regions.map(|region| region.pages().bytes().0).sum()
+/// The VMs that have memory on demand, and how much: together no more of a file of the pool than was promised in it.
+fn sizes(host: &Host, promised: &Promised) -> Vec<(Arc<Served>, u64)> {
+    let mut left = promised.clone();
+    let all = host.all().into_iter().map(|served| {
+        let regions = served.vm.regions().into_iter().filter(|region| !region.is_removed() && !region.is_unplugged());
+        let ours = claim(&mut left, regions.flat_map(|region| region.places()));
+        (served, ours)
+    });
+    all.filter(|(_, ours)| *ours > 0).collect()
 }
 
-fn part(served: &Served) -> Option<(String, Part)> {
-    let (vm, ours) = (&served.vm, size(&served.vm));
-    if ours == 0 {
-        return None;
-    }
-    let regions = vm.regions().into_iter().filter(|region| !region.is_removed() && !region.is_on_demand());
-    let elsewhere = regions.map(|region| region.resident().map_or(0, |pages| pages.bytes().0)).sum();
-    let touched = vm.stats().get(Counter::FaultFresh) + vm.stats().get(Counter::FaultZero);
-    Some((vm.state.id().to_string(), Part { elsewhere_bytes: elsewhere, first_touches: touched }))
+/// Takes what is at these places of what is left of the promises. Returns its bytes.
+fn claim(left: &mut Promised, places: impl Iterator<Item = (FileId, u64, u64)>) -> u64 {
+    let claim = |(file, start, end): (FileId, u64, u64)| {
+        let Some(left) = left.get_mut(&file) else { return 0 };
+        let bytes = left.0.min(end.saturating_sub(start));
+        left.0 -= bytes;
+        bytes
+    };
+    places.map(claim).sum()
+}
+
+fn part((served, ours): &(Arc<Served>, u64), promised: &Promised) -> (String, Part) {
+    let vm = &served.vm;
+    let [here, elsewhere] = [true, false].map(|here| {
+        let pages = vm.resident_at_once_in(|file| promised.contains_key(&file) == here);
+        pages.map_or(0, |pages| pages.bytes().0)
+    });
+    let first_touches = vm.stats().get(Counter::FaultFresh) + vm.stats().get(Counter::FaultZero);
+    (vm.state.id().to_string(), Part { touched_bytes: here.min(*ours), elsewhere_bytes: elsewhere, first_touches })
 }
 
 /// How much of what VMs on demand were promised they can have far, all of them at the same time, if this VM had these
@@ -158,10 +191,10 @@ fn part(served: &Served) -> Option<(String, Part)> {
 /// not foreseen.
 pub fn far(host: &Host, with: Option<(&Served, Settings, Option<Bytes>)>) -> Bytes {
     let (mut all, mut to_files, mut to_others, mut far) = (0, 0, 0, 0u64);
-    for served in host.all() {
-        let (vm, ours) = (&served.vm, size(&served.vm));
-        let holds = [Hold::Pinned, Hold::Kept, Hold::Shared, Hold::NoZap];
-        if ours == 0 || vm.views().is_empty() || holds.iter().any(|hold| vm.is_held_for(*hold)) {
+    for (served, ours) in sizes(host, &host.pool.demand.files()) {
+        let vm = &served.vm;
+        let holds = [Hold::Pinned, Hold::Kept, Hold::Shared, Hold::HugePages, Hold::NoZap];
+        if vm.views().is_empty() || holds.iter().any(|hold| vm.is_held_for(*hold)) {
             continue;
         }
         let changed = with.filter(|(changed, ..)| changed.vm.state.id() == vm.state.id());
@@ -188,15 +221,17 @@ pub fn far(host: &Host, with: Option<(&Served, Settings, Option<Bytes>)>) -> Byt
 
 /// Why a VM cannot have these settings and this limit, if the pool could not keep what it promised then.
 pub fn refusal(host: &Host, served: &Served, settings: Settings, limit: Option<Bytes>) -> Option<String> {
-    let over = host.pool.demand.overcommitted().filter(|_| size(&served.vm) > 0)?;
+    let over = host.pool.demand.overcommitted()?;
     let (before, after) = (far(host, None), far(host, Some((served, settings, limit))));
-    let missing = over.promised.0.saturating_sub(over.has.0).saturating_sub(after.0);
+    let here = over.has.0.saturating_sub(over.high().0);
+    let missing = over.promised.0.saturating_sub(here).saturating_sub(after.0);
     (after < before && missing > 0).then(|| {
         format!(
-            "the pool has {} for VMs on demand, which were promised {}: they could have {after} far at most then, and \
-             {} are missing",
+            "the pool has {} for VMs on demand, which were promised {}, and {} are to be left for touches: they \
+             could have {after} far at most then, and {} are missing",
             over.has,
             over.promised,
+            over.high(),
             Bytes(missing)
         )
     })
@@ -231,8 +266,8 @@ mod tests {
             vms: vec![vm("all", 1000 * MIB), vm("none", 0), vm("other", GIB)],
             ..Snapshot::default()
         };
-        let part = |first_touches| Part { elsewhere_bytes: 0, first_touches };
-        let parts = BTreeMap::from([("all".to_owned(), part(500)), ("none".to_owned(), part(0))]);
+        let part = |touched, first_touches| Part { touched_bytes: touched, elsewhere_bytes: 0, first_touches };
+        let parts = BTreeMap::from([("all".to_owned(), part(1000 * MIB, 500)), ("none".to_owned(), part(0, 0))]);
         for policy in Kind::ALL {
             let setup = Setup { policy, ..Setup::default() };
             let plan = Division::default().divide(&parts, &snapshot, OVER, &setup).expect("a plan");
@@ -242,6 +277,51 @@ mod tests {
             assert!(limits.iter().sum::<u64>() <= ours, "{policy}: {limits:?}");
             assert!(limits.iter().all(|limit| *limit >= ours / 8), "{policy}: {limits:?}");
         }
+    }
+
+    /// What each VM is to have at least and has as its limit, of these VMs and what they have touched.
+    fn limits(vms: Vec<VmSample>, over: Overcommitted) -> (u64, Vec<Option<u64>>) {
+        let part = |vm: &VmSample| Part { touched_bytes: vm.resident_bytes, elsewhere_bytes: 0, first_touches: 0 };
+        let parts = vms.iter().map(|vm| (vm.id.clone(), part(vm))).collect();
+        let snapshot = Snapshot { at_ms: 1000, vms, ..Snapshot::default() };
+        let plan = Division::default().divide(&parts, &snapshot, over, &Setup::default()).expect("a plan");
+        (plan.divided_bytes, plan.decisions.iter().map(|decision| decision.limit_bytes).collect())
+    }
+
+    #[test]
+    fn what_a_client_touched_that_is_no_vm_here_is_not_divided() {
+        let over = Overcommitted { has: Bytes(16 * GIB), promised: Bytes(22 * GIB), touched: Bytes(16 * GIB) };
+        let attached = VmSample { size_bytes: 14 * GIB, ..vm("attached", 8 * GIB) };
+        let (divided, limits) = limits(vec![attached], over);
+        assert!(divided <= 8 * GIB - over.high().0, "{divided}");
+        let limit = limits[0].expect("a limit");
+        assert!(limit <= divided, "what it has goes far, so that its next touch finds a page: {limit}");
+    }
+
+    #[test]
+    fn the_least_that_vms_must_have_fits_what_the_pool_has_whatever_is_reserved_or_left_alone() {
+        let over = Overcommitted { has: Bytes(8 * GIB), promised: Bytes(9 * GIB), touched: Bytes(8 * GIB) };
+        let ours = over.has.0 - over.high().0;
+        let other = |resident| VmSample { size_bytes: 2 * GIB, ..vm("other", resident) };
+        let large = |settings| VmSample { size_bytes: 7 * GIB, settings, ..vm("large", 7 * GIB) };
+        let guaranteed = ballast_policy::Settings { class: ballast_policy::Class::Guaranteed, ..Default::default() };
+        let alone = ballast_policy::Settings { shares: Some(0), ..Default::default() };
+        let (_, reserved) = limits(vec![other(GIB), large(guaranteed)], over);
+        assert_eq!(reserved[1], Some(7 * GIB));
+        assert!(reserved.iter().flatten().sum::<u64>() <= ours, "{reserved:?}");
+        let (_, left) = limits(vec![other(GIB), large(alone)], over);
+        assert!(left[1].is_none() && left[0].expect("a limit") + 7 * GIB <= ours, "{left:?}");
+    }
+
+    #[test]
+    fn a_file_that_the_pool_did_not_promise_counts_for_nothing_and_one_that_it_did_once_up_to_the_promise() {
+        let file = |ino| FileId { dev: 1, ino };
+        let mut left = Promised::from([(file(1), Bytes(8 * MIB)), (file(2), Bytes(4 * MIB))]);
+        // Made longer by its VMM, and with one of the VMM's own.
+        let places = [(file(1), 0, 6 * MIB), (file(9), 0, GIB), (file(1), 6 * MIB, 100 * MIB)];
+        assert_eq!(claim(&mut left, places.into_iter()), 8 * MIB);
+        assert_eq!(claim(&mut left, [(file(1), 0, 8 * MIB)].into_iter()), 0, "attached again under another name");
+        assert_eq!(claim(&mut left, [(file(2), 0, 2 * MIB)].into_iter()), 2 * MIB);
     }
 
     #[test]
@@ -271,9 +351,14 @@ mod tests {
         assert!(why.contains("has 1 GiB for VMs on demand, which were promised 2 GiB, and 24 MiB are left"), "{why}");
         // A program that says nothing of a VM leaves it what the pool gave it, which is no more.
         let mut last = Plan { decisions: ids.map(|id| decision(id, Action::Leave, None)).to_vec(), ..Plan::default() };
-        division.release(&mut last, &Snapshot { vms: ids.map(|id| vm(id, 0)).to_vec(), ..Snapshot::default() });
+        let mut vms = ids.map(|id| vm(id, 0)).to_vec();
+        vms[0].held = Some("for a moment".into());
+        division.release(&mut last, &Snapshot { vms: vms.clone(), ..Snapshot::default() });
         let (free, left) = ((Action::Free, None), (Action::Leave, None));
-        assert_eq!(now(&last), [free, free, free, left, free]);
+        assert_eq!(now(&last), [left, free, free, left, free]);
+        vms[0].held = None;
+        division.release(&mut last, &Snapshot { vms, ..Snapshot::default() });
+        assert_eq!(now(&last), [free, free, free, left, free], "it goes when the VM is not held any more");
         assert!(division.limited.is_empty());
     }
 }

@@ -6,12 +6,18 @@
 //! what it saw last. Units: bytes.
 //! Promise: neither waits for the other: the pool asks without its lock, and the governor reads a copy.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ballast_base::Bytes;
 use ballast_reserve::{Error, Overcommitted, Reserve};
+use ballast_sys::memfd::FileId;
+
+/// The pool's files of VMs on demand, and what was promised in each. A file says itself that it is one, but only the
+/// pool knows: its VMM can change the file.
+pub type Promised = HashMap<FileId, Bytes>;
 
 /// What the pool asks and tells the rest of the engine.
 pub struct Links {
@@ -34,6 +40,7 @@ pub struct Demand {
     /// The pool was looked at, and no VM was promised any.
     is_none: AtomicBool,
     over: Mutex<Option<Overcommitted>>,
+    files: Mutex<Arc<Promised>>,
 }
 
 impl Demand {
@@ -58,6 +65,15 @@ impl Demand {
         *self.lock()
     }
 
+    /// The files of VMs on demand.
+    pub fn files(&self) -> Arc<Promised> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_files(&self, files: Promised) {
+        *self.files.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(files);
+    }
+
     /// Tells the governor if little is left. No lock is held.
     pub fn tell_if_short(&self) {
         let is_short = self.overcommitted().is_some_and(|over| over.free() < over.low());
@@ -72,9 +88,13 @@ impl Demand {
         self.is_none.store(reserve.is_none(), Ordering::Relaxed);
         let Some(reserve) = reserve else {
             *self.lock() = None;
+            self.set_files(Promised::new());
             return Ok(());
         };
         let done = reserve.set_aside();
+        if all {
+            self.set_files(reserve.on_demand_files()?);
+        }
         let over = match self.overcommitted().filter(|_| !all) {
             Some(over) => Some(Overcommitted { touched: reserve.on_demand_touched()?, ..over }),
             None if all => reserve.overcommitted()?,
