@@ -288,6 +288,11 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         None
     }
 
+    /// Does it take no page now, however much room it has? Never waits.
+    fn refuses(&self) -> bool {
+        false
+    }
+
     /// The usage of the store now; emptied space counts until [`Store::tidy`] returns it. Reads counters: never waits.
     fn usage(&self) -> StoreUsage;
 }

@@ -17,12 +17,12 @@ use ballast_base::{Bytes, PAGE_SIZE, wire};
 use ballast_pager::agent::told;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats;
-use ballast_policy::{Kind, Plan, Settings, Snapshot};
+use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_remote::check::Finding;
 use ballast_remote::{Addr, NodeFigures};
 use ballast_sys::{meminfo, scm};
 
-use crate::engine::governor::{Governor, demand, operator};
+use crate::engine::governor::{Governor, operator};
 use crate::engine::host::Host;
 use crate::engine::huge_pages::HugePages;
 use crate::engine::remote::Remote;
@@ -215,14 +215,13 @@ impl Backend for Shown {
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError> {
         let served = self.host.attached(name, Host::opens_until()).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
-        if kept {
-            let all = Settings { shares: Some(0), ..operator::read(vm.state.settings()) };
-            let why = demand::refusal(&self.host, &served, all, vm.state.limit());
-            why.map_or(Ok(()), |why| Err(ChangeError::Invalid(why)))?;
-        }
         // The word first: an engine that takes over now continues with it.
         let was = vm.state.kept();
-        vm.state.set_kept(kept);
+        let set = || vm.state.set_kept(kept);
+        match kept {
+            true => self.governor.admit_kept(&self.host, &served, set).map_err(ChangeError::Invalid)?,
+            false => set(),
+        }
         if kept {
             served.restore(Hold::Kept, KEPT.into(), |_| ()).map_err(|error| ChangeError::Invalid(error.to_string()))?;
         } else {

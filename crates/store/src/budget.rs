@@ -49,6 +49,12 @@ impl Budget {
         Bytes(self.used.load(Ordering::Relaxed).max(0) as u64)
     }
 
+    /// What no other store can take of what each store has not used.
+    pub fn part(&self) -> Bytes {
+        let stores = self.accounts().iter().filter(|account| account.strong_count() > 0).count().max(1);
+        Bytes(self.limit().0 / DIVIDED as u64 / stores as u64)
+    }
+
     fn accounts(&self) -> MutexGuard<'_, Vec<Weak<AtomicI64>>> {
         self.accounts.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -163,6 +169,7 @@ mod tests {
         let [greedy, one, two, _idle] = std::array::from_fn(|_| Account::new(budget.clone()));
         let take_all = |account: &Account| (0..).take_while(|_| account.try_charge(1)).count();
         // Each of four has a part of 80 / 4 / 4.
+        assert_eq!(budget.part(), Bytes(5));
         assert_eq!(take_all(&greedy), 80 - 3 * 5);
         assert_eq!(take_all(&one), 5);
         two.adjust(5);

@@ -229,6 +229,10 @@ impl<S: Store> Store for FaultyStore<S> {
         self.inner.is_short()
     }
 
+    fn refuses(&self) -> bool {
+        self.inner.refuses()
+    }
+
     fn last_refusal(&self) -> Option<String> {
         self.inner.last_refusal()
     }

@@ -351,6 +351,11 @@ impl Store for FileStore {
         self.inner.limits.last_refusal().map(|why| why.to_string())
     }
 
+    fn refuses(&self) -> bool {
+        let today = &self.inner.allocator.arena().own_words()[WORD_TODAY];
+        self.inner.disk.read_only || self.inner.limits.refuses(today)
+    }
+
     fn usage(&self) -> StoreUsage {
         let inner = &self.inner;
         StoreUsage {

@@ -87,6 +87,10 @@ impl Store for MissingStore {
         true
     }
 
+    fn refuses(&self) -> bool {
+        true
+    }
+
     fn last_refusal(&self) -> Option<String> {
         Some("the settings have no [remote]".into())
     }

@@ -149,7 +149,7 @@ pub fn run() -> anyhow::Result<()> {
 /// The pool asks what VMs on demand can have far, and tells the governor when little is left for their touches.
 fn link_pool(host: &Arc<Host>, governor: &Arc<Governor>) {
     let (host_now, governor) = (Arc::downgrade(host), governor.clone());
-    let far = move || host_now.upgrade().map_or(Bytes(0), |host| governor::demand::far(&host, None));
+    let far = move || host_now.upgrade().map_or(Bytes(0), |host| governor::far::far(&host, None));
     let links = pool::demand::Links { far: Box::new(far), short: Box::new(move || governor.pool_is_short()) };
     host.pool.demand.link(links);
 }

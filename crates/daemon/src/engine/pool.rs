@@ -311,7 +311,7 @@ impl PoolService {
     /// Take memory for a VM; if it is there but dirty, wait until it is zeroed.
     fn take(&self, take: &Take) -> anyhow::Result<Grant> {
         let (page, mode) = pool_parts::for_vm(take.pages);
-        let (begun, far) = (Instant::now(), self.demand.far());
+        let (begun, mut far) = (Instant::now(), self.demand.far());
         let mut state = self.lock();
         loop {
             let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
@@ -338,7 +338,10 @@ impl PoolService {
             if !is_coming || begun.elapsed() > ZEROED_WITHIN {
                 return Err(error.into());
             }
-            state = self.changed.wait_timeout(state, POLL_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+            drop(self.changed.wait_timeout(state, POLL_EVERY));
+            // What can be far may be less by now. It is asked for without the lock.
+            far = self.demand.far();
+            state = self.lock();
         }
     }
 

@@ -199,6 +199,10 @@ impl Store for Overdue {
         self.store.must_recover()
     }
 
+    fn refuses(&self) -> bool {
+        self.store.refuses()
+    }
+
     fn last_refusal(&self) -> Option<String> {
         self.store.last_refusal()
     }

@@ -258,6 +258,10 @@ impl Store for LateStore {
         self.store().is_none_or(|store| store.must_recover())
     }
 
+    fn refuses(&self) -> bool {
+        self.store().is_none_or(|store| store.refuses())
+    }
+
     fn last_refusal(&self) -> Option<String> {
         self.store().map_or_else(|| Some("its disk does not answer".into()), |store| store.last_refusal())
     }

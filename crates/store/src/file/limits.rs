@@ -101,6 +101,13 @@ impl Limits {
         Bytes(written_on(day(), today.load(Ordering::Relaxed)) * PAGE_SIZE as u64)
     }
 
+    /// Are the day's bytes used up, or is the device bad? Counts nothing.
+    pub(crate) fn refuses(&self, today: &AtomicU64) -> bool {
+        let limit = Bytes(self.writes_per_day.load(Ordering::Relaxed));
+        let is_used_up = limit != Bytes(0) && self.written_today(today).pages_floor() >= limit.pages_floor();
+        is_used_up || self.failures_in_a_row.load(Ordering::Relaxed) >= FAILURES_MAX
+    }
+
     /// Record a refusal and return its outcome: `Full` if waiting a moment does not help.
     pub(crate) fn refuse(&self, why: Refusal) -> PutOutcome {
         let outcome = match why {
@@ -177,6 +184,10 @@ mod tests {
         assert_eq!(limits.count_write(&today, 20_000), Some(PutOutcome::Full));
         assert_eq!(limits.last_refusal(), Some(Refusal::WritesPerDay { written: 12288, limit: 12288 }));
         assert_eq!(limits.count_write(&today, 20_001), None);
+        assert!(!limits.refuses(&today), "it is another day");
+        today.store(day() << BLOCK_BITS | 3, Ordering::Relaxed);
+        assert!(limits.refuses(&today));
+        today.store(20_001 << BLOCK_BITS | 1, Ordering::Relaxed);
         limits.set_writes_per_day(Bytes(0));
         for _ in 0..10 {
             assert_eq!(limits.count_write(&today, 20_001), None);

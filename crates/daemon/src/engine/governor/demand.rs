@@ -2,7 +2,7 @@
 //! divided among these VMs as the host's memory is among all of them, by the same policy and the same settings.
 //!
 //! Before: a plan for the host, or none. After: the plan says the lower of both limits for these VMs, and the reclaim
-//! workers make room. Threads: the governor's; the pool and the API ask for [`far`]. Units: bytes.
+//! workers make room. Threads: the governor's; [`far`](super::far) asks for [`sizes`]. Units: bytes.
 //! Promise: an operator's limit and reservation hold. While twice what is to be left is left, no VM is limited for the
 //! pool. A VM is never asked to have less than a quarter of an equal part of what is not reserved, however much others
 //! touch; and all VMs can have at once what they must have.
@@ -10,25 +10,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use ballast_base::store::{FILE_STORE, REMOTE_STORE};
-use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_pager::vm::Hold;
+use ballast_base::Bytes;
 use ballast_pager::vm::stats::Counter;
 use ballast_policy::is_left_alone;
-use ballast_policy::{Action, Decision, HostSample, Kind, Plan, Reason, Settings, Setup, Snapshot, State, VmSample};
+use ballast_policy::{Action, Decision, HostSample, Kind, Plan, Reason, Setup, Snapshot, State, VmSample};
 use ballast_reserve::Overcommitted;
 use ballast_sys::memfd::FileId;
 
 use super::guarded::guarded;
-use super::operator;
 use crate::engine::host::Host;
 use crate::engine::pool::demand::Promised;
 use crate::engine::served::{SMALLEST_LIMIT, Served};
 
 /// The policy where the operator chose none.
 const DEFAULT: Kind = Kind::Maestro;
-/// A VM keeps 1/KEEPS of its memory, so that it can go on.
-const KEEPS: u64 = 8;
 /// A VM has at least 1/LEAST of an equal part of what is divided.
 const LEAST: u64 = 4;
 
@@ -155,7 +150,7 @@ impl Division {
 }
 
 /// The VMs that have memory on demand, and how much: together no more of a file of the pool than was promised in it.
-fn sizes(host: &Host, promised: &Promised) -> Vec<(Arc<Served>, u64)> {
+pub(super) fn sizes(host: &Host, promised: &Promised) -> Vec<(Arc<Served>, u64)> {
     let mut left = promised.clone();
     let all = host.all().into_iter().map(|served| {
         let regions = served.vm.regions().into_iter().filter(|region| !region.is_removed() && !region.is_unplugged());
@@ -184,57 +179,6 @@ fn part((served, ours): &(Arc<Served>, u64), promised: &Promised) -> (String, Pa
     });
     let first_touches = vm.stats().get(Counter::FaultFresh) + vm.stats().get(Counter::FaultZero);
     (vm.state.id().to_string(), Part { touched_bytes: here.min(*ours), elsewhere_bytes: elsewhere, first_touches })
-}
-
-/// How much of what VMs on demand were promised they can have far, all of them at the same time, if this VM had these
-/// settings and this limit. Pages are counted as if none could be compressed, and what others put into a store later is
-/// not foreseen.
-pub fn far(host: &Host, with: Option<(&Served, Settings, Option<Bytes>)>) -> Bytes {
-    let (mut all, mut to_files, mut to_others, mut far) = (0, 0, 0, 0u64);
-    for (served, ours) in sizes(host, &host.pool.demand.files()) {
-        let vm = &served.vm;
-        let holds = [Hold::Pinned, Hold::Kept, Hold::Shared, Hold::HugePages, Hold::NoZap];
-        if vm.views().is_empty() || holds.iter().any(|hold| vm.is_held_for(*hold)) {
-            continue;
-        }
-        let changed = with.filter(|(changed, ..)| changed.vm.state.id() == vm.state.id());
-        let (settings, limit) = changed
-            .map_or_else(|| (operator::read(vm.state.settings()), vm.state.limit()), |(_, of, limit)| (of, limit));
-        let most = limit.map_or(ours, |limit| limit.0.min(ours));
-        let keeps = match settings.effective_shares() {
-            0 => ours,
-            _ => settings.effective_reservation(most).max(ours / KEEPS),
-        };
-        let can_go = ours.saturating_sub(keeps);
-        let has = |number| vm.stores.tiers().iter().any(|tier| tier.number == number);
-        all += can_go;
-        to_files += if has(FILE_STORE) { can_go } else { 0 };
-        to_others += if has(REMOTE_STORE) { can_go } else { 0 };
-        far += vm.stats().get(Counter::Far) * PAGE_SIZE as u64;
-    }
-    let left = |limit: Bytes, used: Bytes| limit.0.saturating_sub(used.0);
-    let files = left(host.file_budget.limit(), host.file_budget.used()).min(to_files);
-    let others = host.remote.as_ref().map_or(0, |remote| left(remote.budget.limit(), remote.budget.used()));
-    let room = far + left(host.budget.limit(), host.budget.used()) + files + others.min(to_others);
-    Bytes(all.min(room))
-}
-
-/// Why a VM cannot have these settings and this limit, if the pool could not keep what it promised then.
-pub fn refusal(host: &Host, served: &Served, settings: Settings, limit: Option<Bytes>) -> Option<String> {
-    let over = host.pool.demand.overcommitted()?;
-    let (before, after) = (far(host, None), far(host, Some((served, settings, limit))));
-    let here = over.has.0.saturating_sub(over.high().0);
-    let missing = over.promised.0.saturating_sub(here).saturating_sub(after.0);
-    (after < before && missing > 0).then(|| {
-        format!(
-            "the pool has {} for VMs on demand, which were promised {}, and {} are to be left for touches: they \
-             could have {after} far at most then, and {} are missing",
-            over.has,
-            over.promised,
-            over.high(),
-            Bytes(missing)
-        )
-    })
 }
 
 #[cfg(test)]

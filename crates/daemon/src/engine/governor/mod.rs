@@ -14,6 +14,7 @@
 
 mod balloon;
 pub mod demand;
+pub mod far;
 mod guarded;
 mod kernel_stall;
 mod log;

@@ -10,7 +10,7 @@ use ballast_policy::admission::Admission;
 use ballast_policy::{Class, External, HostState, Kind, Params, Plan, Settings, Setup, Snapshot, check_external};
 
 use super::sample::now_ms;
-use super::{Governor, Lease, demand, operator};
+use super::{Governor, Lease, far, operator};
 use crate::engine::host::Host;
 use crate::engine::served::Served;
 
@@ -154,11 +154,13 @@ impl Governor {
         change: impl FnOnce(),
     ) -> Result<(), String> {
         let (size, state) = (served.vm.size().bytes().0, &served.vm.state);
-        let contradiction = settings.contradiction(size, limit.map(|limit| limit.0));
-        if let Some(why) = contradiction.or_else(|| demand::refusal(host, served, settings, limit)) {
+        if let Some(why) = settings.contradiction(size, limit.map(|limit| limit.0)) {
             return Err(why);
         }
         let mut inner = self.lock();
+        if let Some(why) = far::refusal(host, served, settings, limit) {
+            return Err(why);
+        }
         // A change that takes no more is never refused, even if too much had been promised; then other VMs do not
         // matter.
         if reserved(served, settings, limit) > reserved(served, operator::read(state.settings()), state.limit()) {
@@ -177,6 +179,17 @@ impl Governor {
         if inner.is_active() {
             self.notify(&mut inner);
         }
+        Ok(())
+    }
+
+    /// Keep all of a VM in memory, unless the pool could not keep what it promised then. `change` is as of
+    /// [`Self::admit`].
+    pub fn admit_kept(&self, host: &Host, served: &Served, change: impl FnOnce()) -> Result<(), String> {
+        let _inner = self.lock();
+        let state = &served.vm.state;
+        let all = Settings { shares: Some(0), ..operator::read(state.settings()) };
+        far::refusal(host, served, all, state.limit()).map_or(Ok(()), Err)?;
+        change();
         Ok(())
     }
 }

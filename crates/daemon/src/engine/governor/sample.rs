@@ -57,6 +57,16 @@ impl Memory {
         let bytes = |key| meminfo::number_in(text, key).map(|kib| kib * KIB);
         Some(Self { total: bytes("MemTotal")?, available: bytes("MemAvailable")? })
     }
+
+    /// What is to be left free.
+    fn min_free(self) -> u64 {
+        (self.total / FREE_PART).min(MOST_FREE)
+    }
+}
+
+/// What the host can spare; nothing if the kernel does not tell.
+pub fn spare_bytes() -> u64 {
+    Memory::read().map_or(0, |memory| memory.available.saturating_sub(memory.min_free()))
 }
 
 impl Sampler {
@@ -93,7 +103,7 @@ fn host_sample(host: &Host, setup: &Setup, memory: Memory, vms: &[VmSample]) -> 
     let sum = |of: fn(&VmSample) -> u64| vms.iter().map(of).fold(0, u64::saturating_add);
     let resident = sum(|vm| vm.resident_bytes);
     let available = memory.available;
-    let min_free_bytes = (memory.total / FREE_PART).min(MOST_FREE);
+    let min_free_bytes = memory.min_free();
     // The kernel's *available* also counts memory that other programs would give up. A configured budget is there to be
     // used up: when nothing of it is left, the host is not short of memory.
     let budget_bytes = setup.budget_bytes.unwrap_or((resident + available).saturating_sub(min_free_bytes));
