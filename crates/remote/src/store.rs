@@ -3,7 +3,7 @@
 //! Before: the spill worker has pages that have been far for a long time. After: a primary and the required number of
 //! replicas have each page, compressed and with a checksum; a slow worker gets it back.
 //! Threads: any; every call except `free` and `usage` may wait for the network. A read waits up to its node's timeout
-//! (0.1 to 1.6 s, see `nodes`), a write up to another one (1 to 4 s). Units: a page is one value; `budget` counts pages.
+//! (0.1 to 1.6 s, see `nodes`), a write up to another one (1 to 4 s). Units: a page is a value; `budget` counts pages.
 //! Promise: `Stored` means that an `OK` and a `WAIT` for the replicas arrived in one pipeline on one connection.
 //! `Absent` means that every node that might have the page was asked (`loss`).
 //!
