@@ -214,6 +214,7 @@ impl Cluster {
             if map.shards().next().is_some() {
                 self.forget_all_but(&map);
                 *self.map.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(map);
+                *self.silence.lock().unwrap_or_else(PoisonError::into_inner) = None;
                 break;
             }
         }

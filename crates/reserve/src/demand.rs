@@ -4,9 +4,8 @@
 //! allocated by the engine that serves the touch (userfaultfd; `ballast_sys::memfd::is_on_demand` says why it must be),
 //! and it is a free huge page of the kernel. So that there is one, the pool *sets slices aside*: it takes them as a VM
 //! does, and punches them out of their files. As many are set aside as such VMs have pages, and some more. Slices that
-//! are set aside are used ones in the state, under numbers that no VM has (their name is `promises::ASIDE`). So no page
-//! is without an owner at any moment: after a death the next owner punches again what is set aside, and changes how
-//! much that is.
+//! are set aside are used ones in the state, under numbers that no VM has (their name is `promises::ASIDE`). So each
+//! page has an owner at any moment: after a death the next owner punches what is set aside again, and changes it.
 //!
 //! Pages and slices have no fixed relation: when a VM ends, or gives memory back, its pages are free, fewer slices need
 //! to be set aside, and the others are filled again.
@@ -51,6 +50,9 @@ impl Reserve {
         let slices = slices.ok_or_else(|| Error::Request(format!("{size} is no multiple of {page}")))?;
         let has_nodes = live.pool.layout().nodes().count() > 1;
         let parts = live.demand_parts(slices, nodes)?;
+        if (1..parts.len()).any(|at| parts[..at].iter().any(|(numa, _)| *numa == parts[at].0)) {
+            return Err(Error::Request("a node is named twice".into()));
+        }
         for (numa, slices) in &parts {
             let left = live.left_for_demand(*numa)?;
             if *slices > left {

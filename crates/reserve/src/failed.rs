@@ -21,8 +21,8 @@
 
 use ballast_base::HUGE_SIZE;
 use ballast_pool::{Content, Extent, Hit, SliceIdx, SliceState};
-use ballast_sys::Mapping;
 use ballast_sys::hugetlb::{Place, Presence};
+use ballast_sys::{Mapping, prefill};
 
 use crate::error::{During, Error};
 use crate::failure::Failure;
@@ -79,11 +79,6 @@ impl Reserve {
     }
 }
 
-/// Is this how the kernel refuses to map a page whose memory failed?
-fn is_failure(error: &std::io::Error) -> bool {
-    rustix::io::Errno::from_io_error(error) == Some(rustix::io::Errno::HWPOISON)
-}
-
 impl Live {
     /// Returns the node of this slice on the host.
     pub(crate) fn numa_of(&self, at: SliceIdx) -> u32 {
@@ -106,7 +101,8 @@ impl Live {
         let map = Mapping::shared(&*file, 0, len).during(WHAT)?;
         if self.page == Page::Base {
             let offset = |at: &SliceIdx| self.page.size(at.0 - brick.start.0).0 as usize;
-            let fails = |at: &SliceIdx| map.populate(offset(at), HUGE_SIZE).is_err_and(|error| is_failure(&error));
+            let fails =
+                |at: &SliceIdx| map.populate(offset(at), HUGE_SIZE).is_err_and(|error| prefill::is_failure(&error));
             let is_free = |at: &SliceIdx| self.pool.state(*at) == SliceState::Free(Content::Zeroed);
             return Ok(slices.into_iter().filter(is_free).filter(fails).collect());
         }

@@ -46,6 +46,7 @@ impl Files {
     /// Returns a brick. It is created if it does not exist.
     pub fn get(&mut self, number: u32) -> io::Result<Arc<OwnedFd>> {
         let Entry::Vacant(place) = self.open.entry(number) else { return Ok(self.open[&number].clone()) };
+        is_mounted(&self.dir)?;
         let path = path(&self.dir, number);
         let file =
             std::fs::File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
@@ -105,6 +106,7 @@ impl Files {
 
     /// Removes the door of this VM if no process has a file open through it. Returns whether it was removed.
     pub fn close_door(&self, vm: u64) -> io::Result<bool> {
+        is_mounted(&self.dir)?;
         huge_files::close_door(&self.door(vm))
     }
 
@@ -145,19 +147,37 @@ fn on_demand(dir: &Path, vm: u64, part: usize) -> PathBuf {
     dir.join(format!("on-demand-{vm:016x}{part}"))
 }
 
+/// Refuses to work where the mount was removed: processes have its files still, and nothing there tells of them.
+fn is_mounted(dir: &Path) -> io::Result<()> {
+    match huge_files::is_mount(dir)? {
+        true => Ok(()),
+        false => Err(io::Error::new(io::ErrorKind::NotFound, format!("{} is not mounted any more", dir.display()))),
+    }
+}
+
 /// Replaces the pages in this range by newly allocated, zeroed ones of this node.
 pub fn refill(file: &OwnedFd, page: Page, brick: Bytes, offset: u64, len: u64, node: Option<u32>) -> io::Result<()> {
-    if memfd::size(file)? != brick {
-        // The former owner could have changed the size of the file.
-        rustix::fs::ftruncate(file, brick.0)?;
-    }
-    memfd::punch(file, offset, len)?;
     if node.is_some() {
         huge_files::on_node(node)?;
     }
     match page {
-        Page::Huge | Page::Gib => memfd::allocate(file, offset, len),
-        // An allocation alone would be zeroed at a VM's first touch, and the kernel might take it back before.
-        Page::Base => prefill::fill(file, offset, len as usize).map(drop),
+        Page::Huge | Page::Gib => {
+            if memfd::size(file)? != brick {
+                // The former owner could have changed the size of the file.
+                rustix::fs::ftruncate(file, brick.0)?;
+            }
+            memfd::punch(file, offset, len)?;
+            memfd::allocate(file, offset, len)
+        }
+        // An allocation alone would be zeroed at a VM's first touch, and the kernel might take it back before. A VM has
+        // the file already if it got another part of it, and could hold its lock as long as it likes: nothing here
+        // takes that, unless memory failed. There is nothing to remove: a file that a VM had is never filled.
+        Page::Base => match prefill::fill(file, offset, len as usize) {
+            Err(error) if prefill::is_failure(&error) => {
+                memfd::punch(file, offset, len)?;
+                prefill::fill(file, offset, len as usize).map(drop)
+            }
+            filled => filled.map(drop),
+        },
     }
 }

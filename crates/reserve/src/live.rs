@@ -147,13 +147,19 @@ impl Live {
                 return Ok(request::split(&all, &shares));
             }
         }
-        let ready = |node: &NodeIdx| self.pool.stats(*node).map_or(0, |stats| stats.ready - stats.fenced);
-        let nodes: Vec<NodeIdx> = self.pool.layout().nodes().map(|(node, _)| node).collect();
+        let ready = |(node, spec): (NodeIdx, NodeSpec)| {
+            let ready = self.pool.stats(node).map_or(0, |stats| stats.ready - stats.fenced);
+            // What VMs on demand were promised is ready, too.
+            let free =
+                if self.promises.is_empty() { ready } else { self.unpromised(spec.numa).unwrap_or(0).min(ready) };
+            (node, free)
+        };
+        let nodes: Vec<(NodeIdx, u32)> = self.pool.layout().nodes().map(ready).collect();
         // Takes the smallest node that is large enough, so that the others stay for larger VMs.
-        let fits = nodes.iter().filter(|node| ready(node) >= slices).min_by_key(|node| ready(node));
+        let fits = nodes.iter().filter(|(_, free)| *free >= slices).min_by_key(|(_, free)| *free);
         Ok(match fits {
-            Some(node) => request::on_one_node(&all, *node),
-            None => request::balanced(&all, &nodes),
+            Some((node, _)) => request::on_one_node(&all, *node),
+            None => request::balanced(&all, &nodes.iter().map(|(node, _)| *node).collect::<Vec<_>>()),
         })
     }
 

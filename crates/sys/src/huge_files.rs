@@ -80,7 +80,11 @@ pub fn close_door(door: &Path) -> io::Result<bool> {
     std::fs::remove_dir(door).map(|()| true)
 }
 
-fn is_mount(dir: &Path) -> io::Result<bool> {
+/// Is something mounted at this directory?
+///
+/// # Errors
+/// It is not there.
+pub fn is_mount(dir: &Path) -> io::Result<bool> {
     use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
     let found = statx(CWD, dir, AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT, StatxFlags::BASIC_STATS)?;
     // STATX_ATTR_MOUNT_ROOT, since Linux 5.8.

@@ -29,6 +29,11 @@ pub fn fill(file: impl AsFd, offset: u64, len: usize) -> io::Result<usize> {
     Ok(huge)
 }
 
+/// Is this how the kernel refuses to map a page whose memory failed?
+pub fn is_failure(error: &io::Error) -> bool {
+    rustix::io::Errno::from_io_error(error) == Some(rustix::io::Errno::HWPOISON)
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::Ordering;

@@ -19,7 +19,6 @@ use ballast_base::{Bytes, Hva, PageCount};
 use ballast_handover::mappers;
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::view::View;
-use ballast_store::Store;
 use ballast_sys::meminfo;
 use ballast_sys::process::Process;
 
@@ -40,13 +39,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Is this process, which started the engine, alive?
 fn is_parent(pid: u32) -> bool {
     rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() as u32 == pid)
-}
-
-/// Do this on a thread of its own.
-fn beside(name: &str, work: impl FnOnce() + Send + 'static) {
-    if let Err(error) = std::thread::Builder::new().name(name.into()).spawn(work) {
-        tracing::warn!("Starting a thread: {error}");
-    }
 }
 
 impl Engine {
@@ -118,16 +110,15 @@ impl Engine {
                     tracing::warn!("Emptying the file store of a VM that is gone: {error}");
                 }
             };
-            beside("empty", empty);
+            if let Err(error) = std::thread::Builder::new().name("empty".into()).spawn(empty) {
+                tracing::warn!("Starting a thread: {error}");
+            }
         }
     }
 
-    /// The files of a VM that is closed outlive it, and it may be opened again: its slow stores return what was freed
-    /// of it. That waits for disks and servers, and the VM must not wait for that.
+    /// The files of a VM that is closed outlive it, and it may be opened again: the cluster returns what was freed of
+    /// it, which the VM does not wait for. A disk does so when it is opened again.
     fn tidy(&self, served: &Served) {
-        if let Some(file) = served.file.opened() {
-            beside("tidy", move || file.tidy());
-        }
         if let Some(remote) = &self.host.remote {
             remote.closed(served.vm.state.id());
         }
@@ -257,9 +248,15 @@ impl Engine {
         for region in vm.left_unplugged() {
             let (held, number) = (vm.begin_unplug(), region.number);
             // The process may only seem to be gone, and come back; or another one has the file and may attach.
-            if self.reachable(&[region], &[pid], &served.pids()).1.is_none() {
-                removed = removed.and(vm.remove_left(number));
-            }
+            let done = match self.reachable(std::slice::from_ref(&region), &[pid], &served.pids()).1 {
+                None => vm.remove_left(number),
+                // It stays a part of the VM; who has the file finds its bytes there.
+                Some(_) => match self.returns(served, region) {
+                    Ok(true) => Ok(()),
+                    late => Err(self.is_late(served, late)),
+                },
+            };
+            removed = removed.and(done);
             served.hold_unchecked();
             drop(held);
             self.request_scan(served)?;

@@ -149,7 +149,9 @@ impl SpillWorker {
             return Next::Done;
         }
         blocking(|| vm.state.beside(|| self.targets.iter().for_each(|target| target.tier.store.tidy())));
-        let Some(after) = self.after else { return Next::after(Instant::now(), self.pause()) };
+        let Some(after) = self.after else {
+            return if self.is_untidy() { Next::Again } else { Next::about(now, TICK) };
+        };
         let wanted = vm.mail.spill.take();
         if let Err(error) = self.round(wanted, after, now) {
             vm.report("spill-failed", format!("Reading the page-state words: {error}"));
@@ -161,9 +163,14 @@ impl SpillWorker {
         Next::after(Instant::now(), self.pause())
     }
 
+    /// Has a store pages to remove that were freed?
+    fn is_untidy(&self) -> bool {
+        self.targets.iter().any(|target| target.tier.store.is_untidy())
+    }
+
     /// How long to wait, unless space is wanted.
     fn pause(&self) -> Duration {
-        if self.targets.iter().any(|target| target.tier.store.is_untidy()) {
+        if self.is_untidy() {
             return Duration::ZERO;
         }
         let is_short = self.next_short <= Instant::now() && self.vm.stores.first().store.is_short();

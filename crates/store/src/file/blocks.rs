@@ -358,25 +358,26 @@ impl Inner {
         let read_timeout = |number: usize| self.read_timeout(pieces[number]);
         let moved = self.disk.read(&sizes, read_timeout, |number, pages| {
             for (wanted, page) in pieces[number].iter().zip(pages) {
-                self.was_unreadable(wanted.block);
                 let found = codec::is_raw_page(page_after(first, wanted.index), wanted.header, page);
                 outcomes[wanted.index] = if found { GetOutcome::Found } else { GetOutcome::Corrupt };
                 out[wanted.index] = *page;
             }
         });
+        // A page of many blocks needs all of them at once: each is waited for longer, also if it came this time.
+        let is_late = moved.iter().any(|moved| matches!(moved, Moved::Late));
         for (piece, moved) in pieces.iter().zip(&moved) {
             for wanted in *piece {
+                if is_late {
+                    self.count_unread(wanted.block, |unread| unread.late = unread.late.saturating_add(1));
+                }
                 match moved {
-                    Moved::Done => {}
+                    Moved::Done if is_late => {}
+                    Moved::Done => drop(self.was_unreadable(wanted.block)),
                     // A longer piece does not tell which block failed; the caller reads them one by one.
                     Moved::Failed(error) if piece.len() == 1 => {
                         outcomes[wanted.index] = self.read_failed(wanted.block, error);
                     }
-                    Moved::Late => {
-                        self.count_unread(wanted.block, |unread| unread.late = unread.late.saturating_add(1));
-                        outcomes[wanted.index] = GetOutcome::Busy;
-                    }
-                    Moved::Failed(_) | Moved::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
+                    Moved::Failed(_) | Moved::Late | Moved::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
                 }
             }
         }

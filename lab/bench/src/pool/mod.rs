@@ -156,7 +156,7 @@ fn on_demands(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) ->
             Some(why) => each(left_out(row, "on_demand", *size, "on_demand_ready_us", &why))?,
         }
     }
-    let (size, rounds) = if bench.options.quick { (64 * MIB, 1) } else { (GIB, 6) };
+    let (size, rounds) = if bench.options.quick { (128 * MIB, 1) } else { (GIB, 6) };
     let row = bench.row(&format!("1.5 times {} on demand", Bytes(size)));
     match short_of(2 * size, Bytes(size), product) {
         None => each(overcommit::row(bench, product, row, Bytes(size), rounds)?),

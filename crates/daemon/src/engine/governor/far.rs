@@ -93,6 +93,12 @@ pub fn far(host: &Host, with: Option<(&Served, Settings, Option<Bytes>)>) -> Byt
 /// Why a VM cannot have these settings and this limit, if the pool could not keep what it promised then.
 pub fn refusal(host: &Host, served: &Served, settings: Settings, limit: Option<Bytes>) -> Option<String> {
     let over = host.pool.demand.overcommitted()?;
+    let (vm, id) = (&served.vm, served.vm.state.id());
+    let sizes = sizes(host, &host.pool.demand.files());
+    let ours = sizes.iter().find(|(other, _)| other.vm.state.id() == id).map(|(_, ours)| *ours)?;
+    if can_go(vm, ours, settings, limit) >= can_go(vm, ours, operator::read(vm.state.settings()), vm.state.limit()) {
+        return None;
+    }
     let (before, after) = (far(host, None), far(host, Some((served, settings, limit))));
     let here = over.has.0.saturating_sub(over.high().0);
     let missing = over.promised.0.saturating_sub(here).saturating_sub(after.0);
