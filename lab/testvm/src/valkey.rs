@@ -172,6 +172,12 @@ impl Valkey {
     /// # Errors
     /// There is no server program, or the cluster does not form.
     pub fn start(layout: Layout) -> io::Result<Self> {
+        // A port that was free may be another program's by the time a server wants it.
+        let again = || Self::start_once(layout).or_else(|_| Self::start_once(layout));
+        Self::start_once(layout).or_else(|_| again())
+    }
+
+    fn start_once(layout: Layout) -> io::Result<Self> {
         let program = program().ok_or_else(|| other("no server in target/valkey; run scripts/valkey.sh"))?;
         let count = layout.primaries * (1 + layout.replicas);
         let ports = free_ports(count * 3)?;
