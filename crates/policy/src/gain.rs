@@ -19,9 +19,6 @@
 //! That alone would sacrifice the slowest VM, because a slow VM touches its memory less often. So the waiting of a VM
 //! counts more the slower it is, by the square of its slowdown: the gradient of the sum of squared slowdowns.
 //!
-//! Less than a hundredth of the time is not worth moving memory for, because a limit that falls costs as much: what
-//! reclaim takes by mistake comes back.
-//!
 //! A VM that has all the memory it wants does not wait, and more memory would save it nothing. If others lack memory,
 //! it loses a little at a time (1/32 a second, and more while much of it is far and does not refault). If it wanted
 //! that memory, it waits, and the sums show it. Headroom counts as wanted where the working set was measured. If a VM
@@ -160,7 +157,7 @@ mod tests {
         assert!((sums.waits() - 0.25).abs() < 1e-9, "{sums:?}");
         let saves = sums.saves(64 * MIB, 4096) * 4096.0;
         // A quarter of the time, sixteen ninths as bad for being as slow, over 2000 pages and 512 more for doubt.
-        assert!((saves - (0.25 / 0.5625 - 0.01) / 2512.0).abs() < 1e-6, "{saves}");
+        assert!((saves - 0.25 / 0.5625 / 2512.0).abs() < 1e-6, "{saves}");
         // No more than was far.
         sums.add(&vm(0.25, 1 << 50), 60_001);
         assert!(sums.wanted_bytes() < (64 * MIB) as f64, "{sums:?}");

@@ -20,10 +20,6 @@ const DOUBT: u64 = 32;
 /// the benches `balance` and `huge`.
 const WORK_S: f64 = 15e-6;
 const WORK_S_PER_BYTE: f64 = 2.5e-6 / ballast_base::PAGE_SIZE as f64;
-/// Seconds in a second that are not worth moving memory for. A limit that falls costs time, too: reclaim takes some hot
-/// pages by mistake, and when these come back they look like a need. Without this, VMs that had all they wanted took
-/// memory from one another for ever.
-const TRIFLE: f64 = 0.01;
 /// A VM counts as waiting for at most this share of the time.
 const WAITS_AT_MOST: f64 = 0.9;
 
@@ -121,10 +117,10 @@ impl Sums {
     }
 
     /// Return the seconds in a second that one more byte saves a VM that has `has_bytes`: its own, which count more the
-    /// slower it is, and the host's. None if both together are a trifle.
+    /// slower it is, and the host's.
     pub(crate) fn saves(&self, has_bytes: u64, page_bytes: u64) -> f64 {
         let fair = (1.0 - self.waits()).powi(2);
         let wanted = self.wanted_soon_bytes(page_bytes);
-        (self.waits() / fair + self.works(page_bytes) - TRIFLE).max(0.0) / (wanted + (has_bytes / DOUBT).max(1) as f64)
+        (self.waits() / fair + self.works(page_bytes)) / (wanted + (has_bytes / DOUBT).max(1) as f64)
     }
 }
