@@ -30,19 +30,19 @@ fn system_ram(iomem: &str) -> Vec<(u64, u64)> {
 }
 
 // Bits of a word of /proc/kpageflags.
-const DIRTY: u64 = 1 << 4;
-const LRU: u64 = 1 << 5;
-const WRITEBACK: u64 = 1 << 8;
-const BUDDY: u64 = 1 << 10;
-const ANON: u64 = 1 << 12;
-const SWAP_CACHE: u64 = 1 << 13;
-const SWAP_BACKED: u64 = 1 << 14;
+pub(crate) const DIRTY: u64 = 1 << 4;
+pub(crate) const LRU: u64 = 1 << 5;
+pub(crate) const WRITEBACK: u64 = 1 << 8;
+pub(crate) const BUDDY: u64 = 1 << 10;
+pub(crate) const ANON: u64 = 1 << 12;
+pub(crate) const SWAP_CACHE: u64 = 1 << 13;
+pub(crate) const SWAP_BACKED: u64 = 1 << 14;
 const TAIL: u64 = 1 << 16;
 const HUGETLB: u64 = 1 << 17;
 const UNEVICTABLE: u64 = 1 << 18;
 const POISONED: u64 = 1 << 19;
 const NO_PAGE: u64 = 1 << 20;
-const THP: u64 = 1 << 22;
+pub(crate) const THP: u64 = 1 << 22;
 const OFFLINE: u64 = 1 << 23;
 const IDLE: u64 = 1 << 25;
 

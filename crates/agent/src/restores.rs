@@ -183,15 +183,7 @@ pub fn number(stat: &str, name: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const DIRTY: u64 = 1 << 4;
-    const LRU: u64 = 1 << 5;
-    const WRITEBACK: u64 = 1 << 8;
-    const BUDDY: u64 = 1 << 10;
-    const ANON: u64 = 1 << 12;
-    const SWAP_CACHE: u64 = 1 << 13;
-    const SWAP_BACKED: u64 = 1 << 14;
-    const THP: u64 = 1 << 22;
+    use crate::memory::{ANON, BUDDY, DIRTY, LRU, SWAP_BACKED, SWAP_CACHE, THP, WRITEBACK};
 
     #[test]
     fn no_service_gets_more_restores_than_pages_it_copied_or_wrote_meanwhile() {

@@ -44,8 +44,7 @@ pub fn screen(vm: &VmStat) -> String {
     }
     let of_services = agent.restored_for.all();
     if of_services.iter().any(|(_, pages)| *pages > 0) {
-        let share = |pages: u64| pages as f64 * 100.0 / agent.restored_pages.max(1) as f64;
-        let each = of_services.map(|(name, pages)| format!("{name} {:.1} %", share(pages)));
+        let each = of_services.map(|(name, pages)| format!("{name} {}", show::percent(pages, agent.restored_pages)));
         let _ = writeln!(text, "  restored for services of its kernel, about: {}", each.join("  "));
     }
     let rejected = [agent.rejected_messages, agent.rejected_pages, agent.garbage_bytes, agent.times_ignored];

@@ -366,9 +366,9 @@ fn faults_and_reclaim(vm: &VmStat) -> String {
     ];
     let _ = writeln!(text, "RECLAIM, pages: {}", pairs(&taken));
     if reclaim.evicted_pages > 0 {
-        let percent = reclaim.restored_soon_pages as f64 * 100.0 / reclaim.evicted_pages as f64;
+        let percent = show::percent(reclaim.restored_soon_pages, reclaim.evicted_pages);
         let soon = show::grouped(reclaim.restored_soon_pages);
-        let _ = writeln!(text, "  restored within 10 s of their eviction: {soon}  ({percent:.1} % of the evicted)");
+        let _ = writeln!(text, "  restored within 10 s of their eviction: {soon}  ({percent} of the evicted)");
     }
     let _ = writeln!(text, "  kept: {}  (store full {} times)", pairs(&kept), show::grouped(reclaim.store_full_events));
     text.push('\n');

@@ -292,25 +292,12 @@ impl Keeper {
     pub(crate) fn forget_region(&mut self, key: u64, vm: VmId, hva: Hva) {
         let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) else { return };
         let Some(at) = view.spans.iter().position(|(span, _)| span.hva == hva) else { return };
-        let (_, number) = view.spans.remove(at);
-        // An engine that has not opened the VM, or that another process still has it from, did not remove it: the
-        // engine that opens the VM next needs its files.
-        let is_removed = |vm: &VmEntry| vm.state.regions().get(number as usize).is_some_and(|record| record.removed);
-        if !self.vm(vm).is_some_and(is_removed) {
-            return;
-        }
-        // Another process may continue it.
-        let mut spans = self.clients.values().filter_map(|client| client.view.as_ref()).filter(|view| view.vm == vm);
-        if spans.any(|view| view.spans.iter().any(|(_, other)| *other == number)) {
-            return;
-        }
-        let vm = self.vms.iter_mut().find(|entry| entry.state.id() == vm);
-        if let Some(ram) = vm.and_then(|vm| vm.ram.get_mut(number as usize)) {
-            *ram = None;
-        }
+        view.spans.remove(at);
+        self.forget_removed(vm, Instant::now());
     }
 
-    /// Drop the files of regions that the engine has removed and that no process has.
+    /// Drop the files of regions that the engine has removed and that no process has. An engine that has not opened the
+    /// VM, or that another process still has them from, did not remove them: the one that opens the VM next needs them.
     pub(crate) fn forget_removed(&mut self, id: VmId, now: Instant) {
         let had: HashSet<u32> =
             self.views_of(id).flat_map(|(_, view)| view.spans.iter().map(|(_, number)| *number)).collect();

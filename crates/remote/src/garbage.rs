@@ -143,15 +143,6 @@ fn node_of(cluster: &Cluster, waiting: &Waiting) -> Option<Addr> {
     cluster.map().primary(slot_of(&name::key(page.0, page.1))).cloned()
 }
 
-/// Unlinks what failed writes left.
-fn unlink_runs(cluster: &Cluster, runs: &[(PageKey, u64, Handle)]) -> Result<(), String> {
-    let pages = |(first, count, handle): &(PageKey, u64, Handle)| {
-        let (region, start, handle) = (first.region, first.page.0, *handle);
-        (start..start + count).map(move |page| (region.page(PageIdx(page)), handle))
-    };
-    sweep::unlink(cluster, name::keys(runs.iter().flat_map(pages))).map(drop).map_err(|failed| failed.why)
-}
-
 impl Garbage {
     /// Adds a page that is to be unlinked.
     pub fn free(&self, key: PageKey, handle: Handle) {
@@ -176,9 +167,21 @@ impl Garbage {
             Some(waiting) if !waiting.uncounted.is_empty() => std::mem::take(&mut waiting.uncounted),
             _ => return Ok(()),
         };
-        unlink_runs(cluster, &runs).inspect_err(|_| {
-            runs.iter().for_each(|(first, count, handle)| self.failed(*first, *count, *handle));
-        })
+        self.unlink_runs(cluster, &runs)
+    }
+
+    /// Unlinks what failed writes left; what cannot be unlinked is added again.
+    fn unlink_runs(&self, cluster: &Cluster, runs: &[(PageKey, u64, Handle)]) -> Result<(), String> {
+        let pages = |(first, count, handle): &(PageKey, u64, Handle)| {
+            let (region, start, handle) = (first.region, first.page.0, *handle);
+            (start..start + count).map(move |page| (region.page(PageIdx(page)), handle))
+        };
+        let unlinked = sweep::unlink(cluster, name::keys(runs.iter().flat_map(pages)));
+        unlinked.inspect_err(|_| self.put_back(runs)).map(drop).map_err(|failed| failed.why)
+    }
+
+    fn put_back(&self, runs: &[(PageKey, u64, Handle)]) {
+        runs.iter().for_each(|(first, count, handle)| self.failed(*first, *count, *handle));
     }
 
     /// Returns the number of freed pages that have not been unlinked.
@@ -251,7 +254,7 @@ impl Garbage {
         let Waiting { pages, uncounted } = waiting;
         let keys = pages.keys().map(|(key, handle)| name::key(*key, *handle)).collect();
         let unlinked = sweep::unlink(cluster, keys);
-        if let Ok(gone) = unlinked {
+        if let Ok(gone) = &unlinked {
             // A page that may have been unlinked before counts as unlinked now.
             let maybe = pages.values().filter(|tried| **tried == Tried::Maybe).count() as u64;
             share.sub((gone + maybe).min(pages.len() as u64));
@@ -259,10 +262,11 @@ impl Garbage {
             let mut freed = lock(&self.freed);
             pages.into_keys().for_each(|page| freed.add(page, Tried::Maybe));
         }
-        let unlinked = unlinked.map_err(|failed| failed.why).and_then(|_| unlink_runs(cluster, &uncounted));
-        unlinked.inspect_err(|_| {
-            uncounted.iter().for_each(|(first, count, handle)| self.failed(*first, *count, *handle));
-        })
+        if let Err(failed) = unlinked {
+            self.put_back(&uncounted);
+            return Err(failed.why);
+        }
+        self.unlink_runs(cluster, &uncounted)
     }
 
     /// Continues the sweep for leftovers of this VM, for a short time.

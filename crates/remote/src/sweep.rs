@@ -47,10 +47,12 @@ impl Scan {
         let primaries: HashSet<&Addr> = map.shards().filter_map(|shard| shard.primary.as_ref()).collect();
         self.todo.retain(|(addr, _)| primaries.contains(addr));
         self.known.retain(|addr| primaries.contains(addr));
-        for addr in primaries.iter().copied().filter(|addr| !self.known.contains(*addr)) {
-            self.todo.push_back((addr.clone(), 0));
+        for addr in primaries.iter().copied() {
+            if !self.known.contains(addr) {
+                self.todo.push_back((addr.clone(), 0));
+                self.known.insert(addr.clone());
+            }
         }
-        self.known.extend(primaries.iter().map(|addr| (*addr).clone()));
         if self.todo.is_empty() && (primaries.len() < map.shards().count() || primaries.is_empty()) {
             cluster.refresh();
             return Err(io::Error::other("a shard of the cluster has no primary now"));

@@ -16,18 +16,7 @@ use ballast_reserve::{Grant, Host, Page, Reserve, Want};
 use ballast_sys::memfd::file_id;
 use ballast_sys::{Mapping, memfd};
 
-use common::{Place, SECRET, grant, map, settle, sum, zero_all};
-
-/// Leave a secret in each page, and return how many words were not zero.
-fn search_and_mark(map: &Mapping) -> usize {
-    let mut found = 0;
-    for page in (0..map.len()).step_by(PAGE_SIZE) {
-        let words = map.words(page, PAGE_SIZE / 8);
-        found += words.iter().filter(|word| word.load(Ordering::Relaxed) != 0).count();
-        words[page / PAGE_SIZE % 512].store(SECRET, Ordering::Relaxed);
-    }
-    found
-}
+use common::{Place, SECRET, grant, hold_in_pipe, map, search_and_mark, settle, sum, zero_all};
 
 /// Memory that the pool's files have.
 fn memory(place: &Place) -> u64 {
@@ -55,14 +44,7 @@ fn base_pages_are_filled_handed_out_and_kept_while_anybody_has_them_and_their_fi
     memfd::punch(&spy.files[0], extent.offset.0, 2 * MIB).expect("punch");
     assert_eq!((memory(&place), sum(&reserve, |node| node.used)), (62 * MIB, 40 * MIB));
     // A page of it stays in a pipe, and its mapping outlives an owner of the pool.
-    let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
-    let page = rustix::pipe::IoSliceRaw::from_slice({
-        // SAFETY: a page of a mapping that lives until after the call, which takes its address and no byte of it.
-        unsafe { std::slice::from_raw_parts(ram.ptr(4 * HUGE_SIZE, PAGE_SIZE), PAGE_SIZE) }
-    });
-    // SAFETY: the kernel takes a reference to the page; whatever it holds later is what this test is about.
-    let held = unsafe { rustix::pipe::vmsplice(&writer, &[page], rustix::pipe::SpliceFlags::empty()) };
-    assert_eq!(held.expect("vmsplice"), PAGE_SIZE);
+    let (reader, _writer) = hold_in_pipe(&ram, 4 * HUGE_SIZE);
     drop((reserve, spy));
     let mut reserve = place.open();
     reserve.validate().expect("valid");

@@ -14,7 +14,7 @@ use ballast_reserve::{Page, Reserve};
 use ballast_sys::hugetlb::{self, Presence};
 use ballast_sys::{Mapping, memfd};
 
-use common::{Place, SECRET, grant, map, settle, sum, zero_all};
+use common::{Place, SECRET, grant, hold_in_pipe, map, settle, sum, zero_all};
 
 /// A pool of two pages in files of one, of the first node.
 fn pool(place: &Place) -> Option<Reserve> {
@@ -52,14 +52,7 @@ fn pages_of_a_gib_are_handed_out_kept_while_anybody_has_them_and_come_back_zeroe
     let ram = map(&spy);
     assert!(ram.addr().is_multiple_of(GIB as usize));
     assert_eq!(search_and_mark(&ram), 0);
-    let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
-    let page = rustix::pipe::IoSliceRaw::from_slice({
-        // SAFETY: a page of a mapping that lives until after the call, which takes its address and no byte of it.
-        unsafe { std::slice::from_raw_parts(ram.ptr(GIB as usize / 2, PAGE_SIZE), PAGE_SIZE) }
-    });
-    // SAFETY: the kernel takes a reference to the page; whatever it holds later is what this test is about.
-    let held_by_pipe = unsafe { rustix::pipe::vmsplice(&writer, &[page], rustix::pipe::SpliceFlags::empty()) };
-    assert_eq!(held_by_pipe.expect("vmsplice"), PAGE_SIZE);
+    let (reader, writer) = hold_in_pipe(&ram, GIB as usize / 2);
     drop((reserve, spy));
     let mut reserve = place.open();
     reserve.validate().expect("valid");

@@ -11,18 +11,7 @@ use ballast_pool::Mode;
 use ballast_reserve::{Grant, Reserve, Want};
 use ballast_sys::Mapping;
 
-use common::{Place, SECRET, grant, map, sum, two_nodes, zero_all};
-
-/// Leave a secret in each page, and return how many words were not zero.
-fn search_and_mark(map: &Mapping) -> usize {
-    let mut found = 0;
-    for page in (0..map.len()).step_by(PAGE_SIZE) {
-        let words = map.words(page, PAGE_SIZE / 8);
-        found += words.iter().filter(|word| word.load(Ordering::Relaxed) != 0).count();
-        words[page / PAGE_SIZE % 512].store(SECRET, Ordering::Relaxed);
-    }
-    found
-}
+use common::{Place, SECRET, grant, hold_in_pipe, map, search_and_mark, sum, two_nodes, zero_all};
 
 #[test]
 fn memory_is_reserved_handed_out_and_comes_back_zeroed_when_the_last_holder_is_gone() {
@@ -117,14 +106,7 @@ fn a_page_that_a_pipe_holds_is_given_to_nobody() {
     let ram = map(&held);
     search_and_mark(&ram);
     // The spy's page sits in a pipe that outlives its mapping and its descriptors.
-    let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
-    let page = rustix::pipe::IoSliceRaw::from_slice({
-        // SAFETY: a page of a mapping that lives until after the call, which takes its address and no byte of it.
-        unsafe { std::slice::from_raw_parts(ram.ptr(0, PAGE_SIZE), PAGE_SIZE) }
-    });
-    // SAFETY: the kernel takes a reference to the page; whatever it holds later is what this test is about.
-    let held_by_pipe = unsafe { rustix::pipe::vmsplice(&writer, &[page], rustix::pipe::SpliceFlags::empty()) };
-    assert_eq!(held_by_pipe.expect("vmsplice"), PAGE_SIZE);
+    let (reader, writer) = hold_in_pipe(&ram, 0);
     drop((ram, held));
     assert_eq!(reserve.tend().expect("tend"), 1, "the kernel says that nobody has the files");
     zero_all(&mut reserve);

@@ -15,6 +15,7 @@ use ballast_testvm::qemu::load::{self, Dataset, Mix};
 use crate::booted::{Booted, COUNTED, Figures, MEMORY, SETTLES, TAKEN, mib, percent, restored};
 use crate::options::Part;
 use crate::rig::Bench;
+use crate::stats::mean;
 
 /// The key of the memory that can be taken.
 pub(crate) const RECLAIMED: &str = "reclaimed_mib";
@@ -188,7 +189,6 @@ fn most(bench: &Bench, vm: &Booted, work: &mut Work, side: &str) -> Result<Figur
         bench.daemon.api().set_limit(&vm.name, Some(limit.max(MIB)))?;
         was = now;
     }
-    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len().max(1) as f64;
     let of = |key: &str| format!("{key}_{side}");
     let of_ram = mean(&taken) * 100.0 / mib(MEMORY.0);
     Ok(vec![(of(RECLAIMED), mean(&taken)), (of("reclaimed_of_ram_pct"), of_ram), (of("stall_pct"), mean(&stalled))])

@@ -173,8 +173,8 @@ impl Valkey {
     /// There is no server program, or the cluster does not form.
     pub fn start(layout: Layout) -> io::Result<Self> {
         // A port that was free may be another program's by the time a server wants it.
-        let again = || Self::start_once(layout).or_else(|_| Self::start_once(layout));
-        Self::start_once(layout).or_else(|_| again())
+        let once = || Self::start_once(layout);
+        once().or_else(|_| once()).or_else(|_| once())
     }
 
     fn start_once(layout: Layout) -> io::Result<Self> {

@@ -1,8 +1,7 @@
 //! Programs most of whose memory is touched rarely, for `ballast bench guest`.
 //!
 //! Before: one is started with a size. It writes `filled` when all its memory is present. After: it does a piece of
-//! work each 100 ms, or later if it is slowed down, until a line of input; for a line `count` it writes the number of
-//! pieces; at any other one all of its memory is compared.
+//! work each 100 ms, or later if it is slowed down, until a line of input; then all of its memory is compared.
 //! Threads: one works, one reads commands. Units: the size is MiB.
 //!
 //! A guest of the bench is small, and a program would be through all of its memory in a second. So work is paced: one
@@ -13,7 +12,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -40,26 +39,21 @@ pub fn run(name: &str, mib: usize) -> Result<()> {
         "memcached" => Box::new(Memcached::new(mib)?),
         _ => bail!("no program {name}"),
     };
-    let (ends, pieces) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-    let (its_end, its_pieces) = (Arc::clone(&ends), Arc::clone(&pieces));
+    let ends = Arc::new(AtomicBool::new(false));
+    let its_end = Arc::clone(&ends);
     let worker = std::thread::spawn(move || -> Result<Box<dyn Load>> {
         let mut next = Instant::now();
         while !its_end.load(Ordering::Relaxed) {
             load.work()?;
-            its_pieces.fetch_add(1, Ordering::Relaxed);
             next = (next + EVERY).max(Instant::now());
             std::thread::sleep(next.saturating_duration_since(Instant::now()));
         }
         Ok(load)
     });
     let mut out = io::stdout();
-    let mut say = |what: &str| writeln!(out, "BALLAST-SAYS {what}").and_then(|()| out.flush());
-    say("filled")?;
-    for line in io::stdin().lock().lines() {
-        if line? != "count" {
-            break;
-        }
-        say(&pieces.load(Ordering::Relaxed).to_string())?;
+    writeln!(out, "BALLAST-SAYS filled").and_then(|()| out.flush())?;
+    if let Some(line) = io::stdin().lock().lines().next() {
+        line?;
     }
     ends.store(true, Ordering::Relaxed);
     let mut load = worker.join().ok().context("the worker panicked")??;

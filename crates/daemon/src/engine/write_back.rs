@@ -216,9 +216,11 @@ impl Engine {
 
     /// What is far of unplugged RAM goes back into its file, if others have that. Returns false if that takes too long.
     fn returns(&self, served: &Served, region: Arc<Region>) -> io::Result<bool> {
-        if !self.others_have(served, &region) {
-            return Ok(true);
-        }
+        if self.others_have(served, &region) { self.go_back(served, region) } else { Ok(true) }
+    }
+
+    /// What is far of this RAM goes back into its file. Returns false if that takes too long.
+    fn go_back(&self, served: &Served, region: Arc<Region>) -> io::Result<bool> {
         let (vm, begun) = (&served.vm, Instant::now());
         let mut go_on = || begun.elapsed() < RETURNS_WITHIN && !vm.is_stopping();
         vm.write_back(&[region], &mut go_on).map(|done| !done.stopped)
@@ -251,7 +253,7 @@ impl Engine {
             let done = match self.reachable(std::slice::from_ref(&region), &[pid], &served.pids()).1 {
                 None => vm.remove_left(number),
                 // It stays a part of the VM; who has the file finds its bytes there.
-                Some(_) => match self.returns(served, region) {
+                Some(_) => match self.go_back(served, region) {
                     Ok(true) => Ok(()),
                     late => Err(self.is_late(served, late)),
                 },
@@ -304,13 +306,16 @@ impl Engine {
         let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));
         let others: Vec<_> = others.cloned().collect();
         // Nearly always nobody has any: one look for all.
-        if others.is_empty() || self.holder(&others, suspects, but).is_none() {
+        let first = if others.is_empty() { None } else { self.holder(&others, suspects, but) };
+        if first.is_none() {
             return (reachable, who);
         }
+        let is_one = others.len() == 1;
         let held: Vec<_> = others
             .iter()
             .filter(|region| {
-                let holder = self.holder(std::slice::from_ref(region), suspects, but);
+                let look = || self.holder(std::slice::from_ref(region), suspects, but);
+                let holder = if is_one { first } else { look() };
                 if let Some(process) = holder {
                     who.get_or_insert_with(|| format!("process {} still has its RAM file", mappers::name(process)));
                 }

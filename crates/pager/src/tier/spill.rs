@@ -260,14 +260,18 @@ impl SpillWorker {
     /// the last one read, and how many were moved.
     fn stretch(&mut self, region: &Region, pages: PageRange, take: Take, most: u64) -> (u64, u64) {
         let (mut moved, mut next) = (0, pages.start().0);
+        let longest = |targets: &[Target]| {
+            targets.iter().find(|target| target.rest_until.is_none()).map_or(RUN, |target| target.run)
+        };
+        let mut run = longest(&self.targets);
         for page in pages.iter().map(|page| page.0) {
             next = page + 1;
-            let run = self.targets.iter().find(|target| target.rest_until.is_none()).map_or(RUN, |target| target.run);
             if self.goes(region, page, take) && self.run.words.len() < run {
                 continue;
             }
             let gone = self.flush(region);
             moved += gone;
+            run = longest(&self.targets);
             let stop = || moved >= most || self.vm.is_stopping() || self.vm.mail.spill.is_wanted();
             if self.rests() || gone > 0 && stop() {
                 break;

@@ -2,13 +2,14 @@
 
 #![allow(dead_code)]
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_base::pool::Nodes;
-use ballast_base::{Bytes, Extent, MIB};
+use ballast_base::{Bytes, Extent, MIB, PAGE_SIZE};
 use ballast_needs::skip;
 use ballast_pool::Mode;
 use ballast_reserve::{Grant, Host, Page, Reserve, Want};
@@ -27,6 +28,30 @@ pub fn map(grant: &Grant) -> Mapping {
     let piece =
         |extent: &Extent| (grant.files[usize::from(extent.file)].as_fd(), extent.offset.0, extent.len.0 as usize);
     Mapping::shared_pieces(&grant.extents.iter().map(piece).collect::<Vec<_>>()).expect("map")
+}
+
+/// Leave a secret in each page, and return how many words were not zero.
+pub fn search_and_mark(map: &Mapping) -> usize {
+    let mut found = 0;
+    for page in (0..map.len()).step_by(PAGE_SIZE) {
+        let words = map.words(page, PAGE_SIZE / 8);
+        found += words.iter().filter(|word| word.load(Ordering::Relaxed) != 0).count();
+        words[page / PAGE_SIZE % 512].store(SECRET, Ordering::Relaxed);
+    }
+    found
+}
+
+/// Have a pipe hold the page that begins at this offset. Returns its reading and its writing end.
+pub fn hold_in_pipe(ram: &Mapping, at: usize) -> (OwnedFd, OwnedFd) {
+    let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
+    let page = rustix::pipe::IoSliceRaw::from_slice({
+        // SAFETY: a page of a mapping that lives until after the call, which takes its address and no byte of it.
+        unsafe { std::slice::from_raw_parts(ram.ptr(at, PAGE_SIZE), PAGE_SIZE) }
+    });
+    // SAFETY: the kernel takes a reference to the page; whatever it holds later is what the test is about.
+    let held = unsafe { rustix::pipe::vmsplice(&writer, &[page], rustix::pipe::SpliceFlags::empty()) };
+    assert_eq!(held.expect("vmsplice"), PAGE_SIZE);
+    (reader, writer)
 }
 
 /// One at a time: they share the kernel's number of huge pages.

@@ -93,6 +93,14 @@ impl Limits {
         self.writes_per_day.store(limit.0, Ordering::Relaxed);
     }
 
+    /// Blocks that may be written in a day.
+    fn blocks_per_day(&self) -> u64 {
+        match self.writes_per_day.load(Ordering::Relaxed) {
+            0 => u64::MAX,
+            limit => limit / PAGE_SIZE as u64,
+        }
+    }
+
     pub(crate) fn last_refusal(&self) -> Option<Refusal> {
         self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -103,8 +111,7 @@ impl Limits {
 
     /// Are the day's bytes used up, or is the device bad? Counts nothing.
     pub(crate) fn refuses(&self, today: &AtomicU64) -> bool {
-        let limit = Bytes(self.writes_per_day.load(Ordering::Relaxed));
-        let is_used_up = limit != Bytes(0) && self.written_today(today).pages_floor() >= limit.pages_floor();
+        let is_used_up = written_on(day(), today.load(Ordering::Relaxed)) >= self.blocks_per_day();
         is_used_up || self.failures_in_a_row.load(Ordering::Relaxed) >= FAILURES_MAX
     }
 
@@ -131,10 +138,7 @@ impl Limits {
     }
 
     fn count_write(&self, today: &AtomicU64, day: u64) -> Option<PutOutcome> {
-        let limit = match self.writes_per_day.load(Ordering::Relaxed) {
-            0 => u64::MAX,
-            limit => limit / PAGE_SIZE as u64,
-        };
+        let limit = self.blocks_per_day();
         let counted = today.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |word| {
             let written = written_on(day, word);
             (written < limit.min(BLOCK_MASK)).then_some(day << BLOCK_BITS | (written + 1))
