@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, GROUP_STORE, RAM_STORE};
 use ballast_base::wire::{StoreFiles, VmId};
 use ballast_handover::arena;
@@ -126,12 +127,18 @@ fn is_shmem(fd: impl AsFd) -> std::io::Result<bool> {
     Ok(fcntl_get_seals(&fd).is_ok() && memfd::is_shmem(&fd)?)
 }
 
-/// Reopen, for writing, a file that we made and sent read-only. Its owner and mode prove that it is ours: no other user
-/// can make a file of this user with mode 0600.
+/// Is it in the kernel's own tmpfs, where memfds are and no file has a path?
+fn is_memfd(fd: impl AsFd) -> io::Result<bool> {
+    let one = memfd::create("ballast-compare", Bytes(0))?;
+    Ok(memfd::file_id(one)?.dev == memfd::file_id(fd)?.dev)
+}
+
+/// Reopen, for writing, a file that we made and sent read-only. It is ours if it is a memfd of this user with mode 0600:
+/// no other user can make one. The pool's files of base pages have that owner and mode as well, but VMs write to those.
 pub fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the {what} file: {error}");
     let strange = "it is not the file this client was given";
-    if !is_shmem(&fd).map_err(|error| say(&error))? {
+    if !is_shmem(&fd).map_err(|error| say(&error))? || !is_memfd(&fd).map_err(|error| say(&error))? {
         return Err(say(&strange));
     }
     let stat = fstat(&fd).map_err(|error| say(&error))?;
@@ -162,7 +169,6 @@ fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
 mod tests {
     use super::*;
     use crate::closer::Closer;
-    use ballast_base::Bytes;
     use ballast_needs::skip;
 
     #[test]
@@ -203,5 +209,16 @@ mod tests {
         reopen_ours(sent(theirs), "state").expect_err("mode 0777");
         let (reader, _writer) = std::io::pipe().expect("pipe");
         reopen_ours(sent(reader.into()), "state").expect_err("a pipe");
+        let with_our_mode = |file: OwnedFd| {
+            rustix::fs::fchmod(&file, rustix::fs::Mode::from_raw_mode(0o600)).expect("chmod");
+            file
+        };
+        let ours = with_our_mode(memfd::create("ballast-test", Bytes(4096)).expect("memfd"));
+        reopen_ours(sent(memfd::reopen(ours.as_fd(), false).expect("reopen")), "state").expect("ours");
+        if !memfd::is_shmem(std::fs::File::open("/dev/shm").expect("open")).expect("statfs") {
+            return skip("tmpfs", "/dev/shm is none");
+        }
+        let pools = with_our_mode(tempfile::tempfile_in("/dev/shm").expect("a file in a tmpfs").into());
+        reopen_ours(sent(pools), "state").expect_err("a file in a tmpfs, as the pool gives VMs");
     }
 }
