@@ -54,7 +54,7 @@ pub fn divide(want: Want, nodes: &[NodeMemory], available: Bytes, page: Page) ->
         Want::Percent(percent) => total.0 / 100 * u64::from(percent.min(100)),
     };
     let (slices, size) = (|bytes| slices(bytes, page), |slices| page.size(slices));
-    let each = slices(wanted.div_ceil(count).next_multiple_of(page.bytes()));
+    let each = slices(wanted.div_ceil(count).checked_next_multiple_of(page.bytes()).unwrap_or(u64::MAX));
     let margin = margin(total);
     let left = |spare: Bytes, margin: u64| slices(spare.0.saturating_sub(margin));
     let could = |node: &NodeMemory| node.has + left(node.memory.spare, margin.0 / count);
@@ -117,6 +117,15 @@ mod tests {
         assert_eq!(shares, Shares { more: vec![(0, 512)], notes: vec![] });
         let nodes = [node(0, 1024, 20), node(1, 1024, 20)];
         assert_eq!(divide(Want::Bytes(Bytes(4 * GIB)), &nodes, Bytes(40 * GIB), Page::Huge), Shares::default());
+    }
+
+    #[test]
+    fn more_than_any_host_has_is_all_that_this_one_can_spare() {
+        for page in Page::ALL {
+            let shares = divide(Want::Bytes(Bytes(u64::MAX)), &[node(0, 0, 3)], Bytes(3 * GIB), page);
+            assert_eq!(shares.more, [(0, (2 * GIB / page.bytes()) as u32)]);
+            assert!(shares.notes[0].contains("node 0 can give 2 GiB"), "{:?}", shares.notes);
+        }
     }
 
     #[test]

@@ -249,8 +249,7 @@ impl Live {
                 let (id, domain) = live.new_vm().during("Asking for random numbers")?;
                 // Of one domain, so that they share files, which no process has.
                 let domain = live.aside_domain().unwrap_or(domain);
-                live.names.insert(id.get(), ASIDE.into());
-                journal::store(names, &live.names).during("Writing who has what")?;
+                live.name(names, id.get(), ASIDE)?;
                 let parts = request::on_one_node(&[(GuestIdx(0), slices)], node);
                 let request = Request { vm: VmId(id), domain, kind: Kind::Hugetlb, mode: Mode::Slices, parts };
                 if let Err(why) = live.pool.allocate(&request) {
@@ -387,10 +386,10 @@ impl Live {
     /// Slices of a node for VMs on demand: set aside, or free and in no file of which another VM has a part.
     fn backing_of(&self, numa: u32) -> Result<u32, Error> {
         let aside = self.aside_domain();
-        let unzeroed = self.count(numa, |at| {
-            matches!(self.pool.state(at), SliceState::Free(Content::Dirty | Content::Zeroing))
-                && self.pool.domain(at).is_none_or(|domain| Some(domain) == aside)
-        });
+        let is_open = |at| self.pool.domain(at).is_none_or(|domain| Some(domain) == aside);
+        let is_unzeroed = |at| matches!(self.pool.state(at), SliceState::Free(Content::Dirty | Content::Zeroing));
+        let unzeroed = self.count(numa, |at| is_unzeroed(at) && is_open(at));
+        let unzeroed = unzeroed.saturating_sub(self.waiting_of(numa).filter(|at| is_open(*at)).count() as u32);
         Ok(self.ready_for_demand(numa) + unzeroed + self.on_demand_of(numa)?.aside)
     }
 

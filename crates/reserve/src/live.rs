@@ -111,6 +111,12 @@ impl Live {
         })
     }
 
+    /// Returns the slices of a node that wait for a page: as long as the processes like that hold the old ones.
+    pub(crate) fn waiting_of(&self, numa: u32) -> impl Iterator<Item = SliceIdx> {
+        let slices = self.waiting.iter().flat_map(|dirty| dirty.extent().each());
+        slices.filter(move |at| self.numa_of(*at) == numa)
+    }
+
     /// Gives the pages of the slices whose state matches back to the kernel.
     pub(crate) fn empty(&mut self, brick: Extent, is: impl Fn(SliceState) -> bool) -> Result<(), Error> {
         let file = self.files.get(self.number(brick.start)).during("Opening a file of the pool")?;
@@ -126,6 +132,9 @@ impl Live {
         match nodes {
             Nodes::Any => {}
             Nodes::One(numa) => return Ok(request::on_one_node(&all, self.node(*numa)?)),
+            Nodes::Balanced(nodes) if nodes.is_empty() => {
+                return Err(Error::Request("no node is named that the memory is to be of".into()));
+            }
             Nodes::Balanced(nodes) => {
                 let nodes = nodes.iter().map(|numa| self.node(*numa)).collect::<Result<Vec<_>, _>>()?;
                 return Ok(request::balanced(&all, &nodes));
@@ -175,6 +184,13 @@ impl Live {
                 return Ok((id, Domain(domain)));
             }
         }
+    }
+
+    /// Stores who is to have memory. If that fails, there is no such name: tried again and again, they would be many.
+    pub(crate) fn name(&mut self, names: &Path, vm: u64, name: &str) -> Result<(), Error> {
+        self.names.insert(vm, name.to_owned());
+        let stored = journal::store(names, &self.names).during("Writing who has what");
+        stored.inspect_err(|_| drop(self.names.remove(&vm)))
     }
 
     /// Divides a VM's memory into extents of files, and opens the files.

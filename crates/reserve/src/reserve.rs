@@ -216,8 +216,7 @@ impl Reserve {
         let parts = live.parts(slices, nodes)?;
         let (id, domain) = live.new_vm().during("Asking for random numbers")?;
         // The name is stored first. A name without a VM is forgotten; a VM without a name would have no known owner.
-        live.names.insert(id.get(), name.to_owned());
-        journal::store(&names, &live.names).during("Writing who has what")?;
+        live.name(&names, id.get(), name)?;
         let request = Request { vm: VmId(id), domain, kind: page.class().kind(), mode, parts };
         let given = live.pool.allocate(&request).map_err(|why| Error::Refused(why, page)).and_then(|grant| {
             let kept = if live.promises.is_empty() { Ok(()) } else { live.keeps_promises() };

@@ -13,7 +13,7 @@ use ballast_pool::Mode;
 use ballast_reserve::{Grant, Page};
 use ballast_sys::Mapping;
 
-use common::{Place, SECRET, grant, map, sum, zero_all};
+use common::{Place, SECRET, grant, hold_in_pipe, map, sum, zero_all};
 
 const SLICE: usize = HUGE_SIZE;
 
@@ -180,4 +180,39 @@ fn a_shared_memory_file_lets_its_mapping_grow_which_is_why_a_brick_is_one_vms() 
         assert_eq!(grown.cast::<u64>().read_volatile(), SECRET, "page 7 of the file");
         libc::munmap(grown, 2 * PAGE_SIZE);
     }
+}
+
+#[test]
+fn what_a_process_holds_pages_of_is_promised_to_no_vm_on_demand_before_they_are_free() {
+    let Some(place) = Place::new() else { return };
+    let Some(mut reserve) = place.pool(32, 16) else { return };
+    let spy = grant(&mut reserve, "spy", 32);
+    let ram = map(&spy);
+    let pipe = hold_in_pipe(&ram, 0);
+    drop((ram, spy));
+    assert_eq!(reserve.tend().expect("tend"), 1);
+    zero_all(&mut reserve);
+    if reserve.overview().waiting == Bytes(0) {
+        return ballast_needs::skip("hugetlb", "the kernel had a page that was nobody's");
+    }
+    let here = Nodes::One(place.node());
+    let mut promise = |mib: u64| {
+        let given = reserve.grant_on_demand("next", Bytes(mib * MIB), &here);
+        let said = given.map(drop).map_err(|error| error.to_string());
+        assert_eq!(reserve.tend().expect("tend"), usize::from(said.is_ok()));
+        zero_all(&mut reserve);
+        said
+    };
+    let said = promise(32).expect_err("a page of it may never come");
+    assert!(said.contains("and 30 MiB are left"), "{said}");
+    promise(30).expect("these are there");
+    drop(pipe);
+    for job in reserve.jobs_again() {
+        let done = job.run();
+        assert!(reserve.finish(done), "the page is free now");
+    }
+    let none = reserve.grant_on_demand("next", Bytes(2 * MIB), &Nodes::Balanced(Vec::new())).expect_err("of no node");
+    assert!(none.to_string().contains("no node is named"), "{none}");
+    reserve.grant_on_demand("next", Bytes(32 * MIB), &here).expect("all of it is there");
+    reserve.validate().expect("valid");
 }
