@@ -133,8 +133,8 @@ fn is_memfd(fd: impl AsFd) -> io::Result<bool> {
     Ok(memfd::file_id(one)?.dev == memfd::file_id(fd)?.dev)
 }
 
-/// Reopen, for writing, a file that we made and sent read-only. It is ours if it is a memfd of this user with mode 0600:
-/// no other user can make one. The pool's files of base pages have that owner and mode as well, but VMs write to those.
+/// Reopen, for writing, a file that we made and sent read-only. It is ours if it is a memfd of this user with mode
+/// 0600: no other user can make one. The pool's files of base pages have that owner and mode, but VMs write to those.
 pub fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the {what} file: {error}");
     let strange = "it is not the file this client was given";

@@ -3,27 +3,22 @@
 //! Before: the keeper said where it is. After: the API shows and changes it, and VMMs that connect to its socket get
 //! files (`ballast-reserve` says how). Its pages of 2 MiB, of 1 GiB and of 4 KiB are reserves of their own, each with a
 //! directory.
-//! Threads: one that takes the pool, looks for VMs that are gone, and zeroes; one that listens, and one for each VMM
-//! that asks, which may wait until enough is zeroed. Connections are closed on threads of their own
-//! (`ballast_keeper::Closer`), because the close of what a VMM sent may wait for ever.
+//! Threads: one that takes the pool, looks for VMs that are gone, and zeroes; those of `ask`, for VMMs; those of the
+//! API.
 //! Promise: an engine that died left a pool that this one finds as it was. Nothing here touches guest memory, and no
 //! other part of the engine waits for it.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
 use ballast_api::{LendRequest, PoolPages, PoolRequest, PoolStat};
-use ballast_base::pool::{Given, Take};
-use ballast_base::{Bytes, wire};
-use ballast_keeper::{Closer, HANGS_AFTER, MOST_STUCK, SentFd};
-use ballast_pool::Refused;
-use ballast_reserve::{Error, Grant, Page, Reserve, Want};
+use ballast_base::Bytes;
+use ballast_keeper::Closer;
+use ballast_reserve::{Error, Page, Reserve, Want};
+use ballast_sys::clock;
 use ballast_sys::memfd::FileId;
-use ballast_sys::{clock, scm};
 
 use crate::engine::lending::Lender;
 use crate::engine::pool::demand::Demand;
@@ -39,13 +34,8 @@ const TOUCHED_EVERY: Duration = Duration::from_millis(20);
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
 /// How long an operator waits for a pool that the engine which this one follows is about to leave.
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
-/// How long a VM waits for memory that is to be zeroed.
-const ZEROED_WITHIN: Duration = Duration::from_secs(30);
-/// How long a VMM may take to say what it wants.
-const ASKS_WITHIN: Duration = Duration::from_secs(5);
-/// VMMs that ask at once.
-const MOST_ASKING: usize = 64;
 
+mod ask;
 pub mod demand;
 
 /// The engine's part of the pool.
@@ -60,6 +50,8 @@ pub struct PoolService {
     /// Another engine has it and does not leave it.
     is_elsewhere: AtomicBool,
     asking: AtomicUsize,
+    /// VMs whose memory is on its way: this engine has files of theirs as well.
+    handing: AtomicUsize,
     closer: Arc<Closer>,
     /// Memory on demand, as the governor sees it.
     pub demand: Demand,
@@ -97,6 +89,7 @@ impl PoolService {
             silent: Mutex::default(),
             is_elsewhere: AtomicBool::new(false),
             asking: AtomicUsize::new(0),
+            handing: AtomicUsize::new(0),
             closer: Arc::default(),
             demand: Demand::default(),
         })
@@ -244,105 +237,6 @@ impl PoolService {
             drop(self.changed.wait_timeout(self.lock(), pause));
         }
         failed
-    }
-
-    /// Let VMMs ask, where this engine's predecessor let them.
-    fn listen(self: &Arc<Self>, place: &Pooling) -> anyhow::Result<()> {
-        let socket = ballast_keeper::listen(&place.socket, rustix::net::SocketType::SEQPACKET, place.gid)?;
-        rustix::io::ioctl_fionbio(&socket, false).context("Preparing the pool's socket")?;
-        let service = self.clone();
-        std::thread::Builder::new().name("pool-socket".into()).spawn(move || {
-            loop {
-                match rustix::net::accept_with(&socket, rustix::net::SocketFlags::CLOEXEC) {
-                    Ok(client) => service.serve(client),
-                    Err(error) => {
-                        tracing::warn!("Accepting a VMM at the pool's socket: {error}");
-                        std::thread::sleep(POLL_EVERY);
-                    }
-                }
-            }
-        })?;
-        Ok(())
-    }
-
-    /// Answer one VMM on a thread of its own.
-    fn serve(self: &Arc<Self>, client: OwnedFd) {
-        let uid = rustix::net::sockopt::socket_peercred(&client).map_or(u32::MAX, |peer| peer.uid.as_raw());
-        let client = SentFd::new(client, uid, self.closer.clone());
-        self.closer.tend(HANGS_AFTER);
-        if self.closer.stuck(uid, HANGS_AFTER) >= MOST_STUCK {
-            tracing::warn!(uid, "Refusing a VMM at the pool's socket: what this user sent cannot be closed");
-            return;
-        }
-        if self.asking.fetch_add(1, Ordering::Relaxed) >= MOST_ASKING {
-            self.asking.fetch_sub(1, Ordering::Relaxed);
-            return;
-        }
-        let service = self.clone();
-        let started = std::thread::Builder::new().name("pool-vmm".into()).spawn(move || {
-            if let Err(error) = service.answer(&client) {
-                tracing::warn!("Answering a VMM at the pool's socket: {error:#}");
-            }
-            drop(client);
-            service.asking.fetch_sub(1, Ordering::Relaxed);
-        });
-        if started.is_err() {
-            self.asking.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-
-    fn answer(&self, client: &SentFd) -> anyhow::Result<()> {
-        use rustix::net::sockopt::{Timeout, set_socket_timeout};
-        for which in [Timeout::Recv, Timeout::Send] {
-            set_socket_timeout(client, which, Some(ASKS_WITHIN)).context("Preparing a socket")?;
-        }
-        let Some(asked) = scm::receive_bytes(client).context("Receiving a request")? else { return Ok(()) };
-        let take = wire::decode::<Take>(&asked).context("Understanding a request")?;
-        let (given, files) =
-            match wire::check_name(&take.name).map_err(anyhow::Error::msg).and_then(|()| self.take(&take)) {
-                Ok(grant) => (Given::Memory(grant.extents), grant.files),
-                Err(error) => (Given::Refused(format!("{error:#}")), Vec::new()),
-            };
-        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        // If the VMM does not receive it, no process has the files, and the memory comes back.
-        scm::send(client, &wire::encode(&given), &fds).context("Sending a VM its memory")
-    }
-
-    /// Take memory for a VM; if it is there but dirty, wait until it is zeroed.
-    fn take(&self, take: &Take) -> anyhow::Result<Grant> {
-        let (page, mode) = pool_parts::for_vm(take.pages);
-        let (begun, mut far) = (Instant::now(), self.demand.far());
-        let mut state = self.lock();
-        loop {
-            let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
-            let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
-            reserve.set_far(far);
-            // A VM may have ended since the last check.
-            let granted = match mode {
-                Some(mode) => reserve.grant(&take.name, take.size, mode, &take.nodes),
-                None => reserve.grant_on_demand(&take.name, take.size, &take.nodes),
-            };
-            let error = match granted {
-                Ok(grant) => {
-                    // What fails here fails again in the next round, which says so.
-                    let _ = if mode.is_none() { self.demand.tend(Some(reserve), true) } else { Ok(()) };
-                    // From now on its end must be noticed.
-                    self.changed.notify_all();
-                    return Ok(grant);
-                }
-                Err(error) => error,
-            };
-            let is_short = matches!(error, Error::Refused(Refused::NoRoom { .. }, _) | Error::Promised { .. });
-            let is_coming = is_short && (reserve.tend()? > 0 || reserve.is_zeroing());
-            self.changed.notify_all();
-            if !is_coming || begun.elapsed() > ZEROED_WITHIN {
-                return Err(error.into());
-            }
-            drop(self.changed.wait_timeout(state, POLL_EVERY));
-            // What can be far may be less by now. It is asked for without the lock.
-            far = self.demand.far();
-            state = self.lock();
-        }
     }
 
     /// The same, once the engine before this one has left it. Waits for that once at most.

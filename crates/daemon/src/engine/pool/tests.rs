@@ -1,4 +1,11 @@
-//! The pool of an engine, without huge pages: parts that cannot be opened or fail.
+//! The pool of an engine: parts that cannot be opened or fail, and VMMs that wait for memory.
+
+use std::cell::Cell;
+use std::process::Command;
+
+use ballast_base::MIB;
+use ballast_base::pool::{Nodes, Pages, Take};
+use ballast_needs::skip;
 
 use super::*;
 
@@ -55,4 +62,100 @@ fn a_part_that_fails_keeps_neither_the_other_part_nor_what_is_to_be_zeroed() {
         let done = lenders[page as usize].adjust(reserve, 0);
         assert!(matches!(done, Ok(None)), "the part of {page} was not tried: it would be now");
     }
+}
+
+/// A pool of one node in files of 16 MiB, all of it zeroed. What the kernel gave for it is given back.
+struct Own {
+    service: Arc<PoolService>,
+    pages: PoolPages,
+    dir: tempfile::TempDir,
+}
+
+impl Own {
+    /// `None`, and said why, where there can be none.
+    fn new(mib: u64, pages: PoolPages) -> Option<Self> {
+        let dir = tempfile::tempdir().expect("a directory");
+        let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
+        let service = PoolService::new(Some(place.clone()));
+        let own = Self { service, pages, dir };
+        if !rustix::process::geteuid().is_root() {
+            skip("root", "only root mounts file systems and reserves huge pages");
+            return None;
+        }
+        *own.service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("open")));
+        let file_bytes = Some(16 * MIB);
+        let request = PoolRequest { bytes: Some(mib * MIB), file_bytes, pages, ..PoolRequest::default() };
+        let nodes = own.service.reserve(&request).map(|_| own.stat().nodes).unwrap_or_default();
+        if nodes.len() != 1 || nodes[0].reserved_bytes != mib * MIB {
+            skip("memory", format!("nodes: {nodes:?}"));
+            return None;
+        }
+        own.work();
+        Some(own)
+    }
+
+    fn stat(&self) -> PoolStat {
+        let stat = self.service.stat();
+        if self.pages == PoolPages::Base { stat.base.map(|base| *base).unwrap_or_default() } else { stat }
+    }
+
+    /// What its thread does, until all is zeroed.
+    fn work(&self) {
+        let mut lenders = Page::ALL.map(|_| Lender::default());
+        while self.stat().nodes[0].dirty_bytes > 0 {
+            let mut long_ago = Instant::now().checked_sub(AGAIN_EVERY).expect("the host is up");
+            let least = Some(Duration::from_millis(1));
+            let done = self.service.round(&mut None, &mut long_ago, least, &mut lenders, &Events::default());
+            done.expect("nothing fails");
+        }
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        let all = LendRequest { bytes: 1 << 40, pages: self.pages, ..LendRequest::default() };
+        if let State::Ours(parts) = &mut *self.service.lock() {
+            parts.each().for_each(|(_, part)| drop(part.tend()));
+        }
+        let _ = self.service.lend(&all);
+        for files in ["pool/2M", "pool/gib/1G", "pool/base/4K"] {
+            let _ = Command::new("umount").arg("-l").arg(self.dir.path().join(files)).output();
+        }
+    }
+}
+
+#[test]
+fn a_vm_waits_for_memory_of_one_that_is_gone_before_this_engine_has_closed_its_files_unless_its_vmm_hangs_up() {
+    let Some(own) = Own::new(16, PoolPages::Base) else { return };
+    let all = Take { name: "vm".into(), size: Bytes(16 * MIB), pages: Pages::Base, nodes: Nodes::Any };
+    let first = Cell::new(Some(own.service.take(&all, || panic!("it is there")).expect("it is there")));
+    let said = own.service.take(&all, || true).expect_err("it hung up").to_string();
+    assert!(said.contains("does not wait"), "{said}");
+    // The first VM has got its memory, and is gone, before the thread that sent it goes on.
+    let goes_on = || {
+        drop(first.take());
+        own.work();
+        false
+    };
+    let second = own.service.take(&all, goes_on).expect("it comes back");
+    drop(second);
+}
+
+#[test]
+fn memory_that_is_promised_to_others_is_refused_without_waiting_for_what_is_to_be_zeroed() {
+    let Some(own) = Own::new(352, PoolPages::Huge) else { return };
+    let take = |mib: u64, pages| {
+        let wanted = Take { name: "vm".into(), size: Bytes(mib * MIB), pages, nodes: Nodes::Any };
+        let handed = own.service.take(&wanted, || panic!("it waits"));
+        handed.map(|mut handed| std::mem::take(&mut handed.grant.files)).map_err(|error| error.to_string())
+    };
+    // More than is set aside in advance.
+    let on_demand = take(330, Pages::OnDemand).expect("it is there");
+    own.work();
+    // 22 MiB are left, but the rest of its second file would be kept from others.
+    let said = take(20, Pages::Slices).expect_err("it would take 32 MiB");
+    assert!(said.contains("330 MiB are promised to VMs on demand"), "{said}");
+    own.work();
+    take(16, Pages::Slices).expect("one file is left");
+    drop(on_demand);
 }

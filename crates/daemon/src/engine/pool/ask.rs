@@ -1,0 +1,167 @@
+//! VMMs that ask the pool for memory.
+//!
+//! Before: the engine has the pool, and listens at its socket. After: a VMM has descriptors, or knows why not.
+//! Threads: one that listens, and one for each VMM that asks, which may wait until enough is zeroed. Connections are
+//! closed on threads of their own (`ballast_keeper::Closer`), because the close of what a VMM sent may wait for ever.
+//! Promise: a VM is refused for want of memory only if what other VMs had is back: it is seen that they are gone, and
+//! what they left is zeroed. A VMM that hangs up while it waits is forgotten.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use ballast_base::pool::{Given, Take};
+use ballast_base::wire;
+use ballast_keeper::{HANGS_AFTER, MOST_STUCK, SentFd};
+use ballast_pool::Refused;
+use ballast_reserve::{Error, Grant};
+use ballast_sys::scm;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{POLL_EVERY, PoolService, State};
+use crate::engine::pool_parts;
+use crate::settings::Pooling;
+
+/// How long a VM waits for memory that is to be zeroed.
+const ZEROED_WITHIN: Duration = Duration::from_secs(30);
+/// How long a VMM may take to say what it wants.
+const ASKS_WITHIN: Duration = Duration::from_secs(5);
+/// VMMs that ask at once.
+const MOST_ASKING: usize = 64;
+
+/// Memory on its way to a VMM.
+#[derive(Debug)]
+pub(super) struct Handed<'a> {
+    pub(super) grant: Grant,
+    service: &'a PoolService,
+}
+
+impl Drop for Handed<'_> {
+    fn drop(&mut self) {
+        // The files first: then it is the VMM alone that keeps them.
+        self.grant.files.clear();
+        self.service.handing.fetch_sub(1, Ordering::Release);
+        self.service.changed.notify_all();
+    }
+}
+
+impl PoolService {
+    /// Let VMMs ask, where this engine's predecessor let them.
+    pub(super) fn listen(self: &Arc<Self>, place: &Pooling) -> anyhow::Result<()> {
+        let socket = ballast_keeper::listen(&place.socket, rustix::net::SocketType::SEQPACKET, place.gid)?;
+        rustix::io::ioctl_fionbio(&socket, false).context("Preparing the pool's socket")?;
+        let service = self.clone();
+        std::thread::Builder::new().name("pool-socket".into()).spawn(move || {
+            loop {
+                match rustix::net::accept_with(&socket, rustix::net::SocketFlags::CLOEXEC) {
+                    Ok(client) => service.serve(client),
+                    Err(error) => {
+                        tracing::warn!("Accepting a VMM at the pool's socket: {error}");
+                        std::thread::sleep(POLL_EVERY);
+                    }
+                }
+            }
+        })?;
+        Ok(())
+    }
+
+    /// Answer one VMM on a thread of its own.
+    fn serve(self: &Arc<Self>, client: OwnedFd) {
+        let uid = rustix::net::sockopt::socket_peercred(&client).map_or(u32::MAX, |peer| peer.uid.as_raw());
+        let client = SentFd::new(client, uid, self.closer.clone());
+        self.closer.tend(HANGS_AFTER);
+        if self.closer.stuck(uid, HANGS_AFTER) >= MOST_STUCK {
+            tracing::warn!(uid, "Refusing a VMM at the pool's socket: what this user sent cannot be closed");
+            return;
+        }
+        if self.asking.fetch_add(1, Ordering::Relaxed) >= MOST_ASKING {
+            self.asking.fetch_sub(1, Ordering::Relaxed);
+            return;
+        }
+        let service = self.clone();
+        let started = std::thread::Builder::new().name("pool-vmm".into()).spawn(move || {
+            if let Err(error) = service.answer(&client) {
+                tracing::warn!("Answering a VMM at the pool's socket: {error:#}");
+            }
+            drop(client);
+            service.asking.fetch_sub(1, Ordering::Relaxed);
+        });
+        if started.is_err() {
+            self.asking.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    fn answer(&self, client: &SentFd) -> anyhow::Result<()> {
+        use rustix::net::sockopt::{Timeout, set_socket_timeout};
+        for which in [Timeout::Recv, Timeout::Send] {
+            set_socket_timeout(client, which, Some(ASKS_WITHIN)).context("Preparing a socket")?;
+        }
+        let Some(asked) = scm::receive_bytes(client).context("Receiving a request")? else { return Ok(()) };
+        let take = wire::decode::<Take>(&asked).context("Understanding a request")?;
+        let handed = wire::check_name(&take.name)
+            .map_err(anyhow::Error::msg)
+            .and_then(|()| self.take(&take, || has_hung_up(client)));
+        let given = match &handed {
+            Ok(handed) => Given::Memory(handed.grant.extents.clone()),
+            Err(error) => Given::Refused(format!("{error:#}")),
+        };
+        let fds: Vec<_> = handed.iter().flat_map(|handed| &handed.grant.files).map(AsFd::as_fd).collect();
+        // If the VMM does not receive it, no process has the files, and the memory comes back.
+        scm::send(client, &wire::encode(&given), &fds).context("Sending a VM its memory")
+    }
+
+    /// Take memory for a VM; if it is there but dirty, wait until it is zeroed, or nobody wants it any more.
+    pub(super) fn take(&self, take: &Take, is_gone: impl Fn() -> bool) -> anyhow::Result<Handed<'_>> {
+        let (page, mode) = pool_parts::for_vm(take.pages);
+        let (begun, mut far) = (Instant::now(), self.demand.far());
+        let mut state = self.lock();
+        loop {
+            let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
+            let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
+            reserve.set_far(far);
+            // A VM may have ended since the last check.
+            let granted = match mode {
+                Some(mode) => reserve.grant(&take.name, take.size, mode, &take.nodes),
+                None => reserve.grant_on_demand(&take.name, take.size, &take.nodes),
+            };
+            let error = match granted {
+                Ok(grant) => {
+                    // What fails here fails again in the next round, which says so.
+                    let _ = if mode.is_none() { self.demand.tend(Some(reserve), true) } else { Ok(()) };
+                    // From now on its end must be noticed.
+                    self.changed.notify_all();
+                    self.handing.fetch_add(1, Ordering::Relaxed);
+                    return Ok(Handed { grant, service: self });
+                }
+                Err(error) => error,
+            };
+            // Asked first: of a VM that has got its memory and is gone already, this engine may have files still.
+            let is_handing = self.handing.load(Ordering::Acquire) > 0;
+            let is_coming = match error {
+                Error::Refused(Refused::NoRoom { .. }, _) => reserve.tend()? > 0 || is_handing || reserve.is_zeroing(),
+                // What is to be zeroed counts already.
+                Error::Promised { .. } => reserve.tend()? > 0 || is_handing,
+                _ => false,
+            };
+            self.changed.notify_all();
+            if !is_coming || begun.elapsed() > ZEROED_WITHIN {
+                return Err(error.into());
+            }
+            drop(self.changed.wait_timeout(state, POLL_EVERY));
+            if is_gone() {
+                bail!("VM {} does not wait for its memory any more", take.name);
+            }
+            // What can be far may be less by now. It is asked for without the lock.
+            far = self.demand.far();
+            state = self.lock();
+        }
+    }
+}
+
+fn has_hung_up(client: &SentFd) -> bool {
+    let mut socket = [PollFd::new(client, PollFlags::empty())];
+    let polled = poll(&mut socket, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+    polled.is_ok() && socket[0].revents().contains(PollFlags::HUP)
+}
