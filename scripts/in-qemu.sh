@@ -70,6 +70,7 @@ mount -t devtmpfs devtmpfs /dev
 mount -t tmpfs tmpfs /tmp
 mkdir /dev/shm
 mount -t tmpfs tmpfs /dev/shm
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
 # Only now, because they may belong below /tmp.
 [ ! -d /files ] || { cp -a /files/. / && rm -rf /files; }
 ip link set lo up

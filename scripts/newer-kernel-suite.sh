@@ -35,9 +35,9 @@ QEMU_MEMORY=8G QEMU_SECONDS=2400 REQUIRE=uffd,hugetlb,memory,hwpoison scripts/in
 # kernel's for ever.
 nodes='-object memory-backend-ram,id=m0,size=1536M -numa node,nodeid=0,cpus=0,memdev=m0'
 nodes="$nodes -object memory-backend-ram,id=m1,size=2560M -numa node,nodeid=1,cpus=1,memdev=m1"
-export QEMU_MEMORY=4G QEMU_SECONDS=1200 QEMU_ARGS=$nodes REQUIRE=uffd,collapse,hwpoison,numa
+export QEMU_MEMORY=4G QEMU_SECONDS=1200 QEMU_ARGS=$nodes REQUIRE=uffd,collapse,hwpoison,numa,cgroup
 exec scripts/in-qemu.sh "$out/vmlinuz" \
     "$(program placed) --test-threads=1" "$(program host_tiers)" \
     "$(program numa) a_vms_pages" "$(program pool_on_demand) pages_on_demand_are" \
-    "$(program isolation) --test-threads=1" "$(program base) --test-threads=1" \
+    "$(program isolation) --test-threads=1" "$(program base) --test-threads=1" "$(program held)" \
     "$(program failed) --test-threads=1"

@@ -21,7 +21,7 @@ use crate::stats::NodeStats;
 use crate::table::{Entry, Table, Vm};
 use crate::unit::{Class, Domain, Extent, FrameIdx, GuestIdx, Kind, Mode, NodeIdx, SLICE_SIZE, SliceIdx, VmId};
 use crate::words::Words;
-use crate::zero::{Dirty, ZeroRun, Zeroed};
+use crate::zero::ZeroRun;
 
 /// An operation that is invalid in this state. Caused by the owner of the pool.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -68,9 +68,9 @@ pub struct Tenant {
 pub struct Pool<W> {
     pub(crate) table: Table<W>,
     index: Index,
-    run: ZeroRun,
+    pub(crate) run: ZeroRun,
     /// Slices that workers have and that a VM, now gone, may have written since, because it had the file.
-    exposed: BTreeSet<SliceIdx>,
+    pub(crate) exposed: BTreeSet<SliceIdx>,
 }
 
 impl<W: Words> Pool<W> {
@@ -185,52 +185,6 @@ impl<W: Words> Pool<W> {
             }
         }
         Ok(segments)
-    }
-
-    /// Returns up to `most` dirty slices of one brick, for a worker to zero. No other worker gets them until they come
-    /// back.
-    pub fn next_dirty(&mut self, most: u32) -> Option<Dirty> {
-        let has_dirty = |frame: &FrameIdx| self.table.count(*frame).free > self.table.count(*frame).ready;
-        let is_dirty = |at: &SliceIdx| self.table.state(*at) == SliceState::Free(Content::Dirty);
-        let frames = (0..self.table.layout.frames).map(FrameIdx).filter(has_dirty);
-        let start = frames.flat_map(|frame| frame.extent().each()).find(is_dirty)?;
-        let brick = self.table.brick(start);
-        let run = (start.0..brick.end()).map(SliceIdx).take(most.max(1) as usize).take_while(is_dirty);
-        let extent = Extent { start, slices: run.count() as u32 };
-        intent::run(&mut self.table, Intent::Range { by: Move::Begin, class: None, extent });
-        Some(Dirty(extent, self.run))
-    }
-
-    /// Takes zeroed slices, which can now be handed out. One whose memory failed meanwhile stays out of service.
-    pub fn clean(&mut self, zeroed: Zeroed) {
-        self.end_zeroing(Move::Clean, zeroed.0, zeroed.1);
-    }
-
-    /// Takes slices that were not zeroed; another worker may try.
-    pub fn put_back(&mut self, dirty: Dirty) {
-        self.end_zeroing(Move::Stop, dirty.0, dirty.1);
-    }
-
-    /// Takes slices that cannot be zeroed, or have no memory: they are out of service until the pool forgets them.
-    pub fn fail(&mut self, dirty: Dirty) {
-        self.end_zeroing(Move::Fail, dirty.0, dirty.1);
-    }
-
-    /// Take slices from a worker of this run. One of another run has none: its slices are dirty, or another worker's.
-    fn end_zeroing(&mut self, by: Move, extent: Extent, run: ZeroRun) {
-        if run != self.run {
-            return;
-        }
-        let was_exposed = |at: &SliceIdx| self.exposed.contains(at);
-        let all: Vec<SliceIdx> = extent.each().collect();
-        for part in all.chunk_by(|one, next| was_exposed(one) == was_exposed(next)) {
-            let by = if by == Move::Clean && was_exposed(&part[0]) { Move::Stop } else { by };
-            let extent = Extent { start: part[0], slices: part.len() as u32 };
-            intent::run(&mut self.table, Intent::Range { by, class: None, extent });
-        }
-        for at in &all {
-            self.exposed.remove(at);
-        }
     }
 
     /// Lends up to this number of slices of a node to the host, and returns them. They are those that rules 2 and 3 of

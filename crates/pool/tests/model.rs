@@ -537,6 +537,27 @@ fn a_released_slice_is_nobodys_before_it_was_zeroed() {
 }
 
 #[test]
+fn dirty_slices_of_a_node_that_is_passed_over_stay_as_they_are() {
+    let layout = Layout::new(&NODES, 32, 64).expect("a layout");
+    let mut pool = Pool::create(vec![0; layout.words()], &layout).expect("a pool");
+    for (start, slices) in [(0, NODES[0].slices), (SECOND, NODES[1].slices)] {
+        pool.reserve(Extent { start: SliceIdx(start), slices }, Class::Shmem).expect("reserve");
+    }
+    let before = pool.into_words();
+    let mut pool = Pool::open(before.clone()).expect("open").0;
+    assert_eq!(pool.next_dirty_of(1, |_| false), None);
+    assert_eq!(pool.into_words(), before, "nothing was written");
+    let mut pool = Pool::open(before).expect("open").0;
+    for at in 0..NODES[1].slices {
+        let dirty = pool.next_dirty_of(1, |node| node == NodeIdx(1)).expect("dirty");
+        assert_eq!(dirty.extent(), Extent { start: SliceIdx(SECOND + at), slices: 1 });
+        pool.clean(dirty.zero(|_| Ok::<_, ()>(())).expect("zeroed"));
+    }
+    assert_eq!(pool.next_dirty_of(1, |node| node == NodeIdx(1)), None);
+    assert_eq!(pool.stats(NodeIdx(0)).expect("a node").dirty, NODES[0].slices);
+}
+
+#[test]
 fn what_a_vm_could_write_beside_its_slices_is_zeroed_before_another_one_gets_it() {
     let mut pool = ready(1, Class::Huge);
     // A brick of the second VM's domain, of which it has one slice.

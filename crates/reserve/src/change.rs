@@ -9,6 +9,7 @@
 use ballast_pool::SliceState;
 
 use crate::error::{During, Error};
+use crate::host::Page;
 use crate::journal::Others;
 use crate::reserve::Reserve;
 
@@ -43,7 +44,11 @@ impl Reserve {
         let Some(others) = self.journal.pending().during("Reading the pool's journal")? else { return Ok(()) };
         if let Some(live) = &mut self.live {
             for number in live.files.numbers().during("Listing the pool's files")? {
-                live.empty(live.brick(number), |state| matches!(state, SliceState::Hole | SliceState::Borrow))?;
+                let brick = live.brick(number);
+                // Nothing is lent of a file that a VM has, and its client can hold the file's lock.
+                if live.page != Page::Base || !live.is_had(brick) {
+                    live.empty(brick, |state| matches!(state, SliceState::Hole | SliceState::Borrow))?;
+                }
             }
         }
         for (numa, count) in &others.0 {

@@ -9,8 +9,9 @@
 //! A VM keeps a failed slice that belongs to it. It learns of the failure as of any other failed page. When it touches
 //! the page, the kernel sends the VMM the SIGBUS of a machine check, or the engine sends it if the page is not mapped.
 //!
-//! Of base pages only those are checked that no VM has, by having the kernel map them, which fails. The slice of such a
-//! page is out of use, and its other pages go back to the host. A VM's own are paged, and the pager finds them.
+//! Of base pages only those in files that no VM has are checked, by having the kernel map them, which fails. The slice
+//! of such a page is out of use, and its other pages go back to the host. A VM's own are paged, and the pager finds
+//! them.
 //!
 //! A VM may punch its failed page out of its file before it is checked. The kernel keeps such a page and counts it as
 //! used, and the pool has a slice without a page; see [`Reserve::replenish`].
@@ -90,6 +91,9 @@ impl Live {
     /// or one that will be replaced.
     fn failed_in(&mut self, brick: Extent) -> Result<Vec<SliceIdx>, Error> {
         const WHAT: &str = "Looking for memory that failed";
+        if self.page == Page::Base && self.is_had(brick) {
+            return Ok(Vec::new());
+        }
         let has_page =
             |at: &SliceIdx| matches!(self.pool.state(*at), SliceState::Used | SliceState::Free(Content::Zeroed));
         let slices: Vec<SliceIdx> = brick.each().filter(has_page).collect();
@@ -103,8 +107,7 @@ impl Live {
             let offset = |at: &SliceIdx| self.page.size(at.0 - brick.start.0).0 as usize;
             let fails =
                 |at: &SliceIdx| map.populate(offset(at), HUGE_SIZE).is_err_and(|error| prefill::is_failure(&error));
-            let is_free = |at: &SliceIdx| self.pool.state(*at) == SliceState::Free(Content::Zeroed);
-            return Ok(slices.into_iter().filter(is_free).filter(fails).collect());
+            return Ok(slices.into_iter().filter(fails).collect());
         }
         let presence = Presence::new(map, self.page.bytes() as usize).during(WHAT)?;
         let mut failed = Vec::new();

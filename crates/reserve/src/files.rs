@@ -43,14 +43,24 @@ impl Files {
         Ok(Self { dir: dir.into(), brick, open: BTreeMap::new() })
     }
 
-    /// Returns a brick. It is created if it does not exist.
+    /// Returns a brick. It is created if it does not exist. Of one that exists nothing is changed, since a VM that has
+    /// it can hold its lock as long as it likes: a brick gets its size before it gets its name.
     pub fn get(&mut self, number: u32) -> io::Result<Arc<OwnedFd>> {
         let Entry::Vacant(place) = self.open.entry(number) else { return Ok(self.open[&number].clone()) };
         is_mounted(&self.dir)?;
         let path = path(&self.dir, number);
-        let file =
-            std::fs::File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
-        file.set_len(self.brick.0)?;
+        let mut options = std::fs::File::options();
+        let options = options.read(true).write(true);
+        let file = match options.open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let made = self.dir.join("new-brick");
+                let file = options.create(true).truncate(false).mode(0o600).open(&made)?;
+                file.set_len(self.brick.0)?;
+                std::fs::rename(made, path)?;
+                file
+            }
+            opened => opened?,
+        };
         Ok(place.insert(Arc::new(file.into())).clone())
     }
 
@@ -171,13 +181,7 @@ pub fn refill(file: &OwnedFd, page: Page, brick: Bytes, offset: u64, len: u64, n
         }
         // An allocation alone would be zeroed at a VM's first touch, and the kernel might take it back before. A VM has
         // the file already if it got another part of it, and could hold its lock as long as it likes: nothing here
-        // takes that, unless memory failed. There is nothing to remove: a file that a VM had is never filled.
-        Page::Base => match prefill::fill(file, offset, len as usize) {
-            Err(error) if prefill::is_failure(&error) => {
-                memfd::punch(file, offset, len)?;
-                prefill::fill(file, offset, len as usize).map(drop)
-            }
-            filled => filled.map(drop),
-        },
+        // takes that. There is nothing to remove: a file that a VM had is never filled.
+        Page::Base => prefill::fill(file, offset, len as usize).map(drop),
     }
 }

@@ -146,6 +146,11 @@ impl Host {
         self.page
     }
 
+    /// One of the kernel's files.
+    pub(crate) fn file(&self, path: &str) -> PathBuf {
+        self.root.join(path)
+    }
+
     fn node(&self, node: u32) -> PathBuf {
         self.root.join(format!("sys/devices/system/node/node{node}"))
     }
@@ -301,7 +306,7 @@ fn number(file: &Path) -> io::Result<u64> {
 }
 
 /// Parses a list such as `0-1,3`.
-fn ranges(text: &str) -> Option<Vec<u32>> {
+pub(crate) fn ranges(text: &str) -> Option<Vec<u32>> {
     let mut all = Vec::new();
     for part in text.split(',').filter(|part| !part.is_empty()) {
         let (first, last) = part.split_once('-').unwrap_or((part, part));

@@ -9,9 +9,9 @@
 //! [`host`] reads and sets the kernel's number of huge pages for each node. [`balance`] decides how much each node
 //! gives. [`files`] are the bricks, named files in a hugetlbfs of our own. [`journal`] lets the next owner repair the
 //! kernel's number if an owner dies during a change. [`failed`] finds memory that failed. [`refill`] is the worker's
-//! part. `spare` bounds what a pool of base pages takes, of which the kernel reserves none. `owed` keeps account of
-//! surplus pages of others that count as reserved. [`reserve`] combines all of these; [`lend`], `demand` (memory that
-//! comes as it is touched) and [`overview`] add to it.
+//! part. `spare` bounds what a pool of base pages takes, of which the kernel reserves none, and `held` finds what
+//! processes keep of such pages. `owed` keeps account of surplus pages of others that count as reserved. [`reserve`]
+//! combines all of these; [`lend`], `demand` (memory that comes as it is touched) and [`overview`] add to it.
 //!
 //! One directory has everything: the state of `ballast-pool`, the names of the VMs that have memory, the journal, and
 //! the mount with the bricks (a hugetlbfs; of base pages a tmpfs). Nothing else is stored, no process is asked, and no
@@ -37,6 +37,7 @@ mod error;
 pub mod failed;
 mod failure;
 pub mod files;
+mod held;
 pub mod host;
 mod journal;
 mod lend;

@@ -117,6 +117,11 @@ impl Live {
         slices.filter(move |at| self.numa_of(*at) == numa)
     }
 
+    /// May a client have this brick, so that a call which takes the lock of its file waits for the client?
+    pub(crate) fn is_had(&self, brick: Extent) -> bool {
+        self.pool.domain(brick.start).is_some()
+    }
+
     /// Gives the pages of the slices whose state matches back to the kernel.
     pub(crate) fn empty(&mut self, brick: Extent, is: impl Fn(SliceState) -> bool) -> Result<(), Error> {
         let file = self.files.get(self.number(brick.start)).during("Opening a file of the pool")?;

@@ -29,10 +29,15 @@ use crate::reserve::Reserve;
 const FILE: &str = "owed.json";
 /// Failed rounds over all waiting slices before the pool reserves other pages for them.
 const IN_VAIN: u32 = 3;
-/// At most 1/64 of the pool's pages, or 16 MiB or one page if that is more, are replaced by other pages. Otherwise a
+/// At most 1/64 of the pool's slices, or 16 MiB or one slice if that is more, are replaced by others. Otherwise a
 /// program that holds pages of the pool could take all of the host's memory.
 const MOST_PART: u64 = 64;
 const MOST: u64 = 16 << 20;
+
+/// How many slices of this number may be replaced by others while processes hold their memory.
+pub(crate) fn most_replaced(slices: u64, page: Page) -> u64 {
+    (slices / MOST_PART).max((MOST / page.bytes()).max(1))
+}
 
 impl Reserve {
     /// Returns the number of owed pages, by the number of the node on the host.
@@ -83,8 +88,7 @@ impl Reserve {
         let memory = self.host_memory()?;
         let mut room = memory.spare.0.saturating_sub(margin(memory.total).0) / self.host.page().bytes();
         for (numa, wanted) in wanted {
-            let least = (MOST / self.host.page().bytes()).max(1);
-            let most = (u64::from(self.has(numa)) / MOST_PART).max(least);
+            let most = most_replaced(self.has(numa).into(), self.host.page());
             let beyond = self.host.pages(numa).during("Asking for huge pages")?.surplus + self.owes(numa)?;
             let more = wanted.min(room).min(most.saturating_sub(beyond));
             if more > 0 {

@@ -16,6 +16,7 @@ use ballast_base::pool::Nodes;
 use ballast_base::wire::MAX_FILES;
 use ballast_base::{Bytes, Extent as FileExtent};
 use ballast_pool::{Class, Extent, FRAME_SLICES, Invalid, Layout, Mode, NodeSpec, Pool, Request, SliceState, VmId};
+use ballast_sys::prefill;
 
 use crate::balance::{self, NodeMemory, Want};
 use crate::error::{During, Error};
@@ -57,6 +58,8 @@ pub struct Reserve {
     pub(crate) failures: Vec<Failure>,
     /// Rounds in which no waiting slice found a page although the kernel reported free ones.
     pub(crate) in_vain: u32,
+    /// Memory of former files that processes still hold, as it was at the last look.
+    pub(crate) held: Bytes,
     _lock: File,
 }
 
@@ -83,6 +86,7 @@ impl Reserve {
             failed_pages: 0,
             failures: Vec::new(),
             in_vain: 0,
+            held: Bytes(0),
             _lock: lock,
         };
         // First of all: the state of another boot may be unreadable, and its pages may be of a size that is gone.
@@ -262,6 +266,7 @@ impl Reserve {
         gone += self.tend_on_demand()?;
         self.set_aside()?;
         self.give_back()?;
+        self.look_what_is_held();
         Ok(gone)
     }
 
@@ -280,26 +285,19 @@ impl Reserve {
         let fills = self.nodes_to_fill()?;
         let Some(live) = &mut self.live else { return Ok(None) };
         // Slices of nodes that have no memory to spare stay as they are.
-        let mut passed = Vec::new();
-        let mut next = None;
-        while !fills.is_empty()
-            && let Some(dirty) = live.pool.next_dirty(1)
-        {
-            if fills.contains(&live.numa_of(dirty.extent().start)) {
-                next = Some(dirty);
-                break;
-            }
-            passed.push(dirty);
-        }
-        passed.into_iter().for_each(|dirty| live.pool.put_back(dirty));
-        next.map(|dirty| live.job(dirty)).transpose()
+        live.pool.next_dirty_of(1, |node| fills.contains(&node)).map(|dirty| live.job(dirty)).transpose()
     }
 
     /// Returns jobs for the slices that found no page before. Slices whose file cannot be opened continue to wait.
+    /// Slices of base pages come by [`next_job`](Self::next_job) again, which asks for each what the host can spare.
     pub fn jobs_again(&mut self) -> Vec<Job> {
-        let fills = self.nodes_to_fill().unwrap_or_default();
-        let Some(live) = self.live.as_mut().filter(|_| !fills.is_empty()) else { return Vec::new() };
-        std::mem::take(&mut live.waiting).into_iter().filter_map(|dirty| live.job(dirty).ok()).collect()
+        let Some(live) = &mut self.live else { return Vec::new() };
+        let waiting = std::mem::take(&mut live.waiting);
+        if live.page == Page::Base {
+            waiting.into_iter().for_each(|dirty| live.pool.put_back(dirty));
+            return Vec::new();
+        }
+        waiting.into_iter().filter_map(|dirty| live.job(dirty).ok()).collect()
     }
 
     /// Takes the result of a job. Returns whether the slice can be handed out.
@@ -311,7 +309,13 @@ impl Reserve {
                 true
             }
             Err((dirty, error)) => {
-                tracing::debug!("Filling {} with zeros: {error}", dirty.extent());
+                let extent = dirty.extent();
+                tracing::debug!("Filling {extent} with zeros: {error}");
+                // Another page takes the place of one that failed, once no VM can hold the file's lock.
+                if live.page == Page::Base && prefill::is_failure(&error) && !live.is_had(extent) {
+                    let emptied = live.empty(extent, |_| true);
+                    emptied.unwrap_or_else(|error| tracing::warn!("Removing memory that failed: {error}"));
+                }
                 live.waiting.push(dirty);
                 false
             }

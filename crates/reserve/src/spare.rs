@@ -9,6 +9,7 @@
 //! Promise: of huge pages, which the kernel reserves, nothing here takes anything away.
 
 use ballast_base::Bytes;
+use ballast_pool::NodeIdx;
 
 use crate::balance::margin;
 use crate::error::{During, Error};
@@ -68,15 +69,16 @@ impl Reserve {
     }
 
     /// The nodes of which a slice can be filled with zeros now. The kernel reserves huge pages, so these always can be.
-    pub(crate) fn nodes_to_fill(&self) -> Result<Vec<u32>, Error> {
+    pub(crate) fn nodes_to_fill(&self) -> Result<Vec<NodeIdx>, Error> {
         let Some(live) = &self.live else { return Ok(Vec::new()) };
-        let nodes = live.pool.layout().nodes().map(|(_, spec)| spec.numa);
+        let nodes = live.pool.layout().nodes();
         if live.page != Page::Base {
-            return Ok(nodes.collect());
+            return Ok(nodes.map(|(node, _)| node).collect());
         }
-        let mut fills: Vec<u32> = nodes.filter(|numa| self.unfilled(*numa) > 0).collect();
-        if fills.is_empty() {
-            return Ok(fills);
+        let mut fills: Vec<(NodeIdx, u32)> = nodes.map(|(node, spec)| (node, spec.numa)).collect();
+        fills.retain(|(_, numa)| self.unfilled(*numa) > 0);
+        if fills.is_empty() || self.all_unfilled() <= self.held_beyond() {
+            return Ok(Vec::new());
         }
         let ((margin, count), slice) = (self.margin()?, live.page.bytes());
         if self.host.available().during("Asking for the host's memory")?.0 < margin + slice {
@@ -84,15 +86,20 @@ impl Reserve {
         }
         // An allocation from a node that has nothing left would end programs.
         let spare = |numa: u32| self.host.memory(numa).is_ok_and(|memory| memory.spare.0 >= margin / count + slice);
-        fills.retain(|numa| spare(*numa));
-        Ok(fills)
+        Ok(fills.into_iter().filter(|(_, numa)| spare(*numa)).map(|(node, _)| node).collect())
     }
 
     /// Why slices are not filled, if they could be.
     pub(crate) fn why_not_filled(&self) -> Option<String> {
         let unfilled = self.all_unfilled();
         let waits = unfilled > 0 && self.nodes_to_fill().is_ok_and(|nodes| nodes.is_empty());
-        let size = self.host.page().size(unfilled);
-        waits.then(|| format!("{size} are not filled: the host has no memory to spare now"))
+        let (size, held) = (self.host.page().size(unfilled), self.held);
+        waits.then(|| match unfilled <= self.held_beyond() {
+            true => format!(
+                "{size} are not filled: processes still hold {held} of memory that was filled and that no file has any \
+                 more, in pipes or devices (of VMs that ended)"
+            ),
+            false => format!("{size} are not filled: the host has no memory to spare now"),
+        })
     }
 }

@@ -4,17 +4,19 @@
 mod common;
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use ballast_base::pool::Nodes;
-use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGE_SIZE};
+use ballast_base::{Bytes, HUGE_SIZE, Hva, MIB, PAGE_SIZE};
+use ballast_needs::skip;
 use ballast_pool::Mode;
 use ballast_reserve::{Grant, Host, Page, Reserve, Want};
 use ballast_sys::memfd::file_id;
-use ballast_sys::{Mapping, memfd};
+use ballast_sys::uffd::REQUIRED_FEATURES;
+use ballast_sys::{Mapping, Uffd, memfd};
 
 use common::{Place, SECRET, grant, hold_in_pipe, map, search_and_mark, settle, sum, zero_all};
 
@@ -245,5 +247,112 @@ fn the_pool_takes_no_more_than_the_host_can_spare_when_it_is_asked_when_it_fills
     reserve.lend(Bytes(0), None).expect("take back");
     zero_all(&mut reserve);
     assert_eq!((memory(&place), sum(&reserve, |node| node.ready)), (40 * MIB, 40 * MIB));
+    reserve.validate().expect("valid");
+}
+
+#[test]
+fn slices_that_found_no_page_are_filled_again_only_as_far_as_the_host_can_spare() {
+    let Some(place) = Place::of(Page::Base) else { return };
+    let root = tempfile::tempdir().expect("a directory");
+    let now = |mib: u64| spare(root.path(), mib);
+    let mut reserve = Reserve::open(&place.dir(), now(64)).expect("open");
+    reserve.grow(Want::Bytes(Bytes(16 * MIB)), None, Some(Bytes(16 * MIB))).expect("grow");
+    for _ in 0..2 {
+        let done = reserve.next_job().expect("a job").expect("there is one").run();
+        assert!(reserve.finish(done));
+    }
+    // It cuts its file, so that none of the other slices can be filled.
+    let spy = grant(&mut reserve, "spy", 4);
+    rustix::fs::ftruncate(&spy.files[0], 0).expect("its file");
+    zero_all(&mut reserve);
+    assert_eq!(reserve.overview().waiting, Bytes(12 * MIB));
+    drop(spy);
+    assert_eq!(reserve.tend().expect("tend"), 1);
+    let (mut left, mut jobs) = (5, Vec::new());
+    now(left);
+    jobs.extend(reserve.jobs_again());
+    while let Some(job) = jobs.pop().or_else(|| reserve.next_job().expect("ask")) {
+        let done = job.run();
+        assert!(reserve.finish(done));
+        left = left.saturating_sub(2);
+        now(left);
+    }
+    assert_eq!((memory(&place), reserve.overview().waiting), (4 * MIB, Bytes(0)), "what others may use was taken");
+    now(64);
+    zero_all(&mut reserve);
+    assert_eq!((memory(&place), sum(&reserve, |node| node.ready)), (16 * MIB, 16 * MIB));
+    reserve.validate().expect("valid");
+}
+
+/// A write to a file that does not end, and holds the file's lock: its source is a page that does not come.
+struct Write {
+    uffd: Uffd,
+    source: Mapping,
+    writer: std::thread::JoinHandle<isize>,
+}
+
+impl Write {
+    fn begin(file: &OwnedFd) -> Self {
+        let uffd = Uffd::create(REQUIRED_FEATURES).expect("userfaultfd").0;
+        let source = memfd::create("source", Bytes(PAGE_SIZE as u64)).expect("memfd");
+        let source = Mapping::shared(source, 0, PAGE_SIZE).expect("map");
+        uffd.register(Hva(source.addr() as u64), PAGE_SIZE as u64).expect("register");
+        let (file, at) = (file.try_clone().expect("dup"), source.addr());
+        let writer = std::thread::spawn(move || {
+            // SAFETY: a page that stays mapped until this thread is joined.
+            unsafe { libc::pwrite(file.as_raw_fd(), at as *const libc::c_void, PAGE_SIZE, 0) }
+        });
+        let mut faults = Vec::new();
+        while faults.is_empty() {
+            uffd.read_faults(&mut faults).expect("read");
+            std::thread::yield_now();
+        }
+        Self { uffd, source, writer }
+    }
+
+    fn end(self) {
+        self.uffd.zero_page(Hva(self.source.addr() as u64)).expect("a page");
+        assert_eq!(self.writer.join().expect("joined"), PAGE_SIZE as isize);
+    }
+}
+
+#[test]
+fn an_owner_that_follows_waits_for_no_lock_of_a_file_that_a_client_has() {
+    let Some(place) = Place::of(Page::Base) else { return };
+    if let Err(error) = Uffd::create(REQUIRED_FEATURES) {
+        return skip("uffd", error);
+    }
+    let root = tempfile::tempdir().expect("a directory");
+    let mut reserve = Reserve::open(&place.dir(), spare(root.path(), 64)).expect("open");
+    reserve.grow(Want::Bytes(Bytes(32 * MIB)), None, Some(Bytes(16 * MIB))).expect("grow");
+    for _ in 0..2 {
+        let done = reserve.next_job().expect("a job").expect("there is one").run();
+        assert!(reserve.finish(done));
+    }
+    // It has a part of a file whose rest is not filled yet.
+    let spy = grant(&mut reserve, "spy", 4);
+    let ram = map(&spy);
+    let write = Write::begin(&spy.files[0]);
+    // Its owner died during a change, and memory failed meanwhile.
+    drop(reserve);
+    std::fs::write(place.dir().join("journal.json"), "{}").expect("write");
+    let host = spare(root.path(), 64);
+    let meminfo = root.path().join("proc/meminfo");
+    let text = std::fs::read_to_string(&meminfo).expect("read");
+    std::fs::write(meminfo, format!("{text}HardwareCorrupted: 4 kB\n")).expect("write");
+    let mut reserve = Reserve::open(&place.dir(), host).expect("open");
+    assert_eq!(reserve.tend().expect("tend"), 0);
+    zero_all(&mut reserve);
+    assert_eq!(sum(&reserve, |node| Bytes(node.ready.0 + node.fenced.0)), 28 * MIB);
+    reserve.lend(Bytes(8 * MIB), None).expect("lend");
+    reserve.lend(Bytes(0), None).expect("take back");
+    zero_all(&mut reserve);
+    let victim = grant(&mut reserve, "victim", 16);
+    assert_eq!(search_and_mark(&map(&victim)), 0);
+    write.end();
+    drop((ram, spy, victim));
+    assert_eq!(reserve.tend().expect("tend"), 2);
+    zero_all(&mut reserve);
+    assert_eq!((memory(&place), sum(&reserve, |node| node.ready)), (32 * MIB, 32 * MIB));
     reserve.validate().expect("valid");
 }
