@@ -122,7 +122,7 @@ impl Native {
         let wall_us = start.elapsed().as_secs_f64() * 1e6;
         let cpu_us = cpu::of_thread()? - cpu + elsewhere_us;
         let pages = if matches!(self.pager, Pager::Floor) { pages } else { self.out(pages)?.len() as u64 };
-        Ok(Out { pages, wall_us, cpu_us, first_us: 0.0 })
+        Ok(Out { pages, wall_us, cpu_us, ..Out::default() })
     }
 
     /// The pages that are not in memory.

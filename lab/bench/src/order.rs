@@ -396,6 +396,8 @@ pub struct Out {
     pub cpu_us: f64,
     /// Ballast only: from the order until the first page was seen to be gone.
     pub first_us: f64,
+    /// Ballast only: from when all of them were zapped until the first was seen to be gone; quarantine alone.
+    pub waited_us: f64,
 }
 
 /// The result of a guest's reads.

@@ -86,7 +86,7 @@ impl Vmm {
         swap::page_out_of(self.pid(), self.mapped.0, self.mapped.1).context("Paging QEMU's memory out")?;
         let (wall_us, cpu_us) = (start.elapsed().as_secs_f64() * 1e6, cpu::of_thread()? - cpu);
         // The kernel does not show swapped pages of a memory file as holes; the swap is ours alone.
-        Ok(Out { pages: swaps::used_pages()?.saturating_sub(before), wall_us, cpu_us, first_us: 0.0 })
+        Ok(Out { pages: swaps::used_pages()?.saturating_sub(before), wall_us, cpu_us, ..Out::default() })
     }
 
     /// Continue, and touch every page once.

@@ -24,6 +24,8 @@ const SQUEEZED: Bytes = Bytes(4 * MIB);
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Time between two samples of a file's memory, each of which costs a microsecond.
 const SAMPLE: Duration = Duration::from_micros(200);
+/// How many of them there are for each time that the engine is asked how many pages are zapped.
+const ZAPPED_EVERY: u64 = 8;
 
 /// The ways by which a guest's pages go out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,9 +66,11 @@ pub struct Subject {
     name: String,
 }
 
-/// A squeeze under way.
+/// A squeeze under way: pages that were resident and pages zapped so far, and CPU time, as it began.
+#[derive(Default)]
 struct Squeeze {
     before: u64,
+    zapped: u64,
     cpu_us: f64,
 }
 
@@ -163,15 +167,21 @@ impl Subject {
         Ok(cpu::of_threads(bench.engine_pid()?, |_| true)? + cpu::of_threads(pid, |_| true)?)
     }
 
+    /// Pages of this VM that the engine has had zapped.
+    fn zapped(&self, bench: &Bench) -> Result<u64> {
+        Ok(bench.daemon.api().vm(&self.name)?.reclaim.zapped_pages)
+    }
+
     fn start_out(&mut self, bench: &Bench) -> Result<Squeeze> {
         if self.config.kind == GuestKind::Qemu {
             self.ask(&Order::Hold)?;
         }
         if !self.way.is_ours() {
             self.worker()?.tell(&Order::PageOut)?;
-            return Ok(Squeeze { before: 0, cpu_us: 0.0 });
+            return Ok(Squeeze::default());
         }
-        let squeeze = Squeeze { before: self.resident()?.0, cpu_us: self.cpu_us(bench)? };
+        let zapped = self.zapped(bench)?;
+        let squeeze = Squeeze { before: self.resident()?.0, zapped, cpu_us: self.cpu_us(bench)? };
         bench.daemon.api().set_limit(&self.name, Some(SQUEEZED.0))?;
         Ok(squeeze)
     }
@@ -184,11 +194,16 @@ impl Subject {
             };
         }
         let limit = SQUEEZED.pages_floor().0;
-        let mut first_us = None;
-        loop {
+        let (mut zapped_us, mut first_us) = (None, None);
+        for sample in 0u64.. {
             let resident = self.resident()?.0;
             if resident < squeeze.before {
                 first_us.get_or_insert_with(|| start.elapsed().as_secs_f64() * 1e6);
+            } else if sample.is_multiple_of(ZAPPED_EVERY)
+                && zapped_us.is_none()
+                && self.zapped(bench)? - squeeze.zapped >= squeeze.before - limit
+            {
+                zapped_us = Some(start.elapsed().as_secs_f64() * 1e6);
             }
             if resident <= limit {
                 break;
@@ -202,6 +217,7 @@ impl Subject {
             wall_us,
             cpu_us: self.cpu_us(bench)? - squeeze.cpu_us,
             first_us: first_us.unwrap_or(wall_us),
+            waited_us: zapped_us.map_or(0.0, |zapped| first_us.unwrap_or(wall_us) - zapped),
         };
         // The engine must see the same.
         let stat = bench.daemon.api().vm(&self.name)?;
@@ -275,6 +291,7 @@ pub fn out(bench: &mut Bench, subjects: &mut [&mut Subject]) -> Result<Out> {
         sum.cpu_us += out.cpu_us;
         sum.wall_us = sum.wall_us.max(out.wall_us);
         sum.first_us = sum.first_us.max(out.first_us);
+        sum.waited_us = sum.waited_us.max(out.waited_us);
     }
     subjects.iter().try_for_each(|subject| subject.relax(bench))?;
     ensure!(sum.pages > 0, "no page went out");

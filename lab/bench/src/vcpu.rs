@@ -76,7 +76,7 @@ impl Vcpu {
             Pager::Kernel => swaps::used_pages()?.min(pages),
             _ => holes(self.vm.ram().memfd(), pages)?.len() as u64,
         };
-        Ok(Out { pages, wall_us, cpu_us, first_us: 0.0 })
+        Ok(Out { pages, wall_us, cpu_us, ..Out::default() })
     }
 
     pub(crate) fn touch(&mut self) -> Result<Touched> {

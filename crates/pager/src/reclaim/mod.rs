@@ -9,6 +9,7 @@
 
 mod adaptive;
 mod candidates;
+mod descent;
 mod effort;
 mod failures;
 pub(crate) mod growth;

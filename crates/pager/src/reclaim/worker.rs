@@ -14,11 +14,11 @@
 //! them) and evicts those that stayed untouched for T, until resident memory is at low again. If the guest touches
 //! nearly all of them, it keeps fewer (`effort`). Above *limit* it does the same without pauses, and takes warm pages,
 //! too. There the quarantine is *adaptive* (`adaptive`), unless something may have pages pinned and the engine cannot
-//! know which: it lasts a short T, which is halved as long as nearly all pages are quarantine hits. If they are hits
-//! even with no T at all, reclaim is *forced*: pages are locked before they are copied. From a margin above the limit
-//! on, a page comes in only when one has gone out (`throttle`). Faults that wait for that first raise the number of
-//! pages in quarantine, then halve T. So a VM whose working set is larger than its limit is held to the limit, at the
-//! price of restores.
+//! know which: T is shorter, and halved as long as nearly all pages are quarantine hits. If they are hits even with no
+//! T at all, reclaim is *forced*: pages are locked before they are copied. From a *ceiling* on, a margin above the
+//! limit and for a second after a cut more (`descent`), a page comes in only when one has gone out (`throttle`). Faults
+//! that wait for that first raise the number of pages in quarantine, then halve T. So a VM whose working set is larger
+//! than its limit is held to the limit, at the price of restores.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -31,11 +31,12 @@ use ballast_sys::PinCheck;
 
 use crate::reclaim::adaptive::Adaptive;
 use crate::reclaim::candidates::Candidates;
+use crate::reclaim::descent::Descent;
 use crate::reclaim::effort::Effort;
 use crate::reclaim::failures::Failures;
 use crate::reclaim::interval;
 use crate::reclaim::pace::Pace;
-use crate::reclaim::pinned::Asked;
+use crate::reclaim::pinned::{self, Asked};
 use crate::reclaim::quarantine::{Due, Quarantine};
 use crate::run::pool::thread::go_first;
 use crate::run::queue::Next;
@@ -82,6 +83,7 @@ pub(crate) struct ReclaimWorker {
     candidates: Candidates,
     quarantine: Quarantine,
     adaptive: Adaptive,
+    descent: Descent,
     effort: Effort,
     rest_until: Option<Instant>,
     failures: Failures,
@@ -119,6 +121,7 @@ impl ReclaimWorker {
             candidates: Candidates::new(vm.clone()),
             quarantine: Quarantine::new(vm.clone()),
             adaptive: Adaptive::new(vm.tuning.direct_quarantine),
+            descent: Descent::new(Instant::now()),
             effort: Effort::default(),
             rest_until: None,
             failures: Failures::default(),
@@ -226,6 +229,7 @@ impl ReclaimWorker {
             Err(rest) => {
                 vm.mail.throttle.open();
                 if rest != Rest::StoreRefused {
+                    self.descent.end();
                     vm.mail.over_limit.store(false, Ordering::Relaxed);
                     vm.pinned.clear();
                     self.quarantine.release_all();
@@ -237,12 +241,13 @@ impl ReclaimWorker {
         self.resident = resident;
         vm.mail.over_limit.store(resident > limit.0, Ordering::Relaxed);
         let margin = super::margin(limit).0;
+        let ceiling = margin.max(self.descent.above(limit.0, resident, now));
         if vm.may_pin() && self.check.is_none() {
             // Its pages must stay in quarantine for T, so its faults do not wait.
             vm.mail.throttle.open();
         } else {
             let pages = |bytes| Bytes(bytes).pages_floor().0;
-            vm.mail.throttle.set(pages(resident), pages(limit.0), pages(margin));
+            vm.mail.throttle.set(pages(resident), pages(limit.0), pages(ceiling));
         }
         let low = limit.0.saturating_sub(margin);
         self.is_low = resident <= low;
@@ -307,16 +312,7 @@ impl ReclaimWorker {
         let Some(check) = &self.check else { return vm.pinned.clear() };
         match vm.pinned.check_again(check, |number| vm.region(number), now) {
             Ok(None) => {}
-            Ok(Some(pages)) => {
-                let text = format!(
-                    "{} pages ({}) have been held for a minute or longer by something that can write to them \
-                     unseen, such as a device, I/O that does not end, buffers registered with io_uring, or a \
-                     process that is not of the VM and maps them: they stay in memory",
-                    pages.0,
-                    pages.bytes()
-                );
-                vm.report("pages-pinned", text);
-            }
+            Ok(Some(pages)) => vm.report("pages-pinned", pinned::held_long(pages)),
             Err(error) => self.lose_check(&error),
         }
     }
