@@ -327,6 +327,16 @@ impl Reserve {
         self.has_dirty() && self.nodes_to_fill().is_ok_and(|nodes| !nodes.is_empty())
     }
 
+    /// Returns whether a VM has memory, or did when this was last looked at.
+    pub fn has_vms(&self) -> bool {
+        self.live.as_ref().is_some_and(|live| !live.names.is_empty() || !live.promises.is_empty())
+    }
+
+    /// Returns whether slices wait for a page.
+    pub fn waits_for_pages(&self) -> bool {
+        self.live.as_ref().is_some_and(|live| !live.waiting.is_empty())
+    }
+
     /// Returns whether slices must be zeroed and do not wait for a page.
     pub(crate) fn has_dirty(&self) -> bool {
         let Some(live) = &self.live else { return false };

@@ -26,6 +26,10 @@ use crate::settings::Pooling;
 
 /// How long a VM waits for memory that is to be zeroed.
 const ZEROED_WITHIN: Duration = Duration::from_secs(30);
+/// How long it waits for memory whose pages others have: until other pages take their place.
+const REPLACED_WITHIN: Duration = Duration::from_secs(5);
+/// How long it waits for a VM that has just ended, and whose files keeper and engine still have. Seen: up to 0.1 s.
+const CLOSED_WITHIN: Duration = Duration::from_millis(300);
 /// How long a VMM may take to say what it wants.
 const ASKS_WITHIN: Duration = Duration::from_secs(5);
 /// VMMs that ask at once.
@@ -139,10 +143,14 @@ impl PoolService {
             };
             // Asked first: of a VM that has got its memory and is gone already, this engine may have files still.
             let is_handing = self.handing.load(Ordering::Acquire) > 0;
+            let waits = begun.elapsed() < REPLACED_WITHIN && reserve.waits_for_pages()
+                || begun.elapsed() < CLOSED_WITHIN && reserve.has_vms();
             let is_coming = match error {
-                Error::Refused(Refused::NoRoom { .. }, _) => reserve.tend()? > 0 || is_handing || reserve.is_zeroing(),
+                Error::Refused(Refused::NoRoom { .. }, _) => {
+                    reserve.tend()? > 0 || is_handing || waits || reserve.is_zeroing()
+                }
                 // What is to be zeroed counts already.
-                Error::Promised { .. } => reserve.tend()? > 0 || is_handing,
+                Error::Promised { .. } => reserve.tend()? > 0 || is_handing || waits,
                 _ => false,
             };
             self.changed.notify_all();

@@ -6,6 +6,7 @@ use std::process::Command;
 use ballast_base::MIB;
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_needs::skip;
+use ballast_sys::memfd;
 
 use super::*;
 
@@ -101,13 +102,19 @@ impl Own {
 
     /// What its thread does, until all is zeroed.
     fn work(&self) {
-        let mut lenders = Page::ALL.map(|_| Lender::default());
         while self.stat().nodes[0].dirty_bytes > 0 {
-            let mut long_ago = Instant::now().checked_sub(AGAIN_EVERY).expect("the host is up");
-            let least = Some(Duration::from_millis(1));
-            let done = self.service.round(&mut None, &mut long_ago, least, &mut lenders, &Events::default());
-            done.expect("nothing fails");
+            self.round(true);
         }
+    }
+
+    /// `again`: also what found no page before.
+    fn round(&self, again: bool) {
+        let mut lenders = Page::ALL.map(|_| Lender::default());
+        let before = if again { AGAIN_EVERY } else { Duration::ZERO };
+        let mut before = Instant::now().checked_sub(before).expect("the host is up");
+        let least = Some(Duration::from_millis(1));
+        let done = self.service.round(&mut None, &mut before, least, &mut lenders, &Events::default());
+        done.expect("nothing fails");
     }
 }
 
@@ -146,7 +153,13 @@ fn memory_that_is_promised_to_others_is_refused_without_waiting_for_what_is_to_b
     let Some(own) = Own::new(352, PoolPages::Huge) else { return };
     let take = |mib: u64, pages| {
         let wanted = Take { name: "vm".into(), size: Bytes(mib * MIB), pages, nodes: Nodes::Any };
-        let handed = own.service.take(&wanted, || panic!("it waits"));
+        let tries = Cell::new(0);
+        let tried = || {
+            tries.set(tries.get() + 1);
+            assert!(tries.get() < 10, "it waits for what does not come");
+            false
+        };
+        let handed = own.service.take(&wanted, tried);
         handed.map(|mut handed| std::mem::take(&mut handed.grant.files)).map_err(|error| error.to_string())
     };
     // More than is set aside in advance.
@@ -158,4 +171,27 @@ fn memory_that_is_promised_to_others_is_refused_without_waiting_for_what_is_to_b
     own.work();
     take(16, Pages::Slices).expect("one file is left");
     drop(on_demand);
+}
+
+#[test]
+fn a_vm_waits_for_pages_that_another_program_got_before_they_were_zeroed() {
+    let Some(own) = Own::new(16, PoolPages::Huge) else { return };
+    let all = Take { name: "vm".into(), size: Bytes(16 * MIB), pages: Pages::Slices, nodes: Nodes::Any };
+    drop(own.service.take(&all, || panic!("it is there")).expect("it is there"));
+    if let State::Ours(parts) = &mut *own.service.lock() {
+        assert_eq!(parts.of(Page::Huge).expect("it is open").tend().expect("tend"), 1);
+    }
+    let free = Bytes(ballast_reserve::Host::default().pages(0).expect("pages").free << 21);
+    let hog = memfd::create_huge("ballast-hog", free).expect("a file");
+    memfd::allocate(&hog, 0, free.0).expect("all free pages");
+    let hog = Cell::new(Some(hog));
+    while own.stat().waiting_bytes < 16 * MIB {
+        own.round(false);
+    }
+    let goes_on = || {
+        drop(hog.take());
+        own.work();
+        false
+    };
+    drop(own.service.take(&all, goes_on).expect("they come back"));
 }
