@@ -6,7 +6,7 @@
 use std::ffi::CString;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -19,10 +19,14 @@ const PAUSE: Duration = Duration::from_millis(20);
 
 /// Return the memory of the pool in this directory, if it is still there.
 pub(crate) fn end_pool(dir: &Path) -> Result<()> {
-    let gib = dir.join("gib");
-    let ends = [(gib.as_path(), Page::Gib), (dir, Page::Huge)].map(|(dir, page)| end_part(dir, page));
+    let ends = parts(dir).map(|(dir, page)| end_part(&dir, page));
     ends.into_iter().collect::<Result<()>>()?;
     unmount(dir).context("Unmounting the pool's files")
+}
+
+/// The directories of the parts of the pool in this directory.
+fn parts(dir: &Path) -> [(PathBuf, Page); 3] {
+    [(dir.join("base"), Page::Base), (dir.join("gib"), Page::Gib), (dir.into(), Page::Huge)]
 }
 
 fn end_part(dir: &Path, page: Page) -> Result<()> {
@@ -53,7 +57,7 @@ fn end_part(dir: &Path, page: Page) -> Result<()> {
 
 /// Unmount the files of the pool in this directory, if there is a pool.
 pub(crate) fn unmount(dir: &Path) -> io::Result<()> {
-    let all = [dir.join("gib").join(Page::Gib.files()), dir.join(Page::Huge.files())];
+    let all = parts(dir).map(|(dir, page)| dir.join(page.files()));
     for files in all.iter().filter(|files| files.exists()) {
         let files = CString::new(files.as_os_str().as_bytes())?;
         // SAFETY: the path is a C string that lives during the call, which only reads it.

@@ -94,6 +94,8 @@ pub enum Part {
     Start,
     /// Memory of the pool that comes as it is touched.
     OnDemand,
+    /// A VM's memory in base pages of the pool.
+    Base,
     /// The largest pool, beside what the kernel finds by one write.
     Largest,
     /// The speed of a guest on the daemon's pool.
@@ -128,7 +130,7 @@ impl Part {
         match self {
             Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
             Self::Busy | Self::Recovery | Self::Idle => Which::Density,
-            Self::Start | Self::OnDemand | Self::Largest | Self::Guest | Self::Cost => Which::Pool,
+            Self::Start | Self::OnDemand | Self::Base | Self::Largest | Self::Guest | Self::Cost => Which::Pool,
             Self::Free | Self::Scattered | Self::Services | Self::Written | Self::Shares => Which::Guest,
             Self::Files | Self::Redis | Self::Memcached | Self::Bfs | Self::Kmeans => Which::Guest,
         }

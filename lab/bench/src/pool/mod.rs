@@ -1,12 +1,13 @@
 //! The pool: its metadata, the memory that VMs can get from it, and the time until that memory can be used.
 //!
-//! Before: the bench has its guard. After: there are rows of twelve kinds (`measures`). The pool itself computes
-//! *metadata* and *churn*, without memory; *ready*, *sold*, *speed* and *zeroing* use real memory, which the guard
-//! returns. *start*, *on_demand*, *overcommit*, *largest*, *guest* and *cost* are of the daemon's pool.
+//! Before: the bench has its guard. After: there are rows of 13 kinds (`measures`). The pool itself computes *metadata*
+//! and *churn*, without memory; *ready*, *sold*, *speed* and *zeroing* use real memory, which the guard returns.
+//! *start*, *on_demand*, *overcommit*, *base*, *largest*, *guest* and *cost* are of the daemon's pool.
 //! Threads: the bench's one. Units: in the keys. Promise: the bench takes no memory that others may need: it leaves out
 //! sizes for which memory is short, with the reason.
 
 mod allocators;
+mod base;
 mod bricks;
 mod churn;
 mod cost;
@@ -100,9 +101,10 @@ fn without_a_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) 
 fn of_the_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let product = Product::start(bench)?;
     let only = bench.options.part;
-    let parts: [(Part, Rows); 5] = [
+    let parts: [(Part, Rows); 6] = [
         (Part::Start, starts),
         (Part::OnDemand, on_demands),
+        (Part::Base, bases),
         (Part::Guest, guests),
         (Part::Cost, costs),
         (Part::Largest, largests),
@@ -162,6 +164,19 @@ fn on_demands(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) ->
         None => each(overcommit::row(bench, product, row, Bytes(size), rounds)?),
         Some(why) => each(left_out(row, "overcommit", size, "overcommit_refault_mib_per_s", &why)),
     }
+}
+
+fn bases(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (sizes, rounds): (&[u64], _) =
+        if bench.options.quick { (&[128 * MIB], 1) } else { (&[GIB, 2 * GIB, 4 * GIB], 4) };
+    for size in sizes {
+        let row = bench.row(&format!("{} in base pages", Bytes(*size)));
+        match short_of(*size, Bytes(*size), product) {
+            None => each(base::row(bench, product, row, Bytes(*size), rounds)?)?,
+            Some(why) => each(left_out(row, "base", *size, "base_ready_us", &why))?,
+        }
+    }
+    Ok(())
 }
 
 fn largests(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {

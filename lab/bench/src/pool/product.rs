@@ -49,8 +49,13 @@ impl Product {
         self.api.pool().context("Asking for the pool")
     }
 
-    /// Have it this large, and zeroed.
+    /// Have its part of pages of 2 MiB this large, and zeroed.
     pub(super) fn hold(&self, size: Bytes) -> Result<()> {
+        self.hold_of(PoolPages::Huge, size)
+    }
+
+    /// The same of its part of these pages.
+    pub(super) fn hold_of(&self, pages: PoolPages, size: Bytes) -> Result<()> {
         let sum = |stat: &PoolStat| -> (u64, u64, u64) {
             stat.nodes.iter().fold((0, 0, 0), |(has, lent, ready), node| {
                 (has + node.reserved_bytes, lent + node.lent_bytes, ready + node.ready_bytes)
@@ -58,24 +63,24 @@ impl Product {
         };
         // A slice that is being zeroed is not lent.
         let rests = |stat: &PoolStat| stat.vms.is_empty() && stat.nodes.iter().all(|node| node.dirty_bytes == 0);
-        let stat = self.settled(rests)?;
+        let stat = self.settled(pages, rests)?;
         let (has, lent, _) = sum(&stat);
         if has > size.0 {
-            let lend = LendRequest { bytes: has + lent - size.0, ..LendRequest::default() };
+            let lend = LendRequest { bytes: has + lent - size.0, pages, ..LendRequest::default() };
             self.api.lend_pool(&lend).context("Lending")?;
         } else if has < size.0 {
-            let request = PoolRequest { bytes: Some(size.0), ..PoolRequest::default() };
+            let request = PoolRequest { bytes: Some(size.0), pages, ..PoolRequest::default() };
             self.api.reserve_pool(&request).context("Reserving")?;
         }
-        let stat = self.stat()?;
+        let stat = part(&self.stat()?, pages);
         ensure!(sum(&stat).0 == size.0, "the pool has not {size}: {:?}: {:?}", stat.notes, stat.nodes);
-        self.settled(|stat| sum(stat).2 == size.0).map(drop)
+        self.settled(pages, |stat| sum(stat).2 == size.0).map(drop)
     }
 
-    fn settled(&self, is: impl Fn(&PoolStat) -> bool) -> Result<PoolStat> {
+    fn settled(&self, pages: PoolPages, is: impl Fn(&PoolStat) -> bool) -> Result<PoolStat> {
         let start = Instant::now();
         loop {
-            let stat = self.stat()?;
+            let stat = part(&self.stat()?, pages);
             if is(&stat) {
                 return Ok(stat);
             }
@@ -91,7 +96,12 @@ impl Product {
 
     /// RAM for a VM that the bench's process is, from the request to its page tables.
     pub(super) fn take(&self, size: Bytes) -> Result<Mapping> {
-        let wanted = Take { name: "bench".into(), size, pages: Pages::Mix, nodes: Nodes::Any };
+        self.take_of(Pages::Mix, size)
+    }
+
+    /// The same in these pages.
+    pub(super) fn take_of(&self, pages: Pages, size: Bytes) -> Result<Mapping> {
+        let wanted = Take { name: "bench".into(), size, pages, nodes: Nodes::Any };
         let pieces = take(&self.socket(), &wanted).context("Taking memory of the pool")?;
         let places: Vec<_> = pieces.iter().map(|piece| (&piece.fd, piece.offset.0, piece.len.0 as usize)).collect();
         let map = Mapping::shared_pieces(&places).context("Mapping memory of the pool")?;
@@ -158,8 +168,8 @@ fn part(stat: &PoolStat, pages: PoolPages) -> PoolStat {
 impl Drop for Product {
     fn drop(&mut self) {
         let unmount = || unmount(&self.dir.join("pool")).context("unmounting its files");
-        let gib = self.give_back(PoolPages::Gib);
-        let ended = self.hold(Bytes(0)).and(gib).and_then(|()| unmount());
+        let others = self.give_back(PoolPages::Gib).and(self.give_back(PoolPages::Base));
+        let ended = self.hold(Bytes(0)).and(others).and_then(|()| unmount());
         if let Err(error) = ended {
             eprintln!("ballast bench: returning the pool's memory: {error:#}");
         }

@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
+use ballast_base::pool::Pages;
 use ballast_base::{Bytes, GIB, MIB, PAGE_SIZE};
 use ballast_sys::{Mapping, program};
 use ballast_testvm::qemu::{QEMU, qemu_missing};
@@ -24,6 +25,20 @@ use super::product::{Product, huge_pages};
 use super::ready::{hugetlb, touch};
 use crate::report::Row;
 use crate::rig::Bench;
+
+/// Where memory comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    /// The pool, in these pages.
+    Pool(Pages),
+    /// Huge pages that the kernel has reserved.
+    Hugetlb,
+    /// A memory file whose pages are touched.
+    Memfd,
+}
+
+/// In the order of the figures.
+const SIDES: [Side; 3] = [Side::Pool(Pages::Mix), Side::Hugetlb, Side::Memfd];
 
 /// How a QEMU gets its RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,10 +108,10 @@ pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, size: Byte
             if group == 2 {
                 bench.guard.huge_pages(huge_pages(size))?;
             }
-            if let Some(side) = group.checked_sub(1) {
-                let (ready, pinned) = memory(product, side, size)?;
-                now.ready[side].push(ready);
-                now.pinned[side].extend(pinned);
+            if let Some(at) = group.checked_sub(1) {
+                let (ready, pinned) = memory(product, SIDES[at], size)?;
+                now.ready[at].push(ready);
+                now.pinned[at].push(pinned);
             }
             for ram in groups[group].iter().filter(|_| without.is_none()) {
                 product.hold(of_pool)?;
@@ -140,31 +155,37 @@ pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, size: Byte
 }
 
 /// The time until memory of this side can be used, and until it is pinned, too.
-fn memory(product: &Product, side: usize, size: Bytes) -> Result<(f64, Option<f64>)> {
-    match side {
-        0 => {}
-        1 => drop(hugetlb(size)?),
-        _ => drop(touch(size)?),
-    }
-    let (ready, map) = match side {
-        0 => {
-            let start = Instant::now();
-            let map = product.take(size)?;
-            (start.elapsed().as_secs_f64() * 1e6, map)
-        }
-        1 => hugetlb(size)?,
-        _ => touch(size)?,
-    };
+fn memory(product: &Product, side: Side, size: Bytes) -> Result<(f64, f64)> {
+    let (ready, map) = ready(product, side, size)?;
     let (pin, pinned) = Pinned::new(&map)?;
-    if side == 0 {
+    if side == SIDES[0] {
         check_and_mark(&map)?;
     }
     drop(pinned);
-    Ok((ready, Some(ready + pin)))
+    Ok((ready, ready + pin))
+}
+
+/// The time until memory of this side can be used, and the memory.
+pub(super) fn ready(product: &Product, side: Side, size: Bytes) -> Result<(f64, Mapping)> {
+    match side {
+        Side::Pool(pages) => {
+            let start = Instant::now();
+            let map = product.take_of(pages, size)?;
+            Ok((start.elapsed().as_secs_f64() * 1e6, map))
+        }
+        Side::Hugetlb => {
+            drop(hugetlb(size)?);
+            hugetlb(size)
+        }
+        Side::Memfd => {
+            drop(touch(size)?);
+            touch(size)
+        }
+    }
 }
 
 /// Check that no page has data of another VM, and leave some for the next one to find.
-fn check_and_mark(map: &Mapping) -> Result<()> {
+pub(super) fn check_and_mark(map: &Mapping) -> Result<()> {
     for at in (0..map.len()).step_by(PAGE_SIZE) {
         let found = map.words(at, 1)[0].swap(0x005e_c2e7_005e_c2e7, Relaxed);
         ensure!(found == 0, "a VM found {found:#x} at {at:#x}: memory of another VM");
