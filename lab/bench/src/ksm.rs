@@ -17,7 +17,9 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_EVERY: Duration = Duration::from_millis(10);
 const KSM: &str = "/sys/kernel/mm/ksm";
 /// Settings for merges as fast as possible: the question is the CPU time of a page.
-const SETTINGS: [(&str, &str); 3] = [("pages_to_scan", "5000"), ("sleep_millisecs", "1"), ("run", "1")];
+/// Pages of zeros do not count as merged.
+const SETTINGS: [(&str, &str); 4] =
+    [("use_zero_pages", "1"), ("pages_to_scan", "5000"), ("sleep_millisecs", "1"), ("run", "1")];
 
 /// KSM that runs until this is dropped.
 #[derive(Debug)]

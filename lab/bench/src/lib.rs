@@ -55,6 +55,7 @@ mod role;
 mod scale;
 mod setting;
 mod share;
+mod share_guests;
 mod share_load;
 mod spill;
 mod stats;
@@ -132,6 +133,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Idle => idle::run(&mut bench, &mut each),
         Which::Storm => storm::run(&mut bench, &mut each),
         Which::Far => far::run(&mut bench, &mut each),
+        Which::Share if bench.options.is(GuestKind::Qemu) => share_guests::run(&mut bench, &mut each),
         Which::Share => share::run(&mut bench, &mut each).and_then(|()| share_load::run(&mut bench, &mut each)),
         Which::Spill => spill::run(&mut bench, &mut each),
         Which::Huge => huge::run(&mut bench, &mut each),
