@@ -1,9 +1,10 @@
-//! For how long each page was not accessed.
+//! For how long each page was not accessed, and how soon it is likely to be.
 //!
 //! Before: the host wants reports, and DAMON (`damon`) can look at each page of a range. After: every page of memory
-//! that somebody could access has an age, from looks at all of it, one after the other.
-//! Units: pages; a byte each. Promise: an age is never longer than the time in which the page was not accessed, but for
-//! accesses while a look was being taken: some milliseconds for a GiB, of seconds.
+//! that somebody could access has an age and an interval, from looks at all of it, one after the other, and by these
+//! a heat (`reuse`).
+//! Units: pages; two bytes each. Promise: an age is never longer than the time in which the page was not accessed, but
+//! for accesses while a look was being taken: some milliseconds for a GiB, of seconds.
 //!
 //! A look has the kernel clear the idle flag of every page that was accessed, reads the flags, and has it set all flags
 //! again: what is idle at the next look was not accessed between the two. Memory is looked at in parts, so that one
@@ -11,50 +12,48 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use ballast_guest::run::{COLD, HOTTEST};
 
 use crate::damon::Damon;
 use crate::memory::{self, Flags};
+use crate::reuse::{self, AGES, Reuse, STEP};
 use crate::setting::Setting;
 
 /// Largest part: 4 GiB.
 const PART: u64 = 1 << 20;
 /// Least time between two looks at a part.
-const LOOK_PAUSE: Duration = Duration::from_secs(5);
+const LOOK_PAUSE: Duration = STEP;
 /// Time between two looks at any, by the time that the kernel took for the last.
 const LOOK_PART: u32 = 20;
-/// Time without an access after which a page is cold. Cold pages are ordered by age, in steps that double.
+/// Time without an access after which a page is cold, unless it is likely to be accessed soon.
 const COLD_AFTER: Duration = Duration::from_secs(10);
-const OLDEST: u32 = 8;
-/// States of a page: unknown; idle in 1 to [`MOST_IDLE`] looks in a row; accessed in as many looks in a row as the
-/// state is above that.
+/// The chance of an access is told in steps of the square root of 1/2, down to this one. A page is due before this one:
+/// the chance is more than 1/2.
+const STEPS: u8 = 15;
+const DUE: u8 = 2;
+/// State of a page: unknown, or 1 more than its age in looks: 0 if it was accessed until the last one.
 const UNKNOWN: u8 = 0;
-const MOST_IDLE: u8 = 127;
 
 /// Heat of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Heat {
     /// As the host is told.
     pub level: u8,
-    /// Order within the level, the oldest first.
+    /// Order within the level, the coldest first.
     pub rank: u8,
 }
 
 impl Heat {
-    /// A page that was not accessed for this long.
-    fn idle(time: Duration) -> Self {
-        let steps = time.as_secs() / COLD_AFTER.as_secs();
-        match steps.checked_ilog2() {
-            Some(steps) => Self { level: COLD, rank: (OLDEST - steps.min(OLDEST)) as u8 },
-            None => Self { level: 1, rank: 0 },
+    /// A page that was not accessed for this long, and is accessed soon with this chance.
+    fn of(idle: Duration, chance: f32) -> Self {
+        let steps = (-2.0 * chance.log2()).clamp(0.0, STEPS.into()) as u8;
+        match idle >= COLD_AFTER && steps >= DUE {
+            true => Self { level: COLD, rank: STEPS - steps },
+            false => Self { level: (HOTTEST - steps).max(1), rank: 0 },
         }
-    }
-
-    /// A page that was accessed in this number of looks in a row.
-    fn accessed(looks: u8) -> Self {
-        Self { level: looks.saturating_add(1).clamp(2, HOTTEST), rank: 0 }
     }
 }
 
@@ -62,15 +61,19 @@ impl Heat {
 #[derive(Debug)]
 struct Part {
     pages: (u64, u64),
-    /// The state of each page.
+    /// The state of each page, and the interval between its accesses in steps; 0 is unknown. A longer one counts at
+    /// once, shorter ones by and by: what is used all the time is now and then not seen in a look.
     states: Vec<u8>,
+    intervals: Vec<u8>,
     /// The ends of the last looks, the newest first: all of it was idle then.
     ends: VecDeque<Instant>,
+    reuse: Reuse,
 }
 
 impl Part {
     fn new(pages: (u64, u64)) -> Self {
-        Self { pages, states: vec![UNKNOWN; (pages.1 - pages.0) as usize], ends: VecDeque::new() }
+        let none = vec![0; (pages.1 - pages.0) as usize];
+        Self { pages, states: none.clone(), intervals: none, ends: VecDeque::new(), reuse: Reuse::default() }
     }
 
     fn is_due(&self, now: Instant) -> bool {
@@ -80,31 +83,64 @@ impl Part {
     /// A look begins, which ends at this time or later.
     fn began(&mut self, now: Instant) {
         self.ends.push_front(now);
-        self.ends.truncate(usize::from(MOST_IDLE) + 1);
+        self.ends.truncate(AGES + 1);
     }
 
-    /// Returns the heat for each state; `None`: nothing is known.
-    fn heats(&self, now: Instant) -> Vec<Option<Heat>> {
-        let heat = |state: u8| match state {
-            UNKNOWN => None,
-            1..=MOST_IDLE => {
-                let since = self.ends.get(usize::from(state)).or(self.ends.back());
-                since.map(|since| Heat::idle(now.saturating_duration_since(*since)))
+    /// The look found a page with these flags.
+    fn saw(&mut self, page: u64, flags: u64) {
+        let at = (page - self.pages.0) as usize;
+        let (state, interval) = (&mut self.states[at], &mut self.intervals[at]);
+        if !memory::is_on_lru(flags) {
+            (*state, *interval) = (UNKNOWN, 0);
+            return;
+        }
+        let is_accessed = !memory::is_idle(flags);
+        if let Some(age) = state.checked_sub(1) {
+            self.reuse.saw(reuse::class(*interval), age.into(), is_accessed);
+            if is_accessed {
+                let this = u8::try_from(ages(&self.ends, age.into()).end).unwrap_or(u8::MAX);
+                *interval = if this >= *interval { this } else { interval.midpoint(this) };
             }
-            _ => Some(Heat::accessed(state - MOST_IDLE)),
-        };
-        (0..=u8::MAX).map(heat).collect()
+        }
+        *state = if is_accessed { 1 } else { (*state).max(1).saturating_add(1) };
+    }
+
+    /// The look has found all pages.
+    fn learn(&mut self) {
+        self.reuse.learn(|looks| ages(&self.ends, looks));
+    }
+
+    /// Returns the heat for each class of intervals and each state but the unknown one.
+    fn heats(&self, now: Instant) -> Vec<[Heat; AGES]> {
+        let idle: [Duration; AGES] = std::array::from_fn(|age| {
+            let since = self.ends.get(age).or(self.ends.back());
+            since.map_or(Duration::ZERO, |since| now.saturating_duration_since(*since))
+        });
+        let of = |chances: [f32; AGES]| idle.map(|idle| Heat::of(idle, chances[steps(idle).min(AGES - 1)]));
+        self.reuse.chances().into_iter().map(of).collect()
+    }
+
+    /// Returns the heat of a page; `None`: nothing is known. It may have been accessed since the last look.
+    fn heat(&self, heats: &[[Heat; AGES]], page: u64, is_accessed: bool) -> Option<Heat> {
+        let at = (page - self.pages.0) as usize;
+        let age = usize::from(self.states[at].checked_sub(1)?);
+        Some(heats[reuse::class(self.intervals[at])][if is_accessed { 0 } else { age }])
     }
 }
 
-/// Returns the state after a look.
-fn next(state: u8, flags: u64) -> u8 {
-    match (memory::is_on_lru(flags), memory::is_idle(flags)) {
-        (false, _) => UNKNOWN,
-        (true, true) if state > MOST_IDLE => 1,
-        (true, true) => (state + 1).min(MOST_IDLE),
-        (true, false) => state.max(MOST_IDLE).saturating_add(1),
-    }
+fn steps(time: Duration) -> usize {
+    (time.as_secs() / STEP.as_secs()) as usize
+}
+
+/// Ages, in steps, from the look before the last one to the last one, of a page that was accessed this number of looks
+/// before. `ends` are those of the looks, the newest first.
+fn ages(ends: &VecDeque<Instant>, looks: usize) -> Range<usize> {
+    let [Some(last), Some(before), Some(accessed)] = [0, 1, looks + 1].map(|look| ends.get(look).or(ends.back()))
+    else {
+        return 0..1;
+    };
+    let age = |end: &Instant| steps(end.saturating_duration_since(*accessed));
+    age(before)..age(last).max(age(before) + 1)
 }
 
 /// All memory, and the means to look at it.
@@ -180,15 +216,16 @@ impl Looks {
             }
             let heats = part.heats(now);
             flags.each(part.pages, |page, flags| {
-                let state = &mut part.states[(page - part.pages.0) as usize];
                 if counts {
-                    *state = next(*state, flags);
+                    part.saw(page, flags);
                 }
-                let heat = heats[usize::from(*state)];
                 // Reading or writing a file clears the flag at once.
-                let is_accessed = !counts && !memory::is_idle(flags) && (1..=MOST_IDLE).contains(state);
-                tell(page, flags, if is_accessed { Some(Heat::accessed(1)) } else { heat });
+                let is_accessed = !counts && !memory::is_idle(flags);
+                tell(page, flags, part.heat(&heats, page, is_accessed));
             })?;
+            if counts {
+                part.learn();
+            }
             if looks {
                 let began = Instant::now();
                 self.damon.set_idle(part.pages)?;
@@ -229,24 +266,62 @@ mod tests {
         assert_eq!(parts, [(1, 0x9f), (0x100, second), (second, second + PART), (second + PART, second + PART + 7)]);
     }
 
+    /// A part of one page after looks with these flags, and the time.
+    fn after(looks: impl Iterator<Item = u64>) -> (Part, Instant) {
+        let (mut part, mut now) = (Part::new((7, 8)), Instant::now());
+        for flags in looks {
+            now += LOOK_PAUSE;
+            part.began(now);
+            part.saw(7, flags);
+            part.learn();
+        }
+        (part, now)
+    }
+
+    fn heat_after(looks: impl Iterator<Item = u64>) -> Option<Heat> {
+        let (part, now) = after(looks);
+        part.heat(&part.heats(now), 7, false)
+    }
+
     #[test]
-    fn a_page_is_cold_after_the_time_in_which_looks_found_it_idle_and_hotter_the_more_looks_found_it_accessed() {
-        let (start, every) = (Instant::now(), LOOK_PAUSE);
-        let mut part = Part::new((0, 1));
-        let mut heat = |look: u32, flags: u64| {
-            part.states[0] = next(part.states[0], flags);
-            part.began(start + every * look);
-            part.heats(start + every * look)[usize::from(part.states[0])].map(|heat| (heat.level, heat.rank))
-        };
-        assert_eq!(heat(0, 0), None, "not a page that programs use");
-        assert_eq!([1, 2, 3].map(|look| heat(look, LRU)), [Some((2, 0)), Some((3, 0)), Some((4, 0))]);
-        let cold = |rank| Some((COLD, rank));
-        assert_eq!([4, 5, 6, 7].map(|look| heat(look, LRU | IDLE)), [Some((1, 0)), cold(8), cold(8), cold(7)]);
-        assert_eq!([heat(8, LRU), heat(9, LRU | IDLE)], [Some((2, 0)), Some((1, 0))], "it begins again");
-        let last = (10..2000).map(|look| heat(look, LRU | IDLE)).last();
-        assert_eq!(last, Some(cold(3)), "as long as is remembered");
-        assert_eq!((0..300).map(|look| heat(2000 + look, LRU)).last(), Some(Some((HOTTEST, 0))));
-        assert_eq!((Heat::idle(Duration::MAX), Heat::idle(Duration::ZERO).level), (Heat { level: COLD, rank: 0 }, 1));
+    fn a_page_is_cold_after_the_time_in_which_looks_found_it_idle_and_the_longer_the_colder() {
+        assert_eq!(heat_after([0].into_iter()), None, "not a page that programs use");
+        let idle = |looks: usize| heat_after([LRU].into_iter().chain([LRU | IDLE].repeat(looks))).expect("known");
+        assert!(idle(0) > idle(1) && idle(1).level > COLD, "{:?}", [idle(0), idle(1)]);
+        assert!([2, 4, 8, 300].iter().all(|looks| idle(*looks).level == COLD), "{:?}", idle(2));
+        assert!(idle(2) > idle(8) && idle(8) > idle(300), "{:?}", [2, 8, 300].map(idle));
+        assert_eq!(after([LRU, LRU | IDLE, 0].into_iter()).0.states, [UNKNOWN], "it is another page now");
+    }
+
+    #[test]
+    fn the_interval_of_a_page_grows_at_once_and_falls_by_halves() {
+        let circle = |turns: usize| [[LRU].as_slice(), &[LRU | IDLE; 12]].concat().repeat(turns).into_iter();
+        let interval = |looks: &mut dyn Iterator<Item = u64>| after(looks).0.intervals[0];
+        assert_eq!([interval(&mut circle(1)), interval(&mut circle(2)), interval(&mut circle(5))], [0, 13, 13]);
+        assert_eq!(interval(&mut circle(5).chain([LRU; 8])), 1);
+        assert_eq!(interval(&mut [LRU; 8].into_iter().chain(circle(2))), 13);
+    }
+
+    #[test]
+    fn a_page_that_is_due_is_not_cold_and_one_that_was_just_accessed_in_a_circle_is_colder() {
+        let mut part = Part::new((0, 130));
+        let start = Instant::now();
+        let now = |look: u64| start + LOOK_PAUSE * look as u32;
+        // Ten pages in each look, and all in thirteen; each stands for many.
+        for look in 0..200 {
+            part.began(now(look));
+            for page in 0..130 {
+                part.saw(page, if page / 10 == look % 13 { LRU } else { LRU | IDLE });
+            }
+            part.learn();
+        }
+        let heats = part.heats(now(199));
+        // The last look was at the pages from 40 on.
+        let heat = |page| part.heat(&heats, page, false).expect("known");
+        assert_eq!([40, 20, 50].map(|page| heat(page).level == COLD), [false, true, false], "{:?}", heat(50));
+        assert!(heat(20) < heat(0) && heat(0) < heat(110) && heat(110) < heat(50), "{:?}", [20, 0, 110, 50].map(heat));
+        assert!(heat(40) < heat(50), "{:?}", [40, 50].map(heat));
+        assert_eq!(part.heat(&heats, 20, true), Some(heat(40)), "a file that was read since");
     }
 
     #[test]

@@ -39,6 +39,7 @@ mod port;
 mod prove;
 mod report;
 mod restores;
+mod reuse;
 mod services;
 mod session;
 mod setting;

@@ -1,7 +1,7 @@
 //! A report: runs of pages, what is in them and how hot they are.
 //!
 //! Before: `look` says how hot each page is, `memory` what it holds. After: a bounded number of runs, the
-//! cheapest to lose first within each level: free ones, then those that were not accessed for longest.
+//! cheapest to lose first within each level: free ones, then those that are least likely to be accessed soon.
 //! Units: pages. Promise: no page is in two runs; of free memory a reserve is never told, so that the guest's next
 //! allocations find pages that the host has; pages that were restored recently are not cold.
 

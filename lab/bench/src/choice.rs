@@ -68,6 +68,14 @@ impl Load {
         }
     }
 
+    /// Time in which agent and host learn what is hot: of a program that is paced, some of its passes.
+    fn settles(self) -> Duration {
+        match self {
+            Self::Bfs | Self::Kmeans => SETTLES * 3,
+            Self::Files | Self::Redis | Self::Memcached => SETTLES,
+        }
+    }
+
     fn command(self) -> String {
         match self {
             Self::Files => "agent-load".into(),
@@ -109,7 +117,7 @@ pub(crate) fn measure(bench: &mut Bench, load: Load, side: &str) -> Result<Figur
         load::load(work.address, &data)?;
         work.redis = Some(data);
     }
-    work.run(SETTLES)?;
+    work.run(load.settles())?;
     let mut figures = wrong_choices(bench, &vm, &mut work, side)?;
     figures.extend(most(bench, &vm, &mut work, side)?);
     bench.daemon.api().set_limit(&vm.name, None)?;

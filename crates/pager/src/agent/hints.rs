@@ -5,10 +5,10 @@
 //! Units: pages of regions. Promise: a bounded number of runs; no page twice in a report; proposed pages are in the
 //! file, Resident and unlocked, as with any other source.
 //!
-//! Within a level of heat the agent names free pages first, then those that were not accessed for longest, of these the
-//! clean ones of files, which the guest could read again, then dirty ones, then programs' (Blowfish, section 4.4: *free
-//! memory first*). A free page is copied out like any other: only the guest says that its bytes are not needed, and
-//! that may change at any moment.
+//! Within a level of heat the agent names free pages first, then those that are least likely to be accessed soon, of
+//! these the clean ones of files, which the guest could read again, then dirty ones, then programs' (Blowfish, section
+//! 4.4: *free memory first*). A free page is copied out like any other: only the guest says that its bytes are not
+//! needed, and that may change at any moment.
 
 use ballast_base::{PageIdx, PageRange};
 use ballast_guest::run::COLD;

@@ -87,8 +87,13 @@ impl Candidates {
             agent.hints().pick(&table, want, Pick::Cold, &mut cold);
             self.trust.picked(By::Agent, &cold, &table, now);
         }
-        let got = pages(&cold);
-        // If a guest reports, other pages than its cold ones are evicted only if they must be.
+        // If a guest reports, other pages than its cold ones are evicted only if they must be: the least warm ones, and
+        // then those of the host's guesses. The agent knows more of what was restored than that.
+        let mut picked = Vec::new();
+        if is_reporting && pick == Pick::Any {
+            agent.hints().pick(&table, want.saturating_sub(pages(&cold)), pick, &mut picked);
+        }
+        let got = pages(&cold) + pages(&picked);
         let want = if is_reporting && pick == Pick::Cold { 0 } else { want.saturating_sub(got) };
         let urgent = urgent.saturating_sub(got);
         let asked = self.history.guesses.from_refaults(want, now);
@@ -96,11 +101,7 @@ impl Candidates {
         let found = pages(&refaulted).min(asked);
         // The clock makes up for missing refaults, but only for pages that must be evicted now.
         let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
-        let (mut picked, mut warm, mut has_more) = (Vec::new(), want - asked + more, false);
-        if is_reporting {
-            agent.hints().pick(&table, warm, pick, &mut picked);
-            warm = warm.saturating_sub(pages(&picked));
-        }
+        let (warm, mut has_more) = (want - asked + more, false);
         if warm > 0 {
             let of_agent = picked.len();
             has_more = self.source.pick(&table, warm, pick, &mut picked);
