@@ -38,6 +38,6 @@ nodes="$nodes -object memory-backend-ram,id=m1,size=2560M -numa node,nodeid=1,cp
 export QEMU_MEMORY=4G QEMU_SECONDS=1200 QEMU_ARGS=$nodes REQUIRE=uffd,collapse,hwpoison,numa,cgroup
 exec scripts/in-qemu.sh "$out/vmlinuz" \
     "$(program placed) --test-threads=1" "$(program host_tiers)" \
-    "$(program numa) a_vms_pages" "$(program pool_on_demand) pages_on_demand_are" \
+    "$(program numa) a_vms_pages" "$(program pool_on_demand) pages_on_demand_are a_node_that_promised" \
     "$(program isolation) --test-threads=1" "$(program base) --test-threads=1" "$(program held)" \
     "$(program failed) --test-threads=1"

@@ -170,10 +170,10 @@ impl Drop for Vm {
 
 /// A pool on one node, of which more than there is can be promised.
 fn pool() -> Option<Pooled> {
-    pool_of(1)
+    pool_of(1, POOL)
 }
 
-fn pool_of(nodes: usize) -> Option<Pooled> {
+fn pool_of(nodes: usize, mib: u64) -> Option<Pooled> {
     let has = ballast_reserve::Host::default().nodes().expect("nodes").len();
     let needs = if nodes == 1 { "one-node" } else { "numa" };
     if missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
@@ -181,8 +181,8 @@ fn pool_of(nodes: usize) -> Option<Pooled> {
     {
         return None;
     }
-    let pooled = Pooled::start("quarantine_ms = 50\n", POOL)?;
-    pooled.settled(POOL);
+    let pooled = Pooled::start("quarantine_ms = 50\n", mib)?;
+    pooled.settled(mib);
     Some(pooled)
 }
 
@@ -290,11 +290,11 @@ fn a_first_touch_for_which_no_page_is_free_waits_and_goes_on_when_another_page_o
     assert_eq!(pooled.pages(), POOL / 2, "a page is lost, or one too many");
 }
 
-/// The pool may promise half as much again as it has.
-fn overcommit(pooled: &Pooled) {
-    let request = PoolRequest { bytes: Some(POOL * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
+/// The pool of this size may promise half as much again as it has.
+fn overcommit(pooled: &Pooled, mib: u64) {
+    let request = PoolRequest { bytes: Some(mib * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
     let pool = pooled.daemon().api.reserve_pool(&request).expect("reserve");
-    assert_eq!((pool.overcommit_percent, pool.for_demand_bytes), (150, POOL * MIB));
+    assert_eq!((pool.overcommit_percent, pool.for_demand_bytes), (150, mib * MIB));
 }
 
 /// Why so much more is not promised.
@@ -310,7 +310,7 @@ fn vms_that_were_promised_more_than_there_is_touch_all_of_it_in_turn_also_when_e
     let mut first = Vm::start(&pooled, "first", EACH);
     let said = refusal(&pooled, EACH, Pages::OnDemand, Nodes::Any);
     assert!(said.contains("40 MiB are promised to VMs on demand, and 24 MiB are left"), "{said}");
-    overcommit(&pooled);
+    overcommit(&pooled, POOL);
     let mut second = Vm::start(&pooled, "second", EACH);
     for (pages, left) in [(Pages::OnDemand, "16 MiB"), (Pages::Slices, "10 MiB")] {
         let said = refusal(&pooled, 18, pages, Nodes::Any);
@@ -367,7 +367,7 @@ fn vms_that_were_promised_more_than_there_is_touch_all_of_it_in_turn_also_when_e
 fn a_vm_that_touches_all_it_has_at_once_for_ever_does_not_keep_its_neighbour_from_touching() {
     const EACH: u64 = POOL * 5 / 8;
     let Some(pooled) = pool() else { return };
-    overcommit(&pooled);
+    overcommit(&pooled, POOL);
     let mut greedy = Vm::start(&pooled, "greedy", EACH);
     let mut neighbour = Vm::start(&pooled, "neighbour", EACH);
     greedy.order(EACH, true);
@@ -389,7 +389,7 @@ fn a_vm_that_touches_all_it_has_at_once_for_ever_does_not_keep_its_neighbour_fro
 
 #[test]
 fn pages_on_demand_are_of_the_nodes_that_were_asked_for_also_after_they_were_far() {
-    let Some(pooled) = pool_of(2) else { return };
+    let Some(pooled) = pool_of(2, POOL) else { return };
     let [one, other] = pooled.host.nodes().expect("nodes")[..] else { panic!("there were two") };
     let counts = |pages: &[(u32, u64)]| pages.iter().copied().collect::<BTreeMap<_, _>>();
     // Half of the pool is of each.
@@ -397,9 +397,6 @@ fn pages_on_demand_are_of_the_nodes_that_were_asked_for_also_after_they_were_far
     let mut both = Vm::of(&pooled, "both", 16, &format!("{one},{other}"));
     let said = refusal(&pooled, 2, Pages::OnDemand, Nodes::One(other));
     assert!(said.contains("32 MiB are promised to VMs on demand, and 0 B are left"), "{said}");
-    let request = PoolRequest { bytes: Some(POOL * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
-    let said = pooled.daemon().api.reserve_pool(&request).expect_err("two nodes").to_string();
-    assert!(said.contains("on a host with one node alone"), "{said}");
     far.touch(24);
     both.touch(16);
     assert_eq!(far.pages_by_node(), counts(&[(other, 12)]));
@@ -419,4 +416,45 @@ fn pages_on_demand_are_of_the_nodes_that_were_asked_for_also_after_they_were_far
     drop((far, both));
     pooled.settled(POOL);
     assert_eq!(pooled.pages(), POOL / 2, "a page is lost, or one too many");
+}
+
+#[test]
+fn a_node_that_promised_more_than_it_has_is_divided_among_its_vms_and_others_touch_all_they_have() {
+    const EACH: u64 = POOL * 5 / 8;
+    let Some(pooled) = pool_of(2, 2 * POOL) else { return };
+    overcommit(&pooled, 2 * POOL);
+    let [one, other] = pooled.host.nodes().expect("nodes")[..] else { panic!("there were two") };
+    // Half of the pool is of each.
+    let mut first = Vm::of(&pooled, "first", EACH, &one.to_string());
+    let mut second = Vm::of(&pooled, "second", EACH, &one.to_string());
+    let mut both = Vm::of(&pooled, "both", 16, &format!("{one},{other}"));
+    let mut quiet = Vm::of(&pooled, "quiet", EACH, &other.to_string());
+    let said = refusal(&pooled, 10, Pages::OnDemand, Nodes::One(one));
+    assert!(said.contains(&format!("are left on node {one}; ")), "{said}");
+    assert!(said.contains("up to 150 % of the 64 MiB") && said.contains("which is 70 MiB now"), "{said}");
+    quiet.touch(EACH);
+    for round in 0..2 {
+        first.tell(EACH);
+        if round == 1 {
+            let old = pooled.daemon().kill_engine();
+            pooled.daemon().wait_for_engine_after(old);
+        }
+        first.goes_on();
+        both.touch(16);
+        second.touch(EACH);
+        let stat = |name: &str| pooled.daemon().vm(name);
+        assert!(stat("first").far_bytes > 0, "{:?}", stat("first"));
+        assert_eq!([stat("both").target_bytes, stat("quiet").target_bytes], [None, None]);
+        assert_eq!([stat("both").far_bytes, stat("quiet").far_bytes], [0, 0]);
+    }
+    assert_eq!(quiet.pages_by_node(), BTreeMap::from([(other, EACH / 2)]));
+    assert_eq!(both.pages_by_node(), BTreeMap::from([(one, 4), (other, 4)]));
+    let events = pooled.daemon().api.events().expect("events");
+    let divided = events.iter().filter(|event| event.kind == "pool-divided").map(|event| &event.message);
+    let divided: Vec<_> = divided.collect();
+    assert!(divided.iter().any(|said| said.contains(&format!("node {one}: of the 64 MiB"))), "{events:?}");
+    assert!(!divided.iter().any(|said| said.contains(&format!("node {other}"))), "{divided:?}");
+    drop((first, second, both, quiet));
+    pooled.settled(2 * POOL);
+    assert_eq!(pooled.pages(), POOL, "a page is lost, or one too many");
 }

@@ -11,9 +11,9 @@
 //! to be set aside, and the others are filled again.
 //!
 //! What was promised is kept: a promise, to a VM on demand or to one that gets its memory at once, or a loan to the
-//! host, is made only if the pool has as many pages beside all other promises. An operator may let it promise VMs on
-//! demand more than it has for them, as far as they can have the rest far ([`Terms`]); who owns the pool says how far
-//! that is ([`Reserve::set_far`]), and makes room in time ([`Reserve::overcommitted`]).
+//! host, is made only if the pool has as many pages beside all other promises (`backing`). An operator may let it
+//! promise VMs on demand more than it has for them, as far as they can have the rest far; who owns the pool says how
+//! far that is ([`Reserve::set_far`]), and makes room in time ([`Reserve::overcommitted`]).
 //!
 //! Before: `reserve` has a pool. After: descriptors as of [`Reserve::grant`], and free pages. Threads: the owner's.
 //! Units: slices. Promise: as for the crate; what a VM finds at a first touch is zero, because the engine fills it.
@@ -24,14 +24,14 @@ use std::path::Path;
 
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, Extent as FileExtent};
-use ballast_pool::{Content, Domain, GuestIdx, Kind, Mode, Request, SliceIdx, SliceState, VmId, request};
+use ballast_pool::{Domain, GuestIdx, Kind, Mode, Request, VmId, request};
 use ballast_sys::memfd::{self, FileId};
 
 use crate::error::{During, Error};
 use crate::host::Page;
 use crate::journal;
 use crate::live::Live;
-use crate::promises::{ASIDE, FILE, OnDemand, Overcommitted, Promise, StoredTerms, TERMS_FILE, Terms};
+use crate::promises::{ASIDE, FILE, OnDemand, Promise};
 use crate::reserve::{Grant, Reserve};
 
 impl Reserve {
@@ -53,12 +53,11 @@ impl Reserve {
         if (1..parts.len()).any(|at| parts[..at].iter().any(|(numa, _)| *numa == parts[at].0)) {
             return Err(Error::Request("a node is named twice".into()));
         }
+        let left = live.left_for_demand()?;
         for (numa, slices) in &parts {
-            let left = live.left_for_demand(*numa)?;
+            let left = left.get(numa).copied().unwrap_or(0);
             if *slices > left {
-                let (now, backing) = (live.on_demand_of(*numa)?, live.backing_of(*numa)?);
-                let at = if has_nodes { format!(" on node {numa}") } else { String::new() };
-                return Err(live.promised_error(now, backing, *slices, left, &at));
+                return Err(live.promised_error_of(*numa, *slices, left)?);
             }
         }
         let Some(live) = &mut self.live else { return Err(Error::Request("nothing is reserved for VMs".into())) };
@@ -71,6 +70,13 @@ impl Reserve {
         };
         // The promise first: a file without one has no known owner.
         live.promises.insert(vm, Promise { name: name.to_owned(), slices, parts: parts.clone() });
+        // Each of its nodes may have counted on the same room in the far stores.
+        if parts.len() > 1
+            && let Err(error) = live.keeps_promises()
+        {
+            live.promises.remove(&vm);
+            return Err(error);
+        }
         let stored = journal::store(&self.dir.join(FILE), &live.promises).during("Writing what is promised");
         let opened = stored.and_then(|()| {
             const WHAT: &str = "Making a file of the pool for a VM on demand";
@@ -101,93 +107,20 @@ impl Reserve {
         self.live.as_ref().is_some_and(|live| !live.promises.is_empty() || live.aside().next().is_some())
     }
 
-    /// Lets the pool promise VMs on demand this many percent of what it has for them.
-    ///
-    /// # Errors
-    /// The percents are out of range, memory of this pool does not come on demand, or the directory cannot be written.
-    pub fn set_overcommit(&mut self, percent: u32) -> Result<(), Error> {
-        self.check_overcommit(percent)?;
-        let live = self.live.as_mut().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
-        let stored = journal::store(&self.dir.join(TERMS_FILE), &StoredTerms { percent });
-        stored.during("Writing how much may be promised")?;
-        live.terms.percent = percent;
-        Ok(())
-    }
-
-    /// Could [`set_overcommit`](Self::set_overcommit) be done?
-    ///
-    /// # Errors
-    /// As there.
-    pub fn check_overcommit(&self, percent: u32) -> Result<(), Error> {
-        let range = Terms::PERCENTS;
-        if !range.contains(&percent) {
-            let (least, most) = (range.start(), range.end());
-            return Err(Error::Request(format!("{percent} % of the pool; {least} % to {most} % can be promised")));
-        }
-        let nodes = self.host.nodes().during("Asking for the host's nodes")?;
-        match self.host.page() {
-            Page::Huge if nodes.len() == 1 => Ok(()),
-            Page::Huge => {
-                Err(Error::Request("more than there is can be promised on a host with one node alone".into()))
-            }
-            page => Err(Error::Request(format!("memory comes on demand in pages of 2 MiB, not of {}", page.name()))),
-        }
-    }
-
-    /// Says how much of what VMs on demand were promised they can have far, all of them at the same time.
-    pub fn set_far(&mut self, far: Bytes) {
-        if let Some(live) = &mut self.live {
-            live.terms.far = u32::try_from(far.0 / live.page.bytes()).unwrap_or(u32::MAX);
-        }
-    }
-
-    /// Returns what the pool has for VMs on demand, if it has promised them more.
-    ///
-    /// # Errors
-    /// The kernel does not tell how many pages a VM has.
-    pub fn overcommitted(&self) -> Result<Option<Overcommitted>, Error> {
-        let Some(live) = self.live.as_ref().filter(|live| !live.promises.is_empty()) else { return Ok(None) };
-        let now = live.on_demand()?;
-        // It has more in any case, and to look at every slice takes milliseconds.
-        if now.promised <= live.ready() + now.aside {
-            return Ok(None);
-        }
-        let (has, size) = (live.backing()?, |slices| live.page.size(slices));
-        let over = Overcommitted { has: size(has), promised: size(now.promised), touched: size(now.touched) };
-        Ok((now.promised > has).then_some(over))
-    }
-
-    /// Returns what VMs on demand have of what they were promised.
-    ///
-    /// # Errors
-    /// The kernel does not tell how many pages a VM has.
-    pub fn on_demand_touched(&self) -> Result<Bytes, Error> {
-        self.live.as_ref().map_or(Ok(Bytes(0)), |live| Ok(live.page.size(live.on_demand()?.touched)))
-    }
-
-    /// Returns the files of VMs on demand, and what was promised in each.
+    /// Returns the files of VMs on demand, and of which node and how much was promised in each.
     ///
     /// # Errors
     /// The kernel does not tell which file it is.
-    pub fn on_demand_files(&self) -> Result<HashMap<FileId, Bytes>, Error> {
+    pub fn on_demand_files(&self) -> Result<HashMap<FileId, (u32, Bytes)>, Error> {
         let Some(live) = &self.live else { return Ok(HashMap::new()) };
         let mut files = HashMap::new();
         for (vm, promise) in &live.promises {
-            for (part, (_, slices)) in promise.parts.iter().enumerate() {
+            for (part, (numa, slices)) in promise.parts.iter().enumerate() {
                 let file = live.files.on_demand_id(*vm, part).during("Looking at a file of the pool")?;
-                files.extend(file.map(|file| (file, live.page.size(*slices))));
+                files.extend(file.map(|file| (file, (*numa, live.page.size(*slices)))));
             }
         }
         Ok(files)
-    }
-
-    /// Refuses a promise of this many slices if the pool has fewer beside all other promises.
-    pub(crate) fn check_promises(&self, slices: u32) -> Result<(), Error> {
-        let Some(live) = &self.live else { return Ok(()) };
-        match live.each_node().map(|numa| live.unpromised(numa)).sum::<Result<u32, Error>>()? {
-            left if slices <= left => Ok(()),
-            left => Err(live.promised_error(live.on_demand()?, live.backing()?, slices, left, "")),
-        }
     }
 
     /// Forgets VMs on demand that are gone, with their pages. Returns their number.
@@ -307,11 +240,10 @@ impl Live {
     fn demand_parts(&self, slices: u32, nodes: &Nodes) -> Result<Vec<(u32, u32)>, Error> {
         let parts = match nodes {
             Nodes::Any => {
-                let left = |numa: &u32| self.left_for_demand(*numa).unwrap_or(0);
                 // The smallest that is large enough, so that the others stay for larger VMs.
-                let fits = self.each_node().filter(|numa| left(numa) >= slices).min_by_key(left);
-                match fits {
-                    Some(numa) => return Ok(vec![(numa, slices)]),
+                let left = self.left_for_demand()?.into_iter().filter(|(_, left)| *left >= slices);
+                match left.min_by_key(|(_, left)| *left) {
+                    Some((numa, _)) => return Ok(vec![(numa, slices)]),
                     None => self.parts(slices, &Nodes::Balanced(self.each_node().collect()))?,
                 }
             }
@@ -321,7 +253,7 @@ impl Live {
         Ok(parts.iter().map(|part| (numa(part.node), part.slices)).collect())
     }
 
-    fn aside_domain(&self) -> Option<Domain> {
+    pub(crate) fn aside_domain(&self) -> Option<Domain> {
         self.pool.tenants().find(|tenant| self.is_aside(tenant.vm)).map(|tenant| tenant.domain)
     }
 
@@ -349,90 +281,6 @@ impl Live {
     fn touched_in(&self, vm: u64, part: usize) -> Result<u32, Error> {
         let bytes = self.files.on_demand_bytes(vm, part).during("Looking at a file of the pool")?;
         Ok((bytes.0 / self.page.bytes()) as u32)
-    }
-
-    /// Counts slices of a node.
-    fn count(&self, numa: u32, is_one: impl Fn(SliceIdx) -> bool) -> u32 {
-        let here = self.first_slices().filter(|(_, spec)| spec.numa == numa);
-        let slices = here.flat_map(|(first, spec)| (first..first + spec.slices).map(SliceIdx));
-        slices.filter(|at| is_one(*at)).count() as u32
-    }
-
-    /// Slices of a node, of the files of what is set aside, that are zeroed: only that can get them.
-    fn ready_aside(&self, numa: u32) -> u32 {
-        let Some(domain) = self.aside_domain() else { return 0 };
-        self.count(numa, |at| {
-            self.pool.state(at) == SliceState::Free(Content::Zeroed) && self.pool.domain(at) == Some(domain)
-        })
-    }
-
-    /// Slices that any VM can have.
-    fn ready(&self) -> u32 {
-        let stats = self.pool.layout().nodes().filter_map(|(node, _)| self.pool.stats(node));
-        stats.map(|stats| stats.ready - stats.fenced).sum()
-    }
-
-    /// Slices of a node that can be set aside now.
-    fn ready_for_demand(&self, numa: u32) -> u32 {
-        let stats = self.node(numa).ok().and_then(|node| self.pool.stats(node));
-        stats.map_or(0, |stats| stats.ready - stats.fenced) + self.ready_aside(numa)
-    }
-
-    /// What the pool has for VMs on demand.
-    pub(crate) fn backing(&self) -> Result<u32, Error> {
-        self.each_node().map(|numa| self.backing_of(numa)).sum()
-    }
-
-    /// Slices of a node for VMs on demand: set aside, or free and in no file of which another VM has a part.
-    fn backing_of(&self, numa: u32) -> Result<u32, Error> {
-        let aside = self.aside_domain();
-        let is_open = |at| self.pool.domain(at).is_none_or(|domain| Some(domain) == aside);
-        let is_unzeroed = |at| matches!(self.pool.state(at), SliceState::Free(Content::Dirty | Content::Zeroing));
-        let unzeroed = self.count(numa, |at| is_unzeroed(at) && is_open(at));
-        let unzeroed = unzeroed.saturating_sub(self.waiting_of(numa).filter(|at| is_open(*at)).count() as u32);
-        Ok(self.ready_for_demand(numa) + unzeroed + self.on_demand_of(numa)?.aside)
-    }
-
-    /// Slices of a node that VMs on demand can be promised.
-    fn left_for_demand(&self, numa: u32) -> Result<u32, Error> {
-        Ok(self.terms.most(self.backing_of(numa)?).saturating_sub(self.on_demand_of(numa)?.promised))
-    }
-
-    /// Slices of a node that are promised to nobody: free or set aside, less those that are needed for what VMs on
-    /// demand were promised.
-    pub(crate) fn unpromised(&self, numa: u32) -> Result<u32, Error> {
-        Ok(self.backing_of(numa)?.saturating_sub(self.terms.least(self.on_demand_of(numa)?.promised)))
-    }
-
-    /// The refusal of this many slices, because fewer are left.
-    fn promised_error(&self, now: OnDemand, backing: u32, wanted: u32, left: u32, at: &str) -> Error {
-        let size = |slices| self.page.size(slices);
-        let Terms { percent, far } = self.terms;
-        let terms = match percent {
-            100 => at.to_owned(),
-            _ => format!(
-                "; {} are missing: up to {percent} % of the {} for these VMs may be promised, as far as they can have \
-                 the rest far, which is {} now (a VM that starts, is pinned or reserved has none), and a 16th is left \
-                 for touches",
-                size(wanted - left),
-                size(backing),
-                size(far.min(now.promised)),
-            ),
-        };
-        Error::Promised { wanted: size(wanted), left: size(left), promised: size(now.promised), terms }
-    }
-
-    /// Checks that what VMs on demand were promised is there still, after another VM got memory: it also keeps the rest
-    /// of its last file from others.
-    pub(crate) fn keeps_promises(&self) -> Result<(), Error> {
-        for numa in self.each_node() {
-            let now = self.on_demand_of(numa)?;
-            let (backing, needed) = (self.backing_of(numa)?, self.terms.least(now.promised));
-            if backing < needed {
-                return Err(self.promised_error(now, backing, needed - backing, 0, &format!(" on node {numa}")));
-            }
-        }
-        Ok(())
     }
 
     /// Gives the pages of slices that are set aside to the kernel.

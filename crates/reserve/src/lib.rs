@@ -30,6 +30,7 @@
 //! has an owner.
 #![forbid(unsafe_code)]
 
+mod backing;
 pub mod balance;
 mod change;
 mod demand;
@@ -58,7 +59,7 @@ pub use host::{Host, Page};
 pub use lend::Lending;
 pub use live::FILES;
 pub use overview::{Node, Overview, Tenant};
-pub use promises::Overcommitted;
+pub use promises::{Far, Overcommitted};
 pub use refill::{Done, Job};
 pub use reserve::{Grant, Reserve};
 pub use shared::Shared;

@@ -25,7 +25,7 @@ use crate::error::{During, Error};
 use crate::files::Files;
 use crate::host::Page;
 use crate::journal;
-use crate::promises::{self, Promises, StoredTerms, Terms};
+use crate::promises::{self, Far, Promises, Terms};
 use crate::refill::Job;
 use crate::shared::Shared;
 
@@ -42,8 +42,10 @@ pub(crate) struct Live {
     pub(crate) names: BTreeMap<u64, String>,
     /// VMs on demand. They have no slices.
     pub(crate) promises: Promises,
-    /// How much may be promised.
-    pub(crate) terms: Terms,
+    /// How much may be promised to them, in percent of what there is for them.
+    pub(crate) percent: u32,
+    /// What they can have far.
+    pub(crate) far: Far,
     /// Slices for which the kernel had no page, because another process still holds their old page.
     pub(crate) waiting: Vec<Dirty>,
 }
@@ -67,10 +69,10 @@ impl Live {
         for promise in promises.values_mut().filter(|promise| promise.parts.is_empty()) {
             promise.parts = vec![(only, promise.slices)];
         }
-        let stored: Option<StoredTerms> =
+        let terms: Option<Terms> =
             journal::load(&dir.join(promises::TERMS_FILE)).during("Reading how much may be promised")?;
-        let terms = stored.map_or_else(Terms::default, |StoredTerms { percent }| Terms { percent, far: 0 });
-        Ok(Self { pool, page, files, names, promises, terms, waiting: Vec::new() })
+        let Terms { percent, .. } = terms.unwrap_or_default();
+        Ok(Self { pool, page, files, names, promises, percent, far: Far::default(), waiting: Vec::new() })
     }
 
     /// Returns the node with this number on the host.

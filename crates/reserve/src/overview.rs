@@ -105,7 +105,7 @@ impl Reserve {
             notes,
             on_demand: [now.promised, now.touched, now.aside].map(|slices| page.size(slices)),
             for_demand: page.size(if page == Page::Huge { live.backing().unwrap_or(0) } else { 0 }),
-            overcommit: live.terms.percent,
+            overcommit: live.percent,
             waiting: page.size(live.waiting.len() as u32),
             metadata: Bytes(live.pool.metadata_bytes()),
             vmemmap_freed: Bytes(freed),

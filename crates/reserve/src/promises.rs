@@ -79,19 +79,23 @@ impl OnDemand {
     }
 }
 
-/// How far the pool may promise more than it has for VMs on demand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How much of what VMs on demand were promised they can have far.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Far {
+    /// All of them at the same time.
+    pub all: Bytes,
+    /// Those of one node each, by its number on the host: if the others had nothing far.
+    pub nodes: BTreeMap<u32, Bytes>,
+}
+
+/// How far the pool may promise more of a node than it has for VMs on demand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Terms {
     /// What may be promised, in percent of what there is: as the operator said.
     pub percent: u32,
     /// How much of what is promised these VMs can have far at the same time.
+    #[serde(skip)]
     pub far: u32,
-}
-
-/// How the terms are stored.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct StoredTerms {
-    pub percent: u32,
 }
 
 impl Default for Terms {
@@ -104,11 +108,27 @@ impl Terms {
     /// Percents that an operator may say.
     pub const PERCENTS: std::ops::RangeInclusive<u32> = 100..=1000;
 
-    /// The most that may be promised where there are this many slices for VMs on demand. Beyond what there is, VMs must
-    /// have enough far that what is to be left for touches is left.
+    /// The terms of a node whose VMs can have `here` far, where all can have `all` far. Of the `others`, each has
+    /// promised so much and has so much: what these need to have far is not there for this node.
+    pub fn of_node(percent: u32, here: u32, all: u32, others: impl Iterator<Item = (u32, u32)>) -> Self {
+        let theirs: u32 = others.map(|(promised, backing)| Self::beyond(promised, backing)).sum();
+        Self { percent, far: here.min(all.saturating_sub(theirs)) }
+    }
+
+    /// What VMs must have far where so much is promised and so much is there.
+    fn beyond(promised: u32, backing: u32) -> u32 {
+        if promised > backing { promised - Self::divided(backing) } else { 0 }
+    }
+
+    /// What these VMs have of it if some of what they were promised is far: what is to be left for touches is left.
+    fn divided(backing: u32) -> u32 {
+        backing.saturating_sub(left(backing.div_ceil(16)))
+    }
+
+    /// The most that may be promised where there are this many slices for VMs on demand.
     pub fn most(self, backing: u32) -> u32 {
         let said = u64::from(backing) * u64::from(self.percent) / 100;
-        let divided = u64::from(backing.saturating_sub(left(backing.div_ceil(16))));
+        let divided = u64::from(Self::divided(backing));
         said.min(u64::from(backing).max(divided + u64::from(self.far))).min(u32::MAX.into()) as u32
     }
 
@@ -128,7 +148,7 @@ fn left(part: u32) -> u32 {
     part.clamp(8, 256)
 }
 
-/// A pool that has promised VMs on demand more than it has for them.
+/// A node of which the pool has promised VMs on demand more than it has for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overcommitted {
     /// What it has for them.
@@ -285,6 +305,74 @@ mod tests {
                 prop_assert!(!waits || now.aside < backing || model.vms.iter().any(|vm| vm.2 && vm.1 > 0), "{model:?}");
             }
         }
+    }
+
+    /// Two nodes of a pool, and VMs on demand of one of them or both. A VM of both counts as one that does not page.
+    #[derive(Clone, Debug, Default)]
+    struct Nodes {
+        at_once: [u32; 2],
+        vms: Vec<([u32; 2], bool)>,
+    }
+
+    impl Nodes {
+        fn promised(&self, node: usize) -> u32 {
+            self.vms.iter().map(|(parts, _)| parts[node]).sum()
+        }
+        fn far(&self, node: usize) -> u32 {
+            let alone = self.vms.iter().filter(|(parts, pages)| *pages && parts[1 - node] == 0);
+            alone.map(|(parts, _)| parts[node] - parts[node].div_ceil(8)).sum()
+        }
+        fn terms(&self, node: usize, pool: [u32; 2], percent: u32, stores: u32) -> Terms {
+            let other = 1 - node;
+            let others = [(self.promised(other), pool[other].saturating_sub(self.at_once[other]))];
+            let all = (self.far(0) + self.far(1)).min(stores);
+            Terms::of_node(percent, self.far(node), all, others.into_iter())
+        }
+        fn keeps(&self, pool: [u32; 2], percent: u32, stores: u32) -> bool {
+            let needs = |node| self.terms(node, pool, percent, stores).least(self.promised(node));
+            (0..2).all(|node| pool[node] >= self.at_once[node] && pool[node] - self.at_once[node] >= needs(node))
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn all_nodes_can_keep_their_promises_at_once_by_the_far_stores_that_they_share(
+            pool in [64u32..2048, 64u32..2048], percent in 100u32..300, stores in 0u32..3000,
+            steps in proptest::collection::vec((0u8..5, 0usize..2, 1u32..1024, any::<prop::sample::Index>()), 1..60),
+        ) {
+            let mut nodes = Nodes::default();
+            for (what, node, slices, which) in steps {
+                let mut then = nodes.clone();
+                let has = pool[node] - nodes.at_once[node];
+                let left = nodes.terms(node, pool, percent, stores).most(has).saturating_sub(nodes.promised(node));
+                let mut parts = [0; 2];
+                parts[node] = slices;
+                match what {
+                    // Of one node, judged by what is left; of both, and at once, by what would be.
+                    0 | 1 if slices <= left => nodes.vms.push((parts, what > 0)),
+                    2 => then.vms.push(([slices, slices / 2 + 1], true)),
+                    3 => then.at_once[node] += slices,
+                    4 if !nodes.vms.is_empty() => drop(nodes.vms.swap_remove(which.index(nodes.vms.len()))),
+                    _ => {}
+                }
+                if matches!(what, 2 | 3) && then.keeps(pool, percent, stores) {
+                    nodes = then;
+                }
+                let beyond = [0, 1].map(|node| {
+                    let (promised, has) = (nodes.promised(node), pool[node] - nodes.at_once[node]);
+                    if promised > has { promised - (has - left_of(has).min(has)) } else { 0 }
+                });
+                prop_assert!(beyond.iter().sum::<u32>() <= stores, "{nodes:?}: {beyond:?}");
+                prop_assert!((0..2).all(|node| beyond[node] <= nodes.far(node)), "{nodes:?}: {beyond:?}");
+                prop_assert!((0..2).all(|node| u64::from(nodes.promised(node)) * 100
+                    <= u64::from(pool[node] - nodes.at_once[node]) * u64::from(percent)), "{nodes:?}");
+            }
+        }
+    }
+
+    /// What is to be left of this many slices.
+    fn left_of(has: u32) -> u32 {
+        super::left(has.div_ceil(16))
     }
 
     #[test]

@@ -174,7 +174,7 @@ impl PoolService {
         // A part that fails keeps neither the other one nor slices from being zeroed.
         let mut failed = Ok(());
         if let Some(far) = far {
-            parts.of(Page::Huge).into_iter().for_each(|huge| huge.set_far(far));
+            parts.of(Page::Huge).into_iter().for_each(|huge| huge.set_far(far.clone()));
             for (page, reserve) in parts.each() {
                 let lender = &mut lenders[page as usize];
                 match reserve.tend().and_then(|_| lender.adjust(reserve, clock::monotonic_ns() / 1_000_000)) {

@@ -1,6 +1,10 @@
 //! Memory on demand, of a pool that has promised more than it has: when little is left for touches, what it has is
 //! divided among these VMs as the host's memory is among all of them, by the same policy and the same settings.
 //!
+//! Each node that has promised more is divided by itself, among the VMs that have all of their memory on demand there:
+//! a page for a touch is of one node, and a limit makes a VM give up pages of any. So a VM of several nodes has no
+//! limit for the pool, and each of these nodes keeps all that it was promised there.
+//!
 //! Before: a plan for the host, or none. After: the plan says the lower of both limits for these VMs, and the reclaim
 //! workers make room. Threads: the governor's; [`far`](super::far) asks for [`sizes`]. Units: bytes.
 //! Promise: an operator's limit and reservation hold. While twice what is to be left is left, no VM is limited for the
@@ -27,9 +31,13 @@ const DEFAULT: Kind = Kind::Maestro;
 /// A VM has at least 1/LEAST of an equal part of what is divided.
 const LEAST: u64 = 4;
 
-/// What the governor remembers of it.
+/// What the governor remembers of each node, by its number on the host.
 #[derive(Debug, Default)]
-pub(super) struct Division {
+pub(super) struct Divisions(BTreeMap<u32, Division>);
+
+/// What it remembers of one.
+#[derive(Debug, Default)]
+struct Division {
     state: State,
     /// The VMs that are limited for the pool; empty while none need be.
     limited: BTreeSet<String>,
@@ -46,23 +54,75 @@ struct Part {
     first_touches: u64,
 }
 
-impl Division {
+/// A node's VMs on demand.
+#[derive(Default)]
+struct Parts {
+    /// Those of this node alone, by their ids.
+    alone: BTreeMap<String, Part>,
+    /// What VMs of several nodes were promised of this one, and have not touched.
+    untouched_bytes: u64,
+}
+
+impl Parts {
+    fn of_node(numa: u32, sizes: &[(Arc<Served>, Ours)], promised: &Promised) -> Self {
+        let mut parts = Self::default();
+        for (served, ours) in sizes.iter().filter(|(_, ours)| ours.0.contains_key(&numa)) {
+            if ours.node() == Some(numa) {
+                parts.alone.extend([part(served, ours.bytes(), promised)]);
+                continue;
+            }
+            let touched = served.vm.resident_at_once_in(|file| promised.get(&file).is_some_and(|(of, _)| *of == numa));
+            let touched = touched.map_or(0, |pages| pages.bytes().0);
+            parts.untouched_bytes += ours.0[&numa].saturating_sub(touched);
+        }
+        parts
+    }
+}
+
+impl Divisions {
     /// Is anything divided now?
     pub fn divides(&self) -> bool {
-        self.divides
+        self.0.values().any(|division| division.divides)
     }
 
-    /// Adds the limits for the pool to this plan. Returns a message for operators when it begins or ends.
-    pub fn add(&mut self, plan: &mut Plan, snapshot: &Snapshot, host: &Host, setup: &Setup) -> Option<String> {
+    /// Adds the limits for the pool to this plan. Returns messages for operators where it begins or ends.
+    pub fn add(&mut self, plan: &mut Plan, snapshot: &Snapshot, host: &Host, setup: &Setup) -> Vec<String> {
+        let mut over = host.pool.demand.overcommitted();
+        for numa in over.keys() {
+            self.0.entry(*numa).or_default();
+        }
+        if self.0.is_empty() {
+            return Vec::new();
+        }
+        let promised = host.pool.demand.files();
+        let sizes = sizes(host, &promised);
+        let add = |(numa, division): (&u32, &mut Division)| {
+            let parts = || Parts::of_node(*numa, &sizes, &promised);
+            let said = division.add(plan, snapshot, over.remove(numa), parts, setup)?;
+            Some(format!("node {numa}: {said}"))
+        };
+        let said = self.0.iter_mut().filter_map(add).collect();
+        self.0.retain(|_, division| division.divides || !division.limited.is_empty());
+        said
+    }
+}
+
+impl Division {
+    fn add(
+        &mut self,
+        plan: &mut Plan,
+        snapshot: &Snapshot,
+        over: Option<Overcommitted>,
+        parts: impl FnOnce() -> Parts,
+        setup: &Setup,
+    ) -> Option<String> {
         let was = self.divides;
-        let over = host.pool.demand.overcommitted();
         self.divides = over.is_some_and(|over| over.free() < if was { Bytes(2 * over.high().0) } else { over.low() });
         let Some(over) = over.filter(|_| self.divides) else {
             self.release(plan, snapshot);
             return was.then(|| "VMs on demand are not limited for the pool any more: enough is left".into());
         };
-        let promised = host.pool.demand.files();
-        let parts = sizes(host, &promised).iter().map(|vm| part(vm, &promised)).collect();
+        let parts = parts();
         let divided = self.divide(&parts, snapshot, over, setup)?;
         let policy = divided.policy.clone();
         for decision in divided.decisions {
@@ -74,28 +134,23 @@ impl Division {
                 "of the {} that the pool has for VMs on demand, {free} are left for touches, and {promised} were \
                  promised: {policy} divides it among {} VMs",
                 over.has,
-                parts.len()
+                parts.alone.len()
             )
         })
     }
 
     /// The plan for what the pool has.
-    fn divide(
-        &mut self,
-        parts: &BTreeMap<String, Part>,
-        snapshot: &Snapshot,
-        over: Overcommitted,
-        setup: &Setup,
-    ) -> Option<Plan> {
+    fn divide(&mut self, parts: &Parts, snapshot: &Snapshot, over: Overcommitted, setup: &Setup) -> Option<Plan> {
         let with = |vm: &VmSample| {
-            let part = parts.get(&vm.id)?;
+            let part = parts.alone.get(&vm.id)?;
             // A page that was never touched is wanted as one that is far is.
             Some(VmSample { restores: vm.restores + part.first_touches, ..vm.clone() })
         };
         let vms: Vec<VmSample> = snapshot.vms.iter().filter_map(with).collect();
-        let elsewhere = parts.values().map(|part| part.elsewhere_bytes).sum::<u64>();
+        let elsewhere = parts.alone.values().map(|part| part.elsewhere_bytes).sum::<u64>();
         // Nobody can take pages from files that no VM of this engine has, or from parts of files outside its regions.
-        let others = over.touched.0.saturating_sub(parts.values().map(|part| part.touched_bytes).sum());
+        let touched = parts.alone.values().map(|part| part.touched_bytes).sum();
+        let others = over.touched.0.saturating_sub(touched) + parts.untouched_bytes;
         let ours = over.has.0.saturating_sub(over.high().0).saturating_sub(others);
         let budget_bytes = ours + elsewhere;
         let (alone, limited): (Vec<_>, Vec<_>) = vms.iter().partition(|vm| is_left_alone(vm));
@@ -149,36 +204,55 @@ impl Division {
     }
 }
 
-/// The VMs that have memory on demand, and how much: together no more of a file of the pool than was promised in it.
-pub(super) fn sizes(host: &Host, promised: &Promised) -> Vec<(Arc<Served>, u64)> {
+/// What a VM has on demand, in bytes by the node; nothing if it has none.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Ours(BTreeMap<u32, u64>);
+
+impl Ours {
+    /// All of it.
+    pub fn bytes(&self) -> u64 {
+        self.0.values().sum()
+    }
+
+    /// Its node, if it is of one.
+    pub fn node(&self) -> Option<u32> {
+        self.0.keys().next().copied().filter(|_| self.0.len() == 1)
+    }
+}
+
+/// All VMs, and what each has on demand: together no more of a file of the pool than was promised in it.
+pub(super) fn sizes(host: &Host, promised: &Promised) -> Vec<(Arc<Served>, Ours)> {
     let mut left = promised.clone();
-    let all = host.all().into_iter().map(|served| {
+    let ours = |served: Arc<Served>| {
         let regions = served.vm.regions().into_iter().filter(|region| !region.is_removed() && !region.is_unplugged());
         let ours = claim(&mut left, regions.flat_map(|region| region.places()));
         (served, ours)
-    });
-    all.filter(|(_, ours)| *ours > 0).collect()
+    };
+    host.all().into_iter().map(ours).collect()
 }
 
-/// Takes what is at these places of what is left of the promises. Returns its bytes.
-fn claim(left: &mut Promised, places: impl Iterator<Item = (FileId, u64, u64)>) -> u64 {
-    let claim = |(file, start, end): (FileId, u64, u64)| {
-        let Some(left) = left.get_mut(&file) else { return 0 };
+/// Takes what is at these places of what is left of the promises.
+fn claim(left: &mut Promised, places: impl Iterator<Item = (FileId, u64, u64)>) -> Ours {
+    let mut ours = BTreeMap::<u32, u64>::new();
+    for (file, start, end) in places {
+        let Some((numa, left)) = left.get_mut(&file) else { continue };
         let bytes = left.0.min(end.saturating_sub(start));
         left.0 -= bytes;
-        bytes
-    };
-    places.map(claim).sum()
+        if bytes > 0 {
+            *ours.entry(*numa).or_default() += bytes;
+        }
+    }
+    Ours(ours)
 }
 
-fn part((served, ours): &(Arc<Served>, u64), promised: &Promised) -> (String, Part) {
+fn part(served: &Served, ours: u64, promised: &Promised) -> (String, Part) {
     let vm = &served.vm;
     let [here, elsewhere] = [true, false].map(|here| {
         let pages = vm.resident_at_once_in(|file| promised.contains_key(&file) == here);
         pages.map_or(0, |pages| pages.bytes().0)
     });
     let first_touches = vm.stats().get(Counter::FaultFresh) + vm.stats().get(Counter::FaultZero);
-    (vm.state.id().to_string(), Part { touched_bytes: here.min(*ours), elsewhere_bytes: elsewhere, first_touches })
+    (vm.state.id().to_string(), Part { touched_bytes: here.min(ours), elsewhere_bytes: elsewhere, first_touches })
 }
 
 #[cfg(test)]
@@ -211,7 +285,8 @@ mod tests {
             ..Snapshot::default()
         };
         let part = |touched, first_touches| Part { touched_bytes: touched, elsewhere_bytes: 0, first_touches };
-        let parts = BTreeMap::from([("all".to_owned(), part(1000 * MIB, 500)), ("none".to_owned(), part(0, 0))]);
+        let alone = BTreeMap::from([("all".to_owned(), part(1000 * MIB, 500)), ("none".to_owned(), part(0, 0))]);
+        let parts = Parts { alone, untouched_bytes: 0 };
         for policy in Kind::ALL {
             let setup = Setup { policy, ..Setup::default() };
             let plan = Division::default().divide(&parts, &snapshot, OVER, &setup).expect("a plan");
@@ -225,8 +300,13 @@ mod tests {
 
     /// What each VM is to have at least and has as its limit, of these VMs and what they have touched.
     fn limits(vms: Vec<VmSample>, over: Overcommitted) -> (u64, Vec<Option<u64>>) {
+        limits_beside(vms, over, 0)
+    }
+
+    /// The same beside VMs of several nodes, which have not touched so much of what they were promised.
+    fn limits_beside(vms: Vec<VmSample>, over: Overcommitted, untouched_bytes: u64) -> (u64, Vec<Option<u64>>) {
         let part = |vm: &VmSample| Part { touched_bytes: vm.resident_bytes, elsewhere_bytes: 0, first_touches: 0 };
-        let parts = vms.iter().map(|vm| (vm.id.clone(), part(vm))).collect();
+        let parts = Parts { alone: vms.iter().map(|vm| (vm.id.clone(), part(vm))).collect(), untouched_bytes };
         let snapshot = Snapshot { at_ms: 1000, vms, ..Snapshot::default() };
         let plan = Division::default().divide(&parts, &snapshot, over, &Setup::default()).expect("a plan");
         (plan.divided_bytes, plan.decisions.iter().map(|decision| decision.limit_bytes).collect())
@@ -240,6 +320,15 @@ mod tests {
         assert!(divided <= 8 * GIB - over.high().0, "{divided}");
         let limit = limits[0].expect("a limit");
         assert!(limit <= divided, "what it has goes far, so that its next touch finds a page: {limit}");
+    }
+
+    #[test]
+    fn what_a_vm_of_several_nodes_was_promised_is_left_for_its_touches() {
+        let over = Overcommitted { has: Bytes(8 * GIB), promised: Bytes(10 * GIB), touched: Bytes(8 * GIB) };
+        // It has touched 1 GiB, and 2 GiB more are to come.
+        let alone = VmSample { size_bytes: 7 * GIB, ..vm("alone", 7 * GIB) };
+        let (_, limits) = limits_beside(vec![alone], over, 2 * GIB);
+        assert!(limits[0].expect("a limit") <= 5 * GIB - over.high().0, "{limits:?}");
     }
 
     #[test]
@@ -260,12 +349,15 @@ mod tests {
     #[test]
     fn a_file_that_the_pool_did_not_promise_counts_for_nothing_and_one_that_it_did_once_up_to_the_promise() {
         let file = |ino| FileId { dev: 1, ino };
-        let mut left = Promised::from([(file(1), Bytes(8 * MIB)), (file(2), Bytes(4 * MIB))]);
+        let mut left = Promised::from([(file(1), (0, Bytes(8 * MIB))), (file(2), (1, Bytes(4 * MIB)))]);
+        let ours = |node, mib| Ours(BTreeMap::from([(node, mib * MIB)]));
         // Made longer by its VMM, and with one of the VMM's own.
         let places = [(file(1), 0, 6 * MIB), (file(9), 0, GIB), (file(1), 6 * MIB, 100 * MIB)];
-        assert_eq!(claim(&mut left, places.into_iter()), 8 * MIB);
-        assert_eq!(claim(&mut left, [(file(1), 0, 8 * MIB)].into_iter()), 0, "attached again under another name");
-        assert_eq!(claim(&mut left, [(file(2), 0, 2 * MIB)].into_iter()), 2 * MIB);
+        assert_eq!(claim(&mut left, places.into_iter()), ours(0, 8));
+        let again = claim(&mut left, [(file(1), 0, 8 * MIB)].into_iter());
+        assert_eq!((again.bytes(), again.node()), (0, None), "attached again under another name");
+        let other = claim(&mut left, [(file(2), 0, 2 * MIB)].into_iter());
+        assert_eq!((other.node(), other), (Some(1), ours(1, 2)));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! How much of what VMs on demand were promised they can have far, all at the same time.
+//! How much of what VMs on demand were promised they can have far: all at the same time, and those of each node.
 //!
 //! Before: the pool is asked for memory on demand, or an operator changes a VM that has some. After: the pool promises
 //! no more than it has and can be far. Threads: the pool's, without its lock; those of the API, under the governor's
@@ -6,14 +6,18 @@
 //! Promise: pages count as if none could be compressed, and stores only with the room that other VMs and the host
 //! leave. What others put into a store later is not foreseen.
 
+use std::collections::BTreeMap;
+
 use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, RAM_STORE, REMOTE_STORE};
 use ballast_pager::vm::{Hold, Vm};
 use ballast_policy::Settings;
+use ballast_reserve::{Far, Overcommitted};
 
 use super::demand::sizes;
 use super::{operator, sample};
 use crate::engine::host::Host;
+use crate::engine::pool::demand::Over;
 use crate::engine::served::Served;
 
 /// A VM keeps 1/KEEPS of its memory, so that it can go on.
@@ -54,21 +58,23 @@ fn can_go(vm: &Vm, ours: u64, settings: Settings, limit: Option<Bytes>) -> u64 {
     ours.saturating_sub(keeps)
 }
 
-/// What VMs on demand can have far if this VM had these settings and this limit.
-pub fn far(host: &Host, with: Option<(&Served, Settings, Option<Bytes>)>) -> Bytes {
+/// What VMs on demand can have far if this VM had these settings and this limit. A VM of several nodes counts for
+/// nothing: which of its pages are far is not said by node.
+pub fn far(host: &Host, with: Option<(&Served, Settings, Option<Bytes>)>) -> Far {
     let sizes = sizes(host, &host.pool.demand.files());
-    if sizes.is_empty() {
-        return Bytes(0);
+    let (mut nodes, mut uses) = (BTreeMap::<u32, Bytes>::new(), [(); 3].map(|()| Vec::new()));
+    if sizes.iter().all(|(_, ours)| ours.bytes() == 0) {
+        return Far::default();
     }
-    let (mut all, mut uses) = (0, [(); 3].map(|()| Vec::new()));
-    for served in host.all() {
-        let (vm, id) = (&served.vm, served.vm.state.id());
-        let ours = sizes.iter().find(|(other, _)| other.vm.state.id() == id).map_or(0, |(_, ours)| *ours);
+    for (served, ours) in &sizes {
+        let (vm, id, node, ours) = (&served.vm, served.vm.state.id(), ours.node(), ours.bytes());
         let changed = with.filter(|(changed, ..)| changed.vm.state.id() == id);
         let (settings, limit) = changed
             .map_or_else(|| (operator::read(vm.state.settings()), vm.state.limit()), |(_, of, limit)| (of, limit));
-        let goes = if ours == 0 { 0 } else { can_go(vm, ours, settings, limit) };
-        all += goes;
+        let goes = node.map_or(0, |_| can_go(vm, ours, settings, limit));
+        if let Some(node) = node {
+            nodes.entry(node).or_default().0 += goes;
+        }
         let elsewhere = vm.size().bytes().0.saturating_sub(ours);
         for tier in vm.stores.tiers() {
             let at = [RAM_STORE, FILE_STORE, REMOTE_STORE].iter().position(|number| *number == tier.number);
@@ -87,29 +93,50 @@ pub fn far(host: &Host, with: Option<(&Served, Settings, Option<Bytes>)>) -> Byt
     let file = of(&host.file_budget, u64::MAX, &file);
     let cluster = host.remote.as_ref().filter(|remote| remote.cluster.silence().is_none()).map(|remote| &remote.budget);
     let remote = cluster.map_or(0, |budget| room(budget.limit(), budget.used(), Bytes(0), u64::MAX, &remote));
-    Bytes(all.min(ram + file + remote))
+    let all = nodes.values().map(|far| far.0).sum::<u64>();
+    Far { all: Bytes(all.min(ram + file + remote)), nodes }
+}
+
+/// The first of these nodes whose VMs cannot have as much far as it has promised beyond what it has, or `None` for all
+/// of them together; what they can have far, and what is missing.
+fn lack(over: &Over, far: &Far) -> Option<(Option<u32>, Bytes, Bytes)> {
+    let here = |over: &Overcommitted| over.has.0.saturating_sub(over.high().0);
+    let needs = |over: &Overcommitted| over.promised.0.saturating_sub(here(over));
+    let lack = |node, far: Bytes, needs: u64| (needs > far.0).then(|| (node, far, Bytes(needs - far.0)));
+    let one = over
+        .iter()
+        .find_map(|(numa, over)| lack(Some(*numa), far.nodes.get(numa).copied().unwrap_or_default(), needs(over)));
+    one.or_else(|| lack(None, far.all, over.values().map(needs).sum()))
 }
 
 /// Why a VM cannot have these settings and this limit, if the pool could not keep what it promised then.
 pub fn refusal(host: &Host, served: &Served, settings: Settings, limit: Option<Bytes>) -> Option<String> {
-    let over = host.pool.demand.overcommitted()?;
+    let over = host.pool.demand.overcommitted();
     let (vm, id) = (&served.vm, served.vm.state.id());
     let sizes = sizes(host, &host.pool.demand.files());
-    let ours = sizes.iter().find(|(other, _)| other.vm.state.id() == id).map(|(_, ours)| *ours)?;
-    if can_go(vm, ours, settings, limit) >= can_go(vm, ours, operator::read(vm.state.settings()), vm.state.limit()) {
+    let (_, ours) = sizes.iter().find(|(other, _)| other.vm.state.id() == id)?;
+    let (node, ours) = (ours.node()?, ours.bytes());
+    if over.is_empty()
+        || can_go(vm, ours, settings, limit) >= can_go(vm, ours, operator::read(vm.state.settings()), vm.state.limit())
+    {
         return None;
     }
     let (before, after) = (far(host, None), far(host, Some((served, settings, limit))));
-    let here = over.has.0.saturating_sub(over.high().0);
-    let missing = over.promised.0.saturating_sub(here).saturating_sub(after.0);
-    (after < before && missing > 0).then(|| {
+    let (at, far, missing) = lack(&over, &after)?;
+    let is_less = match at {
+        Some(at) => at == node,
+        None => after.all < before.all,
+    };
+    let over = || over.iter().filter(|(numa, _)| at.is_none_or(|at| at == **numa)).map(|(_, over)| over);
+    let sum = |of: fn(&Overcommitted) -> Bytes| Bytes(over().map(|over| of(over).0).sum());
+    is_less.then(|| {
         format!(
-            "the pool has {} for VMs on demand, which were promised {}, and {} are to be left for touches: they could \
-             have {after} far at most then, and {} are missing",
-            over.has,
-            over.promised,
-            over.high(),
-            Bytes(missing)
+            "the pool has {} for VMs on demand{}, which were promised {}, and {} are to be left for touches: they \
+             could have {far} far at most then, and {missing} are missing",
+            sum(|over| over.has),
+            at.map_or(String::new(), |at| format!(" of node {at}")),
+            sum(|over| over.promised),
+            sum(Overcommitted::high),
         )
     })
 }
@@ -117,6 +144,7 @@ pub fn refusal(host: &Host, served: &Served, settings: Settings, limit: Option<B
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_base::GIB;
 
     const OURS: Use = Use { can_go: 50, stored: 10, elsewhere: 0 };
 
@@ -129,6 +157,21 @@ mod tests {
         assert_eq!(of(&[Use { elsewhere: 7, ..OURS }]), 43, "7 may be of its other memory");
         assert_eq!(of(&[Use { can_go: 20, ..OURS }]), 20, "no more than can go");
         assert_eq!(of(&[Use { can_go: 0, ..OURS }]), 0, "a VM that is held, or whose store refuses pages");
+    }
+
+    #[test]
+    fn a_node_lacks_what_its_own_vms_cannot_have_far_and_all_lack_what_they_cannot_have_at_once() {
+        let over =
+            |has, promised| Overcommitted { has: Bytes(has * GIB), promised: Bytes(promised), touched: Bytes(0) };
+        let high = over(8, 0).high().0;
+        let nodes = Over::from([(0, over(8, 9 * GIB)), (2, over(8, 10 * GIB))]);
+        let far =
+            |all, one, other| Far { all: Bytes(all), nodes: BTreeMap::from([(0, Bytes(one)), (2, Bytes(other))]) };
+        let lack = |all, one, other| lack(&nodes, &far(all, one, other));
+        assert_eq!(lack(3 * GIB + 2 * high, 2 * GIB, 4 * GIB), None);
+        assert_eq!(lack(9 * GIB, GIB, 4 * GIB), Some((Some(0), Bytes(GIB), Bytes(high))));
+        assert_eq!(lack(9 * GIB, 2 * GIB, 2 * GIB), Some((Some(2), Bytes(2 * GIB), Bytes(high))));
+        assert_eq!(lack(3 * GIB, 2 * GIB, 4 * GIB), Some((None, Bytes(3 * GIB), Bytes(2 * high))));
     }
 
     #[test]

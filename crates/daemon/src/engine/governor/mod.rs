@@ -34,7 +34,7 @@ use ballast_sys::priority::run_first;
 
 use crate::engine::host::Host;
 use crate::engine::served::Served;
-use demand::Division;
+use demand::Divisions;
 use guarded::guarded;
 use log::Log;
 use sample::{Sampler, now_ms};
@@ -71,7 +71,7 @@ struct Inner {
     /// Another engine has, or is about to have, some of the VMs.
     rests: bool,
     /// The pool's memory on demand.
-    division: Division,
+    divisions: Divisions,
     ticks: u64,
     changed: u64,
     failures: u64,
@@ -97,7 +97,7 @@ impl Inner {
 
     /// Does anything set targets?
     fn decides(&self) -> bool {
-        self.is_active() || self.division.divides()
+        self.is_active() || self.divisions.divides()
     }
 
     /// The last tick's snapshot. While there are no ticks: a new one, with rates since the last call.
@@ -130,7 +130,7 @@ impl Governor {
             exhaustion_ms: None,
             overcommitted: false,
             rests: false,
-            division: Division::default(),
+            divisions: Divisions::default(),
             ticks: 0,
             changed: 0,
             failures: 0,
@@ -191,7 +191,7 @@ impl Governor {
     /// not wait for a decision that is under way; it says so again.
     pub fn pool_is_short(&self) {
         if let Ok(mut inner) = self.inner.try_lock()
-            && !inner.division.divides()
+            && !inner.divisions.divides()
         {
             self.notify(&mut inner);
         }
@@ -233,12 +233,11 @@ impl Governor {
             return;
         };
         let mut plan = lease_plan(inner, host, &snapshot, at_ms).or_else(|| built_in(inner, host, &snapshot));
-        if let Some(plan) = &mut plan
-            && let Some(said) = inner.division.add(plan, &snapshot, host, &inner.setup)
-        {
-            host.events.add(None, "pool-divided", said);
+        if let Some(plan) = &mut plan {
+            let said = inner.divisions.add(plan, &snapshot, host, &inner.setup);
+            said.into_iter().for_each(|said| host.events.add(None, "pool-divided", said));
         }
-        if inner.division.divides() {
+        if inner.divisions.divides() {
             next_ms = next_ms.min(at_ms + DIVIDES_EVERY_MS);
         }
         inner.due_ms = inner.decides().then_some(next_ms);

@@ -124,7 +124,7 @@ impl PoolService {
         loop {
             let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
             let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
-            reserve.set_far(far);
+            reserve.set_far(std::mem::take(&mut far));
             // A VM may have ended since the last check.
             let granted = match mode {
                 Some(mode) => reserve.grant(&take.name, take.size, mode, &take.nodes),

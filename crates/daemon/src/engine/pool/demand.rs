@@ -6,23 +6,25 @@
 //! what it saw last. Units: bytes.
 //! Promise: neither waits for the other: the pool asks without its lock, and the governor reads a copy.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ballast_base::Bytes;
-use ballast_reserve::{Error, Overcommitted, Reserve};
+use ballast_reserve::{Error, Far, Overcommitted, Reserve};
 use ballast_sys::memfd::FileId;
 
-/// The pool's files of VMs on demand, and what was promised in each. A file says itself that it is one, but only the
-/// pool knows: its VMM can change the file.
-pub type Promised = HashMap<FileId, Bytes>;
+/// The pool's files of VMs on demand, and of which node and how much was promised in each. A file says itself that it
+/// is one, but only the pool knows: its VMM can change the file.
+pub type Promised = HashMap<FileId, (u32, Bytes)>;
+/// Nodes of which the pool has promised VMs on demand more than it has for them, by their numbers on the host.
+pub type Over = BTreeMap<u32, Overcommitted>;
 
 /// What the pool asks and tells the rest of the engine.
 pub struct Links {
-    /// How much of what VMs on demand were promised they can have far, all at the same time.
-    pub far: Box<dyn Fn() -> Bytes + Send + Sync>,
+    /// How much of what VMs on demand were promised they can have far.
+    pub far: Box<dyn Fn() -> Far + Send + Sync>,
     /// Little is left for touches.
     pub short: Box<dyn Fn() + Send + Sync>,
 }
@@ -39,7 +41,7 @@ pub struct Demand {
     links: OnceLock<Links>,
     /// The pool was looked at, and no VM was promised any.
     is_none: AtomicBool,
-    over: Mutex<Option<Overcommitted>>,
+    over: Mutex<Over>,
     files: Mutex<Arc<Promised>>,
 }
 
@@ -51,18 +53,18 @@ impl Demand {
     }
 
     /// See [`Links::far`].
-    pub fn far(&self) -> Bytes {
+    pub fn far(&self) -> Far {
         let links = self.links.get().filter(|_| !self.is_none.load(Ordering::Relaxed));
-        links.map_or(Bytes(0), |links| (links.far)())
+        links.map_or_else(Far::default, |links| (links.far)())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Overcommitted>> {
+    fn lock(&self) -> MutexGuard<'_, Over> {
         self.over.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the pool has for VMs on demand, if it has promised them more.
-    pub fn overcommitted(&self) -> Option<Overcommitted> {
-        *self.lock()
+    /// What the pool has for VMs on demand, of nodes of which it has promised them more.
+    pub fn overcommitted(&self) -> Over {
+        self.lock().clone()
     }
 
     /// The files of VMs on demand.
@@ -76,7 +78,7 @@ impl Demand {
 
     /// Tells the governor if little is left. No lock is held.
     pub fn tell_if_short(&self) {
-        let is_short = self.overcommitted().is_some_and(|over| over.free() < over.low());
+        let is_short = self.lock().values().any(|over| over.free() < over.low());
         if let Some(links) = self.links.get().filter(|_| is_short) {
             (links.short)();
         }
@@ -87,7 +89,7 @@ impl Demand {
     pub fn tend(&self, reserve: Option<&mut Reserve>, all: bool) -> Result<(), Error> {
         self.is_none.store(reserve.is_none(), Ordering::Relaxed);
         let Some(reserve) = reserve else {
-            *self.lock() = None;
+            *self.lock() = Over::new();
             self.set_files(Promised::new());
             return Ok(());
         };
@@ -95,11 +97,10 @@ impl Demand {
         if all {
             self.set_files(reserve.on_demand_files()?);
         }
-        let over = match self.overcommitted().filter(|_| !all) {
-            Some(over) => Some(Overcommitted { touched: reserve.on_demand_touched()?, ..over }),
-            None if all => reserve.overcommitted()?,
-            None => None,
-        };
+        let mut over = if all { reserve.overcommitted()? } else { self.overcommitted() };
+        for (numa, over) in over.iter_mut().filter(|_| !all) {
+            over.touched = reserve.on_demand_touched(*numa)?;
+        }
         *self.lock() = over;
         done
     }
