@@ -15,13 +15,9 @@ use ballast_pool::Mode;
 use ballast_reserve::{Error, Host, Job, Page, Reserve};
 use ballast_sys::memfd::FileId;
 
-/// The parts.
+/// The parts, in the order of [`Page::ALL`].
 #[derive(Debug)]
-pub(super) struct Parts {
-    huge: Part,
-    gib: Part,
-    base: Part,
-}
+pub(super) struct Parts(Vec<(Page, Part)>);
 
 /// A part, or why it cannot be used.
 type Part = Result<Reserve, String>;
@@ -49,28 +45,31 @@ impl Parts {
     /// # Errors
     /// Those of [`Reserve::open`]: another engine has a part, or none can be used.
     pub fn open(pool: &Path) -> Result<Self, Error> {
-        let open = |page| match open(pool, page) {
-            Err(error @ Error::Taken(_)) => Err(error),
-            part => Ok(part),
-        };
-        match (open(Page::Huge)?, open(Page::Gib)?, open(Page::Base)?) {
-            (Err(error), Err(_), Err(_)) => Err(error),
-            (huge, gib, base) => Ok(Self {
-                huge: huge.map_err(why(Page::Huge)),
-                gib: gib.map_err(why(Page::Gib)),
-                base: base.map_err(why(Page::Base)),
-            }),
+        let (mut parts, mut first) = (Vec::new(), None);
+        for page in Page::ALL {
+            let part = match open(pool, page) {
+                Err(taken @ Error::Taken(_)) => return Err(taken),
+                Err(error) => {
+                    let why = why(page, &error);
+                    first.get_or_insert(error);
+                    Err(why)
+                }
+                Ok(part) => Ok(part),
+            };
+            parts.push((page, part));
+        }
+        match first.filter(|_| parts.iter().all(|(_, part)| part.is_err())) {
+            Some(error) => Err(error),
+            None => Ok(Self(parts)),
         }
     }
 
     /// Tries to open a part again that could not be used. Returns why it still cannot be.
     pub fn complete(&mut self, pool: &Path) -> Option<String> {
-        for (page, part) in Page::ALL.into_iter().zip([&mut self.huge, &mut self.gib, &mut self.base]) {
-            if part.is_err() {
-                *part = open(pool, page).map_err(why(page));
-            }
+        for (page, part) in self.0.iter_mut().filter(|(_, part)| part.is_err()) {
+            *part = open(pool, *page).map_err(|error| why(*page, &error));
         }
-        [&self.huge, &self.gib, &self.base].into_iter().find_map(|part| part.as_ref().err().cloned())
+        self.0.iter().find_map(|(_, part)| part.as_ref().err().cloned())
     }
 
     /// The part with these pages.
@@ -78,18 +77,12 @@ impl Parts {
     /// # Errors
     /// It cannot be used.
     pub fn of(&mut self, page: Page) -> Result<&mut Reserve, String> {
-        let part = match page {
-            Page::Huge => &mut self.huge,
-            Page::Gib => &mut self.gib,
-            Page::Base => &mut self.base,
-        };
-        part.as_mut().map_err(|why| why.clone())
+        self.0[page as usize].1.as_mut().map_err(|why| why.clone())
     }
 
     /// Those that can be used.
     pub fn each(&mut self) -> impl Iterator<Item = (Page, &mut Reserve)> {
-        let parts = Page::ALL.into_iter().zip([&mut self.huge, &mut self.gib, &mut self.base]);
-        parts.filter_map(|(page, part)| Some((page, part.as_mut().ok()?)))
+        self.0.iter_mut().filter_map(|(page, part)| Some((*page, part.as_mut().ok()?)))
     }
 
     /// Returns whether nothing must be checked, zeroed or lent until the next request.
@@ -97,7 +90,7 @@ impl Parts {
     /// # Errors
     /// What may be lent cannot be read.
     pub fn is_at_rest(&self) -> Result<bool, Error> {
-        let mut parts = [&self.huge, &self.gib, &self.base].into_iter().flatten();
+        let mut parts = self.0.iter().filter_map(|(_, part)| part.as_ref().ok());
         parts.try_fold(true, |rest, part| Ok(rest && part.is_at_rest() && part.lending()?.is_none()))
     }
 
@@ -131,8 +124,9 @@ impl Parts {
 
     /// What the API shows of all.
     pub fn stat(&self) -> PoolStat {
-        let of = |part| Some(stat(part)).filter(|part| !part.nodes.is_empty() || !part.notes.is_empty()).map(Box::new);
-        PoolStat { gib: of(&self.gib), base: of(&self.base), ..stat(&self.huge) }
+        let of = |page| stat(&self.0[page as usize].1);
+        let other = |page| Some(of(page)).filter(|part| !part.nodes.is_empty() || !part.notes.is_empty()).map(Box::new);
+        PoolStat { gib: other(Page::Gib), base: other(Page::Base), ..of(Page::Huge) }
     }
 }
 
@@ -196,8 +190,8 @@ fn open(pool: &Path, page: Page) -> Result<Reserve, Error> {
     Reserve::open(&Parts::dir(pool, page), Host::default().with(page))
 }
 
-fn why(page: Page) -> impl Fn(Error) -> String {
-    move |error| format!("the pool's part of pages of {} cannot be used: {error}", page.name())
+fn why(page: Page, error: &Error) -> String {
+    format!("the pool's part of pages of {} cannot be used: {error}", page.name())
 }
 
 fn stat(part: &Part) -> PoolStat {

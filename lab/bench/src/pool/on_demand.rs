@@ -36,16 +36,21 @@ pub(super) fn percentiles(times_ns: &mut [u32]) -> [f64; 2] {
     [summary.p50_us, summary.p99_us]
 }
 
+/// Attaches the bench as a VM with other RAM, to which the measured memory is added. Returns that RAM, too.
+pub(super) fn attach(bench: &Bench, name: String) -> Result<(Client, Mapping)> {
+    let own = memfd::create("bench", Bytes(HUGE_SIZE as u64)).context("Making a memory file")?;
+    let map = Mapping::shared(&own, 0, HUGE_SIZE).context("Mapping it")?;
+    let builder = Client::builder().name(name).socket(bench.daemon.attach_socket());
+    let builder = builder.region(own, Hva(map.addr() as u64), Bytes(HUGE_SIZE as u64), Bytes(0));
+    Ok((builder.attach().context("Attaching the bench")?, map))
+}
+
 /// The row.
 pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, size: Bytes, rounds: u32) -> Result<Row> {
     row.fact("measures", "on_demand");
     row.fact("ram_bytes", size.0);
-    // The bench is one VM with other RAM, to which the measured memory is added.
-    let own = memfd::create("bench", Bytes(HUGE_SIZE as u64)).context("Making a memory file")?;
-    let map = Mapping::shared(&own, 0, HUGE_SIZE).context("Mapping it")?;
-    let builder = Client::builder().name(bench.vm_name()).socket(bench.daemon.attach_socket());
-    let builder = builder.region(own, Hva(map.addr() as u64), Bytes(HUGE_SIZE as u64), Bytes(0));
-    let client = builder.attach().context("Attaching the bench")?;
+    let name = bench.vm_name();
+    let (client, map) = attach(bench, name)?;
     let mut figures = Figures::default();
     let progress = bench.progress.clone();
     for round in progress.over("round", 0..=rounds) {

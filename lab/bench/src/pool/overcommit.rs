@@ -10,10 +10,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ballast_base::{Bytes, HUGE_SIZE, Hva};
-use ballast_client::Client;
-use ballast_sys::{Mapping, memfd};
+use ballast_sys::Mapping;
 
-use super::on_demand::{on_demand, percentiles};
+use super::on_demand::{attach, on_demand, percentiles};
 use super::product::Product;
 use crate::report::Row;
 use crate::rig::Bench;
@@ -31,11 +30,7 @@ pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, size: Byte
     product.hold(size)?;
     product.overcommit(size, PERCENT)?;
     let name = bench.vm_name();
-    let own = memfd::create("bench", Bytes(HUGE_SIZE as u64)).context("Making a memory file")?;
-    let map = Mapping::shared(&own, 0, HUGE_SIZE).context("Mapping it")?;
-    let builder = Client::builder().name(name.clone()).socket(bench.daemon.attach_socket());
-    let builder = builder.region(own, Hva(map.addr() as u64), Bytes(HUGE_SIZE as u64), Bytes(0));
-    let client = builder.attach().context("Attaching the bench")?;
+    let (client, _ram) = attach(bench, name.clone())?;
     // Two parts of three quarters: the second one is promised because the first can go far.
     let half = Bytes(size.0 * 3 / 4 / HUGE_SIZE as u64 * HUGE_SIZE as u64);
     let first = on_demand(product, &client, half)?;
