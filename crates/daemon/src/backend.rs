@@ -22,7 +22,7 @@ use ballast_remote::check::Finding;
 use ballast_remote::{Addr, NodeFigures};
 use ballast_sys::{meminfo, scm};
 
-use crate::engine::governor::{Governor, operator};
+use crate::engine::governor::{Governor, far, operator};
 use crate::engine::host::Host;
 use crate::engine::huge_pages::HugePages;
 use crate::engine::remote::Remote;
@@ -89,13 +89,13 @@ impl Shown {
         let before = operator::read(vm.state.settings());
         let after = patch.settings_after(before);
         let mut looks = Ok(());
-        let change = || {
+        let change = |(settings, limit): far::Terms| {
             looks = self.scan_before_first_limit(&served, limit);
             if looks.is_err() {
                 return;
             }
-            vm.state.set_settings(operator::write(&after));
-            vm.set_shares(after.effective_shares());
+            vm.state.set_settings(operator::write(&settings));
+            vm.set_shares(settings.effective_shares());
             vm.state.set_limit(limit);
             vm.notify_reclaim();
         };
@@ -215,12 +215,10 @@ impl Backend for Shown {
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError> {
         let served = self.host.attached(name, Host::opens_until()).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
-        // The word first: an engine that takes over now continues with it.
         let was = vm.state.kept();
-        let set = || vm.state.set_kept(kept);
         match kept {
-            true => self.governor.admit_kept(&self.host, &served, set).map_err(ChangeError::Invalid)?,
-            false => set(),
+            true => self.governor.admit_kept(&self.host, &served).map_err(ChangeError::Invalid)?,
+            false => vm.state.set_kept(false),
         }
         if kept {
             served.restore(Hold::Kept, KEPT.into(), |_| ()).map_err(|error| ChangeError::Invalid(error.to_string()))?;

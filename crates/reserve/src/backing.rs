@@ -58,6 +58,14 @@ impl Reserve {
         }
     }
 
+    /// Checks that everything that was promised to VMs on demand is there, or can be far.
+    ///
+    /// # Errors
+    /// It is not, by what was last said of what they can have far.
+    pub fn check_kept(&self) -> Result<(), Error> {
+        self.live.as_ref().filter(|live| !live.promises.is_empty()).map_or(Ok(()), Live::keeps_promises)
+    }
+
     /// Says how much of what VMs on demand were promised they can have far.
     pub fn set_far(&mut self, far: Far) {
         if let Some(live) = &mut self.live {

@@ -134,6 +134,7 @@ impl Reserve {
                     live.files.remove_on_demand(vm, part).during("Removing a file of the pool that a VM had")?;
                 }
                 live.promises.remove(&vm);
+                live.told.retain(|(other, _)| *other != vm);
                 gone += 1;
             }
         }

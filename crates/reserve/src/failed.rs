@@ -13,6 +13,9 @@
 //! of such a page is out of use, and its other pages go back to the host. A VM's own are paged, and the pager finds
 //! them.
 //!
+//! A page that a VM has on demand is no slice. It stays in the VM's file until the VM ends, and is named once by each
+//! owner of the pool.
+//!
 //! A VM may punch its failed page out of its file before it is checked. The kernel keeps such a page and counts it as
 //! used, and the pool has a slice without a page; see [`Reserve::replenish`].
 //!
@@ -50,6 +53,7 @@ impl Reserve {
                 Err(error) => tracing::warn!("Looking for failed memory in file {number} of the pool: {error}"),
             }
         }
+        self.failures.extend(live.failed_on_demand());
         self.failed_pages = pages;
         self.mark(&found)
     }
@@ -69,7 +73,7 @@ impl Reserve {
                     Some((live.names.get(&vm.0.get()).cloned().unwrap_or_default(), live.page.size(guest.0)))
                 }
             };
-            self.failures.push(Failure { numa: live.numa_of(*at), slice: at.0, page: live.page, owner });
+            self.failures.push(Failure { numa: live.numa_of(*at), slice: Some(at.0), page: live.page, owner });
         }
         Ok(())
     }
@@ -110,13 +114,29 @@ impl Live {
             return Ok(slices.into_iter().filter(fails).collect());
         }
         let presence = Presence::new(map, self.page.bytes() as usize).during(WHAT)?;
-        let mut failed = Vec::new();
-        for at in slices {
-            let offset = self.page.size(at.0 - brick.start.0).0;
-            if presence.place(offset as usize).during(WHAT)? == Place::Failed {
-                failed.push(at);
+        let fails = |at: &SliceIdx| Ok(presence.place(self.offset(*at) as usize)? == Place::Failed);
+        let failed = slices.into_iter().filter_map(|at| fails(&at).map(|fails| fails.then_some(at)).transpose());
+        failed.collect::<std::io::Result<_>>().during(WHAT)
+    }
+
+    /// Returns pages that failed of VMs on demand and were not returned yet.
+    fn failed_on_demand(&mut self) -> Vec<Failure> {
+        let mut found = Vec::new();
+        for (vm, promise) in &self.promises {
+            let mut start = 0;
+            for (part, (numa, slices)) in promise.parts.iter().enumerate() {
+                let failed = self.files.failed_on_demand(*vm, part, self.page, *slices);
+                let failed = failed.unwrap_or_else(|error| {
+                    tracing::warn!("Looking for failed memory of VM {}: {error}", promise.name);
+                    Vec::new()
+                });
+                for at in failed.into_iter().map(|at| start + at).filter(|at| self.told.insert((*vm, *at))) {
+                    let owner = Some((promise.name.clone(), self.page.size(at)));
+                    found.push(Failure { numa: *numa, slice: None, page: self.page, owner });
+                }
+                start += slices;
             }
         }
-        Ok(failed)
+        found
     }
 }

@@ -6,13 +6,13 @@ use ballast_base::Bytes;
 
 use crate::host::Page;
 
-/// A slice whose memory failed.
+/// A slice or page whose memory failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     /// Its node.
     pub numa: u32,
-    /// The slice of the pool.
-    pub slice: u32,
+    /// The slice of the pool; `None`: a page of a VM on demand, which is no certain one.
+    pub slice: Option<u32>,
     /// Its size.
     pub page: Page,
     /// Its VM, and where the VM has it; `None`: it has no owner.
@@ -22,7 +22,8 @@ pub struct Failure {
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { numa, slice, page, owner } = self;
-        write!(f, "memory of the pool failed: slice {slice} ({page}) of node {numa}, ")?;
+        let slice = slice.map_or("a page".to_owned(), |slice| format!("slice {slice}"));
+        write!(f, "memory of the pool failed: {slice} ({page}) of node {numa}, ")?;
         match owner {
             Some((name, at)) => write!(f, "which VM {name} has {at} from the start of its memory"),
             None => write!(f, "which no VM has; none will get it"),

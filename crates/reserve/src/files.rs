@@ -15,8 +15,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ballast_base::Bytes;
+use ballast_sys::hugetlb::{Place, Presence};
 use ballast_sys::memfd::FileId;
-use ballast_sys::{huge_files, memfd, prefill};
+use ballast_sys::{Mapping, huge_files, memfd, prefill};
 
 use crate::host::Page;
 use crate::journal;
@@ -107,6 +108,22 @@ impl Files {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// Returns which of its first pages failed, as many as are asked for.
+    pub fn failed_on_demand(&self, vm: u64, part: usize, page: Page, pages: u32) -> io::Result<Vec<u32>> {
+        let file = match std::fs::File::options().read(true).write(true).open(on_demand(&self.dir, vm, part)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            file => file?,
+        };
+        // Its VMM may have made it shorter.
+        let pages = pages.min((memfd::size(&file)?.0 / page.bytes()) as u32);
+        if pages == 0 {
+            return Ok(Vec::new());
+        }
+        let presence = Presence::new(Mapping::shared(&file, 0, page.size(pages).0 as usize)?, page.bytes() as usize)?;
+        let fails = |at: u32| Ok((presence.place(page.size(at).0 as usize)? == Place::Failed).then_some(at));
+        (0..pages).filter_map(|at| fails(at).transpose()).collect()
     }
 
     /// Removes it; no process has it.

@@ -6,7 +6,7 @@
 //! Promise: only this file computes the file and the offset of a slice. No VM gets more files or extents than it may
 //! have.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::num::{NonZeroU32, NonZeroU64};
 use std::os::fd::OwnedFd;
@@ -42,6 +42,8 @@ pub(crate) struct Live {
     pub(crate) names: BTreeMap<u64, String>,
     /// VMs on demand. They have no slices.
     pub(crate) promises: Promises,
+    /// Pages of them that failed and were reported.
+    pub(crate) told: BTreeSet<(u64, u32)>,
     /// How much may be promised to them, in percent of what there is for them.
     pub(crate) percent: u32,
     /// What they can have far.
@@ -72,7 +74,8 @@ impl Live {
         let terms: Option<Terms> =
             journal::load(&dir.join(promises::TERMS_FILE)).during("Reading how much may be promised")?;
         let Terms { percent, .. } = terms.unwrap_or_default();
-        Ok(Self { pool, page, files, names, promises, percent, far: Far::default(), waiting: Vec::new() })
+        let (told, far, waiting) = (BTreeSet::new(), Far::default(), Vec::new());
+        Ok(Self { pool, page, files, names, promises, told, percent, far, waiting })
     }
 
     /// Returns the node with this number on the host.

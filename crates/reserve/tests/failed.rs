@@ -81,7 +81,7 @@ fn memory_that_fails_while_nobody_has_it_is_handed_to_nobody_by_this_owner_and_t
     assert!(said.contains("it wants 16 slices, and 15 are ready"), "{said}");
     assert_eq!((failed(&reserve), sum(&reserve, |node| node.ready)), (SLICE, 30 * MIB));
     let told = reserve.take_failures();
-    assert_eq!((told.len(), told[0].slice, &told[0].owner), (1, 2, &None), "{told:?}");
+    assert_eq!((told.len(), told[0].slice, &told[0].owner), (1, Some(2), &None), "{told:?}");
     assert!(told[0].to_string().contains("no VM has"));
     assert!(reserve.overview().nodes[0].map.starts_with('F'), "{}", reserve.overview().nodes[0].map);
     for round in 0..2 {
@@ -132,6 +132,35 @@ fn a_vm_keeps_its_failed_page_and_is_named_and_the_next_one_does_not_get_it() {
     assert_eq!(reserve.overview().waiting, Bytes(0), "every other slice has its page");
     let next = grant(&mut reserve, "next", 28).expect("the rest is whole");
     assert!(is_zero(&map(&next)));
+}
+
+#[test]
+fn a_page_that_fails_of_a_vm_on_demand_is_reported_once_with_the_vms_name_and_its_place() {
+    let Some(place) = Place::new() else { return };
+    let Some(mut reserve) = pool(&place) else { return };
+    let held = reserve.grant_on_demand("unlucky", Bytes(16 * MIB), &Nodes::One(place.node())).expect("promised");
+    reserve.set_aside().expect("pages are free");
+    // Touched, as an engine fills a page.
+    memfd::allocate(&held.files[0], 2 * SLICE, 4 * SLICE).expect("allocate");
+    let ram = map(&held);
+    ram.words(3 * HUGE_SIZE, 1)[0].store(7, Ordering::Relaxed);
+    assert!(reserve.take_failures().is_empty());
+    fail(&ram, 3 * HUGE_SIZE + PAGE_SIZE).expect("MADV_HWPOISON");
+    assert_eq!(reserve.tend().expect("tend"), 0, "it lives");
+    let told = reserve.take_failures();
+    assert_eq!((told.len(), told[0].owner.clone()), (1, Some(("unlucky".into(), Bytes(3 * SLICE)))), "{told:?}");
+    assert!(told[0].to_string().contains("a page (2 MiB) of node"), "{}", told[0]);
+    // The next look is at the other one alone.
+    fail(&ram, 5 * HUGE_SIZE).expect("MADV_HWPOISON");
+    assert_eq!(reserve.tend().expect("tend"), 0);
+    let told = reserve.take_failures();
+    assert_eq!((told.len(), told[0].owner.clone()), (1, Some(("unlucky".into(), Bytes(5 * SLICE)))), "{told:?}");
+    drop((ram, held));
+    assert_eq!(reserve.tend().expect("tend"), 1);
+    settle(&mut reserve);
+    assert_eq!((failed(&reserve), reserve.overview().waiting), (0, Bytes(0)), "others take their place");
+    reserve.validate().expect("valid");
+    assert!(is_zero(&map(&grant(&mut reserve, "next", 32).expect("all"))));
 }
 
 #[test]

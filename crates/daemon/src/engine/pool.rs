@@ -318,6 +318,7 @@ impl PoolService {
                 let part = parts.of(page)?;
                 part.set_far(far);
                 what(part).map_err(|error| error.to_string())?;
+                self.demand.show(part);
                 self.changed.notify_all();
                 Ok(self.stat_of(parts))
             }

@@ -44,10 +44,24 @@ fn room(limit: Bytes, used: Bytes, part: Bytes, free: u64, vms: &[Use]) -> u64 {
     (has + left.min(free)).min(ours.iter().map(|vm| vm.can_go).sum())
 }
 
+/// An operator's settings of a VM, and its limit. A VM that is kept in memory is one with shares of 0.
+pub type Terms = (Settings, Option<Bytes>);
+
+/// Those of this VM.
+pub fn terms(vm: &Vm) -> Terms {
+    let settings = operator::read(vm.state.settings());
+    (if vm.state.kept() { kept(settings) } else { settings }, vm.state.limit())
+}
+
+/// What these settings are for a VM that is kept in memory.
+pub fn kept(settings: Settings) -> Settings {
+    Settings { shares: Some(0), ..settings }
+}
+
 /// How much of a VM's memory on demand can be far.
-fn can_go(vm: &Vm, ours: u64, settings: Settings, limit: Option<Bytes>) -> u64 {
+fn can_go(vm: &Vm, ours: u64, (settings, limit): Terms) -> u64 {
     let holds = [Hold::Pinned, Hold::Kept, Hold::Shared, Hold::HugePages, Hold::NoZap];
-    if vm.views().is_empty() || vm.state.kept() || holds.iter().any(|hold| vm.is_held_for(*hold)) {
+    if vm.views().is_empty() || holds.iter().any(|hold| vm.is_held_for(*hold)) {
         return 0;
     }
     let most = limit.map_or(ours, |limit| limit.0.min(ours));
@@ -60,7 +74,7 @@ fn can_go(vm: &Vm, ours: u64, settings: Settings, limit: Option<Bytes>) -> u64 {
 
 /// What VMs on demand can have far if this VM had these settings and this limit. A VM of several nodes counts for
 /// nothing: which of its pages are far is not said by node.
-pub fn far(host: &Host, with: Option<(&Served, Settings, Option<Bytes>)>) -> Far {
+pub fn far(host: &Host, with: Option<(&Served, Terms)>) -> Far {
     let sizes = sizes(host, &host.pool.demand.files());
     let (mut nodes, mut uses) = (BTreeMap::<u32, Bytes>::new(), [(); 3].map(|()| Vec::new()));
     if sizes.iter().all(|(_, ours)| ours.bytes() == 0) {
@@ -69,9 +83,8 @@ pub fn far(host: &Host, with: Option<(&Served, Settings, Option<Bytes>)>) -> Far
     for (served, ours) in &sizes {
         let (vm, id, node, ours) = (&served.vm, served.vm.state.id(), ours.node(), ours.bytes());
         let changed = with.filter(|(changed, ..)| changed.vm.state.id() == id);
-        let (settings, limit) = changed
-            .map_or_else(|| (operator::read(vm.state.settings()), vm.state.limit()), |(_, of, limit)| (of, limit));
-        let goes = node.map_or(0, |_| can_go(vm, ours, settings, limit));
+        let terms = changed.map_or_else(|| terms(vm), |(_, terms)| terms);
+        let goes = node.map_or(0, |_| can_go(vm, ours, terms));
         if let Some(node) = node {
             nodes.entry(node).or_default().0 += goes;
         }
@@ -109,19 +122,17 @@ fn lack(over: &Over, far: &Far) -> Option<(Option<u32>, Bytes, Bytes)> {
     one.or_else(|| lack(None, far.all, over.values().map(needs).sum()))
 }
 
-/// Why a VM cannot have these settings and this limit, if the pool could not keep what it promised then.
-pub fn refusal(host: &Host, served: &Served, settings: Settings, limit: Option<Bytes>) -> Option<String> {
+/// Why a VM with the first of these terms cannot have the other ones, if the pool could not keep what it promised then.
+pub fn refusal(host: &Host, served: &Served, [before, after]: [Terms; 2]) -> Option<String> {
     let over = host.pool.demand.overcommitted();
     let (vm, id) = (&served.vm, served.vm.state.id());
     let sizes = sizes(host, &host.pool.demand.files());
     let (_, ours) = sizes.iter().find(|(other, _)| other.vm.state.id() == id)?;
     let (node, ours) = (ours.node()?, ours.bytes());
-    if over.is_empty()
-        || can_go(vm, ours, settings, limit) >= can_go(vm, ours, operator::read(vm.state.settings()), vm.state.limit())
-    {
+    if over.is_empty() || can_go(vm, ours, after) >= can_go(vm, ours, before) {
         return None;
     }
-    let (before, after) = (far(host, None), far(host, Some((served, settings, limit))));
+    let [before, after] = [before, after].map(|terms| far(host, Some((served, terms))));
     let (at, far, missing) = lack(&over, &after)?;
     let is_less = match at {
         Some(at) => at == node,

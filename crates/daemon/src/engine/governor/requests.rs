@@ -144,21 +144,23 @@ impl Governor {
     }
 
     /// Change the operator's settings of a VM, unless they contradict themselves or other VMs' reservations. `change`
-    /// is called if they do not, before another thread can change such settings.
+    /// is called if they do not, before another thread can change such settings. It is called once more with what was
+    /// before, if the pool promised memory at that moment which it could not keep.
     pub fn admit(
         &self,
         host: &Host,
         served: &Served,
         settings: Settings,
         limit: Option<Bytes>,
-        change: impl FnOnce(),
+        mut change: impl FnMut(far::Terms),
     ) -> Result<(), String> {
         let (size, state) = (served.vm.size().bytes().0, &served.vm.state);
         if let Some(why) = settings.contradiction(size, limit.map(|limit| limit.0)) {
             return Err(why);
         }
         let mut inner = self.lock();
-        if let Some(why) = far::refusal(host, served, settings, limit) {
+        let terms = [far::terms(&served.vm), (settings, limit)];
+        if let Some(why) = far::refusal(host, served, terms) {
             return Err(why);
         }
         // A change that takes no more is never refused, even if too much had been promised; then other VMs do not
@@ -175,22 +177,32 @@ impl Governor {
                 return Err(why);
             }
         }
-        change();
+        let before = (operator::read(state.settings()), state.limit());
+        change((settings, limit));
+        if let Some(why) = far::refusal(host, served, terms) {
+            change(before);
+            return Err(why);
+        }
         if inner.is_active() {
             self.notify(&mut inner);
         }
         Ok(())
     }
 
-    /// Keep all of a VM in memory, unless the pool could not keep what it promised then. `change` is as of
-    /// [`Self::admit`].
-    pub fn admit_kept(&self, host: &Host, served: &Served, change: impl FnOnce()) -> Result<(), String> {
+    /// Say that all of a VM is kept in memory, unless the pool could not keep what it promised then.
+    pub fn admit_kept(&self, host: &Host, served: &Served) -> Result<(), String> {
         let _inner = self.lock();
         let state = &served.vm.state;
-        let all = Settings { shares: Some(0), ..operator::read(state.settings()) };
-        far::refusal(host, served, all, state.limit()).map_or(Ok(()), Err)?;
-        change();
-        Ok(())
+        let before = far::terms(&served.vm);
+        let terms = [before, (far::kept(before.0), before.1)];
+        far::refusal(host, served, terms).map_or(Ok(()), Err)?;
+        // The word first: an engine that takes over now continues with it.
+        let was = state.kept();
+        state.set_kept(true);
+        far::refusal(host, served, terms).map_or(Ok(()), |why| {
+            state.set_kept(was);
+            Err(why)
+        })
     }
 }
 

@@ -16,7 +16,7 @@ use ballast_base::pool::{Given, Take};
 use ballast_base::wire;
 use ballast_keeper::{HANGS_AFTER, MOST_STUCK, SentFd};
 use ballast_pool::Refused;
-use ballast_reserve::{Error, Grant};
+use ballast_reserve::{Error, Grant, Page};
 use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -132,12 +132,12 @@ impl PoolService {
             };
             let error = match granted {
                 Ok(grant) => {
-                    // What fails here fails again in the next round, which says so.
-                    let _ = if mode.is_none() { self.demand.tend(Some(reserve), true) } else { Ok(()) };
+                    self.demand.show(reserve);
                     // From now on its end must be noticed.
                     self.changed.notify_all();
                     self.handing.fetch_add(1, Ordering::Relaxed);
-                    return Ok(Handed { grant, service: self });
+                    drop(state);
+                    return self.confirm(page, Handed { grant, service: self });
                 }
                 Err(error) => error,
             };
@@ -165,6 +165,24 @@ impl PoolService {
             far = self.demand.far();
             state = self.lock();
         }
+    }
+
+    /// Take memory back if what VMs on demand were promised could not be kept any more. A change of a VM's settings may
+    /// come at the same moment: it is made first and judged again then, as this is, so one of the two sees the other.
+    fn confirm<'a>(&self, page: Page, handed: Handed<'a>) -> anyhow::Result<Handed<'a>> {
+        let far = self.demand.far();
+        let mut state = self.lock();
+        let State::Ours(parts) = &mut *state else { return Ok(handed) };
+        let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
+        reserve.set_far(far);
+        if let Err(error) = reserve.check_kept() {
+            // No process has seen it.
+            drop(handed);
+            reserve.tend()?;
+            self.demand.show(reserve);
+            return Err(error.into());
+        }
+        Ok(handed)
     }
 }
 

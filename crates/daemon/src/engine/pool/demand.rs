@@ -84,6 +84,14 @@ impl Demand {
         }
     }
 
+    /// Has the governor know at once what is promised.
+    pub fn show(&self, reserve: &mut Reserve) {
+        if reserve.has_on_demand() {
+            // What fails here fails again in the next round, which says so.
+            let _ = self.tend(Some(reserve), true);
+        }
+    }
+
     /// Sets aside for the next touches, and looks how much is left. `all`: also at what the pool has, which may take a
     /// look at each slice.
     pub fn tend(&self, reserve: Option<&mut Reserve>, all: bool) -> Result<(), Error> {

@@ -6,6 +6,7 @@ use std::process::Command;
 use ballast_base::MIB;
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_needs::skip;
+use ballast_reserve::Far;
 use ballast_sys::memfd;
 
 use super::*;
@@ -194,4 +195,32 @@ fn a_vm_waits_for_pages_that_another_program_got_before_they_were_zeroed() {
         false
     };
     drop(own.service.take(&all, goes_on).expect("they come back"));
+}
+
+#[test]
+fn a_promise_is_taken_back_if_a_change_at_the_same_moment_leaves_too_little_that_can_be_far() {
+    let Some(own) = Own::new(32, PoolPages::Huge) else { return };
+    let far = Arc::new(Mutex::new(Vec::new()));
+    let (next, numa) = (far.clone(), own.stat().nodes[0].numa);
+    // What VMs can have far, each time that it is asked for.
+    let next = move || {
+        let far = Bytes(next.lock().expect("whole").pop().unwrap_or(0) * MIB);
+        Far { all: far, nodes: [(numa, far)].into() }
+    };
+    own.service.demand.link(demand::Links { far: Box::new(next), short: Box::new(|| ()) });
+    let more = PoolRequest { bytes: Some(32 * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
+    own.service.reserve(&more).expect("more may be promised");
+    let take = |mib: u64, of: [u64; 2]| {
+        *far.lock().expect("whole") = vec![of[1], of[0]];
+        let wanted = Take { name: "vm".into(), size: Bytes(mib * MIB), pages: Pages::OnDemand, nodes: Nodes::Any };
+        own.service.take(&wanted, || panic!("it waits"))
+    };
+    let promised = || own.stat().promised_bytes / MIB;
+    let all = take(32, [0, 0]).expect("all that there is");
+    // It can go far when the promise is made, and cannot when that is judged again.
+    let said = take(8, [32, 0]).expect_err("it could not be kept").to_string();
+    assert!(said.contains("cannot be promised") && promised() == 32, "{said}");
+    let other = take(8, [32, 32]).expect("it can be kept");
+    assert_eq!(promised(), 40);
+    drop((all, other));
 }
