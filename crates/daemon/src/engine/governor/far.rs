@@ -7,6 +7,7 @@
 //! leave. What others put into a store later is not foreseen.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, RAM_STORE, REMOTE_STORE};
@@ -22,6 +23,9 @@ use crate::engine::served::Served;
 
 /// A VM keeps 1/KEEPS of its memory, so that it can go on.
 const KEEPS: u64 = 8;
+
+/// An engine that follows another one has its pool within this, as a rule.
+const KNOWN_WITHIN: Duration = Duration::from_secs(5);
 
 /// A VM in a kind of store.
 #[derive(Clone, Copy, Debug, Default)]
@@ -120,6 +124,27 @@ fn lack(over: &Over, far: &Far) -> Option<(Option<u32>, Bytes, Bytes)> {
         .iter()
         .find_map(|(numa, over)| lack(Some(*numa), far.nodes.get(numa).copied().unwrap_or_default(), needs(over)));
     one.or_else(|| lack(None, far.all, over.values().map(needs).sum()))
+}
+
+/// Waits until this engine's pool knows what it has promised, if the VM has memory on demand and could have less of it
+/// far with the second of these terms. Before that nothing would be refused.
+///
+/// # Errors
+/// The pool does not know: another engine has it, or it cannot be opened.
+pub fn known(host: &Host, served: &Served, [before, after]: [Terms; 2]) -> Result<(), String> {
+    let (vm, all) = (&served.vm, served.vm.size().bytes().0);
+    let is_on_demand = || vm.regions().iter().any(|region| region.is_on_demand());
+    if can_go(vm, all, after) >= can_go(vm, all, before) || !is_on_demand() {
+        return Ok(());
+    }
+    let begun = Instant::now();
+    while !host.pool.demand.is_known() {
+        if begun.elapsed() > KNOWN_WITHIN {
+            return Err("this engine's pool does not know yet what it has promised: ask again".into());
+        }
+        std::thread::sleep(KNOWN_WITHIN / 1000);
+    }
+    Ok(())
 }
 
 /// Why a VM with the first of these terms cannot have the other ones, if the pool could not keep what it promised then.

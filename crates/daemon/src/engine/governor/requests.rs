@@ -158,6 +158,7 @@ impl Governor {
         if let Some(why) = settings.contradiction(size, limit.map(|limit| limit.0)) {
             return Err(why);
         }
+        far::known(host, served, [far::terms(&served.vm), (settings, limit)])?;
         let mut inner = self.lock();
         let terms = [far::terms(&served.vm), (settings, limit)];
         if let Some(why) = far::refusal(host, served, terms) {
@@ -191,10 +192,13 @@ impl Governor {
 
     /// Say that all of a VM is kept in memory, unless the pool could not keep what it promised then.
     pub fn admit_kept(&self, host: &Host, served: &Served) -> Result<(), String> {
+        let terms = || {
+            let before = far::terms(&served.vm);
+            [before, (far::kept(before.0), before.1)]
+        };
+        far::known(host, served, terms())?;
         let _inner = self.lock();
-        let state = &served.vm.state;
-        let before = far::terms(&served.vm);
-        let terms = [before, (far::kept(before.0), before.1)];
+        let (state, terms) = (&served.vm.state, terms());
         far::refusal(host, served, terms).map_or(Ok(()), Err)?;
         // The word first: an engine that takes over now continues with it.
         let was = state.kept();

@@ -41,6 +41,8 @@ pub struct Demand {
     links: OnceLock<Links>,
     /// The pool was looked at, and no VM was promised any.
     is_none: AtomicBool,
+    /// The pool was looked at since this engine has it.
+    is_known: AtomicBool,
     over: Mutex<Over>,
     files: Mutex<Arc<Promised>>,
 }
@@ -56,6 +58,11 @@ impl Demand {
     pub fn far(&self) -> Far {
         let links = self.links.get().filter(|_| !self.is_none.load(Ordering::Relaxed));
         links.map_or_else(Far::default, |links| (links.far)())
+    }
+
+    /// Does it say what the pool has promised? Not before this engine has it.
+    pub fn is_known(&self) -> bool {
+        self.is_known.load(Ordering::Acquire)
     }
 
     fn lock(&self) -> MutexGuard<'_, Over> {
@@ -99,6 +106,7 @@ impl Demand {
         let Some(reserve) = reserve else {
             *self.lock() = Over::new();
             self.set_files(Promised::new());
+            self.is_known.store(true, Ordering::Release);
             return Ok(());
         };
         let done = reserve.set_aside();
@@ -110,6 +118,7 @@ impl Demand {
             over.touched = reserve.on_demand_touched(*numa)?;
         }
         *self.lock() = over;
+        self.is_known.fetch_or(all, Ordering::Release);
         done
     }
 }
