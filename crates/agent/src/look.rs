@@ -112,11 +112,15 @@ impl Part {
 
     /// Returns the heat for each class of intervals and each state but the unknown one.
     fn heats(&self, now: Instant) -> Vec<[Heat; AGES]> {
-        let idle: [Duration; AGES] = std::array::from_fn(|age| {
-            let since = self.ends.get(age).or(self.ends.back());
-            since.map_or(Duration::ZERO, |since| now.saturating_duration_since(*since))
-        });
-        let of = |chances: [f32; AGES]| idle.map(|idle| Heat::of(idle, chances[steps(idle).min(AGES - 1)]));
+        let last = self.ends.front().copied().unwrap_or(now);
+        let since: [Instant; AGES] =
+            std::array::from_fn(|age| self.ends.get(age).or(self.ends.back()).copied().unwrap_or(now));
+        // Nobody knows what was accessed since the last look, however long that is ago.
+        let heat = |since: Instant, chances: &[f32; AGES]| {
+            let age = steps(now.saturating_duration_since(since)).min(AGES - 1);
+            Heat::of(last.saturating_duration_since(since), chances[age])
+        };
+        let of = |chances: [f32; AGES]| since.map(|since| heat(since, &chances));
         self.reuse.chances().into_iter().map(of).collect()
     }
 
@@ -291,6 +295,13 @@ mod tests {
         assert!([2, 4, 8, 300].iter().all(|looks| idle(*looks).level == COLD), "{:?}", idle(2));
         assert!(idle(2) > idle(8) && idle(8) > idle(300), "{:?}", [2, 8, 300].map(idle));
         assert_eq!(after([LRU, LRU | IDLE, 0].into_iter()).0.states, [UNKNOWN], "it is another page now");
+    }
+
+    #[test]
+    fn a_page_that_was_accessed_until_the_last_look_is_not_cold_however_long_ago_that_is() {
+        let (part, now) = after([LRU | IDLE, LRU].into_iter());
+        let later = part.heats(now + COLD_AFTER * 9);
+        assert!(part.heat(&later, 7, false).is_some_and(|heat| heat.level > COLD));
     }
 
     #[test]
