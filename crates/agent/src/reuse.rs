@@ -35,11 +35,11 @@ pub fn class(interval: u8) -> usize {
     }
 }
 
-/// The share of pages of a class and age that is accessed in a step, if nothing is known: a quarter of what one access
-/// in its interval or its age would be.
+/// The share of pages of a class and age that is accessed in a step, if nothing is known: as one access in its interval
+/// or its age would be; a quarter of that if no interval is known.
 fn unlearned(class: usize, age: usize) -> f32 {
-    let interval = 1 << class.saturating_sub(1);
-    0.25 / (age + 1).max(interval) as f32
+    let of = |steps: usize| 1.0 / steps as f32;
+    if class == 0 { of(age + 1) / 4.0 } else { of((age + 1).max(1 << (class - 1))) }
 }
 
 /// Pages that came to an age, and those of them that were accessed there.
@@ -185,15 +185,15 @@ mod tests {
     #[test]
     fn one_look_at_many_pages_is_one_observation() {
         let mut reuse = Reuse::default();
-        let before = reuse.chances()[1][0];
-        (0..100_000).for_each(|_| reuse.saw(1, 0, true));
+        let before = reuse.chances()[4][0];
+        (0..100_000).for_each(|_| reuse.saw(4, 0, true));
         reuse.learn(|look| look..look + 1);
-        let once = reuse.chances()[1][0];
+        let once = reuse.chances()[4][0];
         (0..20).for_each(|_| {
-            (0..1000).for_each(|_| reuse.saw(1, 0, true));
+            (0..1000).for_each(|_| reuse.saw(4, 0, true));
             reuse.learn(|look| look..look + 1);
         });
-        let often = reuse.chances()[1][0];
+        let often = reuse.chances()[4][0];
         assert!(before < once && once < 0.7 && often > 0.75, "{before} {once} {often}");
     }
 }
