@@ -98,6 +98,8 @@ pub enum Part {
     Base,
     /// The largest pool, beside what the kernel finds by one write.
     Largest,
+    /// A guest's disk and network on the daemon's pool.
+    Devices,
     /// The speed of a guest on the daemon's pool.
     Guest,
     /// The memory that a VM of the daemon's pool costs.
@@ -130,7 +132,8 @@ impl Part {
         match self {
             Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
             Self::Busy | Self::Recovery | Self::Idle => Which::Density,
-            Self::Start | Self::OnDemand | Self::Base | Self::Largest | Self::Guest | Self::Cost => Which::Pool,
+            Self::Start | Self::OnDemand | Self::Base | Self::Largest => Which::Pool,
+            Self::Devices | Self::Guest | Self::Cost => Which::Pool,
             Self::Free | Self::Scattered | Self::Services | Self::Written | Self::Shares => Which::Guest,
             Self::Files | Self::Redis | Self::Memcached | Self::Bfs | Self::Kmeans => Which::Guest,
         }

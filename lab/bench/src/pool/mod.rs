@@ -1,8 +1,9 @@
 //! The pool: its metadata, the memory that VMs can get from it, and the time until that memory can be used.
 //!
-//! Before: the bench has its guard. After: there are rows of 13 kinds (`measures`). The pool itself computes *metadata*
+//! Before: the bench has its guard. After: there are rows of 14 kinds (`measures`). The pool itself computes *metadata*
 //! and *churn*, without memory; *ready*, *sold*, *speed* and *zeroing* use real memory, which the guard returns.
-//! *start*, *on_demand*, *overcommit*, *base*, *largest*, *guest* and *cost* are of the daemon's pool.
+//! *start*, *on_demand*, *overcommit*, *base*, *largest*, *guest*, *devices* and *cost* are of the
+//! daemon's pool.
 //! Threads: the bench's one. Units: in the keys. Promise: the bench takes no memory that others may need: it leaves out
 //! sizes for which memory is short, with the reason.
 
@@ -11,6 +12,7 @@ mod base;
 mod bricks;
 mod churn;
 mod cost;
+mod devices;
 mod guest;
 mod largest;
 mod metadata;
@@ -101,11 +103,12 @@ fn without_a_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) 
 fn of_the_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let product = Product::start(bench)?;
     let only = bench.options.part;
-    let parts: [(Part, Rows); 6] = [
+    let parts: [(Part, Rows); 7] = [
         (Part::Start, starts),
         (Part::OnDemand, on_demands),
         (Part::Base, bases),
         (Part::Guest, guests),
+        (Part::Devices, devices),
         (Part::Cost, costs),
         (Part::Largest, largests),
     ];
@@ -218,6 +221,22 @@ fn guests(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Res
         }
     }
     Ok(())
+}
+
+fn devices(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    // Two guests boot, which takes minutes on a busy machine.
+    if bench.options.quick && bench.options.part.is_none() {
+        return Ok(());
+    }
+    let rounds = if bench.options.quick { 1 } else { 8 };
+    let row = bench.row("disk and network on the pool");
+    let short = short_of(3 * devices::RAM.0, devices::RAM, product);
+    if short.is_none() && bench.guard.huge_pages(product::huge_pages(devices::RAM)).is_ok() {
+        each(devices::row(bench, row, rounds)?)?;
+        return bench.guard.no_huge_pages();
+    }
+    let why = short.unwrap_or_else(|| NO_HUGE_PAGES.into());
+    each(left_out(row, "devices", devices::RAM.0, "ratio_disk_pool", &why))
 }
 
 fn costs(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
