@@ -4,6 +4,9 @@
 //! nodes together, where stores take the memory of any ([`Far`]): what one node has promised beyond what it has is no
 //! more there for the others.
 //!
+//! What is not zeroed yet counts for promises that were made, and for no new one: a process that is not the VM's any
+//! more may hold its pages.
+//!
 //! Before: a VM is to have memory, or some is to be lent. After: `demand`, `reserve` and `lend` know whether all
 //! promises are kept then. Threads: the owner's. Units: slices. Promise: where a function here says that promises are
 //! kept, each node has enough for what its VMs cannot have far, and all VMs can have the rest far at the same time.
@@ -26,7 +29,19 @@ struct Backed {
     numa: u32,
     now: OnDemand,
     backing: u32,
+    /// How much of that is not zeroed yet: a process may hold its pages, for how long nobody knows.
+    unzeroed: u32,
 }
+
+impl Backed {
+    /// What is there for certain. A promise that was made counts on all, a new one on this.
+    fn certain(&self) -> u32 {
+        self.backing - self.unzeroed
+    }
+}
+
+/// What each node lacks for what it has promised, by its number on the host.
+pub type Lacks = BTreeMap<u32, u32>;
 
 impl Reserve {
     /// Lets the pool promise VMs on demand this many percent of what it has for them.
@@ -58,12 +73,20 @@ impl Reserve {
         }
     }
 
-    /// Checks that everything that was promised to VMs on demand is there, or can be far.
+    /// Returns what each node lacks for what it has promised to VMs on demand: it is not there, and cannot be far.
     ///
     /// # Errors
-    /// It is not, by what was last said of what they can have far.
-    pub fn check_kept(&self) -> Result<(), Error> {
-        self.live.as_ref().filter(|live| !live.promises.is_empty()).map_or(Ok(()), Live::keeps_promises)
+    /// The kernel does not tell how many pages a VM has.
+    pub fn lacks(&self) -> Result<Lacks, Error> {
+        self.live.as_ref().map_or(Ok(Lacks::new()), Live::lacks)
+    }
+
+    /// Checks that no node lacks more than this for what it has promised.
+    ///
+    /// # Errors
+    /// It does, by what was last said of what VMs on demand can have far.
+    pub fn check_kept(&self, before: &Lacks) -> Result<(), Error> {
+        self.live.as_ref().map_or(Ok(()), |live| live.keeps_promises(before))
     }
 
     /// Says how much of what VMs on demand were promised they can have far.
@@ -88,7 +111,8 @@ impl Reserve {
             if now.promised <= live.ready(numa) + now.aside {
                 continue;
             }
-            let (has, size) = (live.backing_beside(numa, now.aside), |slices| live.page.size(slices));
+            let has = live.ready_for_demand(numa) + live.unzeroed(numa) + now.aside;
+            let size = |slices| live.page.size(slices);
             let over = Overcommitted { has: size(has), promised: size(now.promised), touched: size(now.touched) };
             found.extend((now.promised > has).then_some((numa, over)));
         }
@@ -122,7 +146,7 @@ impl Live {
     pub(crate) fn left_for_demand(&self) -> Result<BTreeMap<u32, u32>, Error> {
         let nodes = self.backed()?;
         let left = |(at, node): (usize, &Backed)| {
-            (node.numa, self.terms(&nodes, at).most(node.backing).saturating_sub(node.now.promised))
+            (node.numa, self.terms(&nodes, at).most(node.certain()).saturating_sub(node.now.promised))
         };
         Ok(nodes.iter().enumerate().map(left).collect())
     }
@@ -136,20 +160,36 @@ impl Live {
     }
 
     fn unpromised_at(&self, nodes: &[Backed], at: usize) -> u32 {
-        let Backed { now, backing, .. } = nodes[at];
-        backing.saturating_sub(self.terms(nodes, at).least(now.promised))
+        let node = &nodes[at];
+        let has = if self.promises.is_empty() { node.backing } else { node.certain() };
+        has.saturating_sub(self.terms(nodes, at).least(node.now.promised))
     }
 
-    /// Checks that what VMs on demand were promised is there, after another VM got memory (it also keeps the rest of
-    /// its last file from others), or was promised some.
-    pub(crate) fn keeps_promises(&self) -> Result<(), Error> {
+    /// See [`Reserve::lacks`].
+    pub(crate) fn lacks(&self) -> Result<Lacks, Error> {
+        if self.promises.is_empty() {
+            return Ok(Lacks::new());
+        }
         let nodes = self.backed()?;
-        for (at, Backed { numa, now, backing }) in nodes.iter().copied().enumerate() {
-            let terms = self.terms(&nodes, at);
-            let needed = terms.least(now.promised);
-            if backing < needed {
-                let at = self.place(numa);
-                return Err(self.promised_error((now, backing), terms, needed - backing, 0, &at));
+        Ok((0..nodes.len()).map(|at| (nodes[at].numa, self.lacks_at(&nodes, at))).collect())
+    }
+
+    fn lacks_at(&self, nodes: &[Backed], at: usize) -> u32 {
+        self.terms(nodes, at).least(nodes[at].now.promised).saturating_sub(nodes[at].backing)
+    }
+
+    /// Checks that no node lacks more than before for what it has promised, after another VM got memory (it also keeps
+    /// the rest of its last file from others), or was promised some.
+    pub(crate) fn keeps_promises(&self, before: &Lacks) -> Result<(), Error> {
+        if self.promises.is_empty() {
+            return Ok(());
+        }
+        let nodes = self.backed()?;
+        for (at, Backed { numa, now, backing, .. }) in nodes.iter().copied().enumerate() {
+            let lacks = self.lacks_at(&nodes, at);
+            if lacks > before.get(&numa).copied().unwrap_or(0) {
+                let place = self.place(numa);
+                return Err(self.promised_error((now, backing), self.terms(&nodes, at), lacks, 0, &place));
             }
         }
         Ok(())
@@ -193,7 +233,8 @@ impl Live {
     fn backed(&self) -> Result<Vec<Backed>, Error> {
         let node = |numa| {
             let now = self.on_demand_of(numa)?;
-            Ok(Backed { numa, now, backing: self.backing_beside(numa, now.aside) })
+            let unzeroed = self.unzeroed(numa);
+            Ok(Backed { numa, now, backing: self.ready_for_demand(numa) + unzeroed + now.aside, unzeroed })
         };
         self.each_node().map(node).collect()
     }
@@ -210,15 +251,14 @@ impl Live {
         u32::try_from(bytes.0 / self.page.bytes()).unwrap_or(u32::MAX)
     }
 
-    /// Slices of a node for VMs on demand: set aside, as many as these, or free and in no file of which another VM has
-    /// a part. What waits for a page that a process holds is not there.
-    fn backing_beside(&self, numa: u32, set_aside: u32) -> u32 {
+    /// Slices of a node that VMs on demand can have once they are zeroed: in no file of which another VM has a part.
+    /// What waits for a page that a process holds is not among them.
+    fn unzeroed(&self, numa: u32) -> u32 {
         let aside = self.aside_domain();
         let is_open = |at| self.pool.domain(at).is_none_or(|domain| Some(domain) == aside);
         let is_unzeroed = |at| matches!(self.pool.state(at), SliceState::Free(Content::Dirty | Content::Zeroing));
         let unzeroed = self.count(numa, |at| is_unzeroed(at) && is_open(at));
-        let unzeroed = unzeroed.saturating_sub(self.waiting_of(numa).filter(|at| is_open(*at)).count() as u32);
-        self.ready_for_demand(numa) + unzeroed + set_aside
+        unzeroed.saturating_sub(self.waiting_of(numa).filter(|at| is_open(*at)).count() as u32)
     }
 
     /// Slices of a node that any VM can have.

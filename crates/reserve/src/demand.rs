@@ -68,11 +68,12 @@ impl Reserve {
                 break id.get();
             }
         };
+        let lacked = live.lacks()?;
         // The promise first: a file without one has no known owner.
         live.promises.insert(vm, Promise { name: name.to_owned(), slices, parts: parts.clone() });
         // Each of its nodes may have counted on the same room in the far stores.
         if parts.len() > 1
-            && let Err(error) = live.keeps_promises()
+            && let Err(error) = live.keeps_promises(&lacked)
         {
             live.promises.remove(&vm);
             return Err(error);

@@ -52,6 +52,7 @@ pub mod reserve;
 mod shared;
 mod spare;
 
+pub use backing::Lacks;
 pub use balance::Want;
 pub use error::Error;
 pub use failure::Failure;

@@ -217,14 +217,13 @@ impl Reserve {
             self.check_promises(slices)?;
         }
         let Some(live) = &mut self.live else { return Err(Error::Request("nothing is reserved for VMs".into())) };
-        let parts = live.parts(slices, nodes)?;
+        let (parts, lacked) = (live.parts(slices, nodes)?, live.lacks()?);
         let (id, domain) = live.new_vm().during("Asking for random numbers")?;
         // The name is stored first. A name without a VM is forgotten; a VM without a name would have no known owner.
         live.name(&names, id.get(), name)?;
         let request = Request { vm: VmId(id), domain, kind: page.class().kind(), mode, parts };
         let given = live.pool.allocate(&request).map_err(|why| Error::Refused(why, page)).and_then(|grant| {
-            let kept = if live.promises.is_empty() { Ok(()) } else { live.keeps_promises() };
-            let cut = kept.and_then(|()| live.cut(id.get(), &grant.segments));
+            let cut = live.keeps_promises(&lacked).and_then(|()| live.cut(id.get(), &grant.segments));
             cut.map(|(extents, files)| Grant { vm: id.get(), extents, files }).inspect_err(|_| {
                 // No process has seen the memory.
                 let _ = live.pool.release(VmId(id));

@@ -191,11 +191,14 @@ fn what_a_process_holds_pages_of_is_promised_to_no_vm_on_demand_before_they_are_
     let pipe = hold_in_pipe(&ram, 0);
     drop((ram, spy));
     assert_eq!(reserve.tend().expect("tend"), 1);
+    let here = Nodes::One(place.node());
+    let untried = reserve.grant_on_demand("next", Bytes(2 * MIB), &here).map(drop).map_err(|error| error.to_string());
+    let said = untried.expect_err("nobody knows yet whether there is a page for it");
+    assert!(said.contains("and 0 MiB are left") || said.contains("and 0 B are left"), "{said}");
     zero_all(&mut reserve);
     if reserve.overview().waiting == Bytes(0) {
         return ballast_needs::skip("hugetlb", "the kernel had a page that was nobody's");
     }
-    let here = Nodes::One(place.node());
     let mut promise = |mib: u64| {
         let given = reserve.grant_on_demand("next", Bytes(mib * MIB), &here);
         let said = given.map(drop).map_err(|error| error.to_string());
@@ -211,6 +214,8 @@ fn what_a_process_holds_pages_of_is_promised_to_no_vm_on_demand_before_they_are_
         let done = job.run();
         assert!(reserve.finish(done), "the page is free now");
     }
+    // VMs had its file meanwhile, so it is zeroed once more.
+    zero_all(&mut reserve);
     let none = reserve.grant_on_demand("next", Bytes(2 * MIB), &Nodes::Balanced(Vec::new())).expect_err("of no node");
     assert!(none.to_string().contains("no node is named"), "{none}");
     reserve.grant_on_demand("next", Bytes(32 * MIB), &here).expect("all of it is there");

@@ -28,6 +28,7 @@ const DISK: u64 = 128 * MIB;
 const VALUE: usize = 64 * KIB as usize;
 const VALUES: usize = 256;
 const SERVES: Duration = Duration::from_secs(3);
+const AGAIN: Duration = Duration::from_millis(100);
 /// What runs in the guest: Redis, and a read of the disk for each line.
 const COMMAND: &str = "redis-server --port 6379 --bind 0.0.0.0 --protected-mode no --dir /tmp --loglevel warning & \
                        while read -r _; do \
@@ -63,7 +64,12 @@ impl Guest {
             bench.daemon.wait_for_vm(&name)?;
         }
         let data = Dataset::new(VALUES, VALUE, 1);
-        load::load(qemu.redis_addr(), &data)?;
+        // Redis is not there as soon as the command runs.
+        let start = Instant::now();
+        while let Err(error) = load::load(qemu.redis_addr(), &data) {
+            ensure!(start.elapsed() < TIMEOUT, error);
+            std::thread::sleep(AGAIN);
+        }
         Ok(Self { qemu, data })
     }
 

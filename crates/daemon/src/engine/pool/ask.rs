@@ -16,11 +16,11 @@ use ballast_base::pool::{Given, Take};
 use ballast_base::wire;
 use ballast_keeper::{HANGS_AFTER, MOST_STUCK, SentFd};
 use ballast_pool::Refused;
-use ballast_reserve::{Error, Grant, Page};
+use ballast_reserve::{Error, Grant, Lacks, Page};
 use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{POLL_EVERY, PoolService, State};
+use super::{AGAIN_EVERY, POLL_EVERY, PoolService, State};
 use crate::engine::pool_parts;
 use crate::settings::Pooling;
 
@@ -119,43 +119,55 @@ impl PoolService {
     /// Take memory for a VM; if it is there but dirty, wait until it is zeroed, or nobody wants it any more.
     pub(super) fn take(&self, take: &Take, is_gone: impl Fn() -> bool) -> anyhow::Result<Handed<'_>> {
         let (page, mode) = pool_parts::for_vm(take.pages);
-        let (begun, mut far) = (Instant::now(), self.demand.far());
+        let (begun, mut far, mut next_try) = (Instant::now(), self.demand.far(), Instant::now());
         let mut state = self.lock();
         loop {
             let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
             let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
-            reserve.set_far(std::mem::take(&mut far));
-            // A VM may have ended since the last check.
-            let granted = match mode {
-                Some(mode) => reserve.grant(&take.name, take.size, mode, &take.nodes),
-                None => reserve.grant_on_demand(&take.name, take.size, &take.nodes),
-            };
-            let error = match granted {
-                Ok(grant) => {
-                    self.demand.show(reserve);
-                    // From now on its end must be noticed.
+            let was_zeroing = reserve.is_zeroing();
+            if !was_zeroing || Instant::now() >= next_try {
+                reserve.set_far(std::mem::take(&mut far));
+                let lacked = reserve.lacks()?;
+                // A VM may have ended since the last check.
+                let granted = match mode {
+                    Some(mode) => reserve.grant(&take.name, take.size, mode, &take.nodes),
+                    None => reserve.grant_on_demand(&take.name, take.size, &take.nodes),
+                };
+                let error = match granted {
+                    Ok(grant) => {
+                        self.demand.show(reserve);
+                        // From now on its end must be noticed.
+                        self.changed.notify_all();
+                        self.handing.fetch_add(1, Ordering::Relaxed);
+                        drop(state);
+                        return self.confirm(page, Handed { grant, service: self }, &lacked);
+                    }
+                    Err(error) => error,
+                };
+                // Asked first: of a VM that has got its memory and is gone already, this engine may have files still.
+                let is_handing = self.handing.load(Ordering::Acquire) > 0;
+                let waits = begun.elapsed() < REPLACED_WITHIN && reserve.waits_for_pages()
+                    || begun.elapsed() < CLOSED_WITHIN && reserve.has_vms();
+                let has_ended = reserve.tend()? > 0;
+                let is_coming = match error {
+                    Error::Refused(Refused::NoRoom { .. }, _) => {
+                        has_ended || is_handing || waits || reserve.is_zeroing()
+                    }
+                    // The refusal itself may have made memory dirty, which helps nobody. The next try is when the rest
+                    // is zeroed.
+                    Error::Promised { .. } => {
+                        next_try = Instant::now() + AGAIN_EVERY;
+                        has_ended || is_handing || waits || was_zeroing
+                    }
+                    _ => false,
+                };
+                if !is_coming || begun.elapsed() > ZEROED_WITHIN {
+                    return Err(error.into());
+                }
+                // Only what may help the others wakes them: two requests must not keep each other awake.
+                if has_ended || !was_zeroing && reserve.is_zeroing() {
                     self.changed.notify_all();
-                    self.handing.fetch_add(1, Ordering::Relaxed);
-                    drop(state);
-                    return self.confirm(page, Handed { grant, service: self });
                 }
-                Err(error) => error,
-            };
-            // Asked first: of a VM that has got its memory and is gone already, this engine may have files still.
-            let is_handing = self.handing.load(Ordering::Acquire) > 0;
-            let waits = begun.elapsed() < REPLACED_WITHIN && reserve.waits_for_pages()
-                || begun.elapsed() < CLOSED_WITHIN && reserve.has_vms();
-            let is_coming = match error {
-                Error::Refused(Refused::NoRoom { .. }, _) => {
-                    reserve.tend()? > 0 || is_handing || waits || reserve.is_zeroing()
-                }
-                // What is to be zeroed counts already.
-                Error::Promised { .. } => reserve.tend()? > 0 || is_handing || waits,
-                _ => false,
-            };
-            self.changed.notify_all();
-            if !is_coming || begun.elapsed() > ZEROED_WITHIN {
-                return Err(error.into());
             }
             drop(self.changed.wait_timeout(state, POLL_EVERY));
             if is_gone() {
@@ -169,13 +181,13 @@ impl PoolService {
 
     /// Take memory back if what VMs on demand were promised could not be kept any more. A change of a VM's settings may
     /// come at the same moment: it is made first and judged again then, as this is, so one of the two sees the other.
-    fn confirm<'a>(&self, page: Page, handed: Handed<'a>) -> anyhow::Result<Handed<'a>> {
+    fn confirm<'a>(&self, page: Page, handed: Handed<'a>, lacked: &Lacks) -> anyhow::Result<Handed<'a>> {
         let far = self.demand.far();
         let mut state = self.lock();
         let State::Ours(parts) = &mut *state else { return Ok(handed) };
         let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
         reserve.set_far(far);
-        if let Err(error) = reserve.check_kept() {
+        if let Err(error) = reserve.check_kept(lacked) {
             // No process has seen it.
             drop(handed);
             reserve.tend()?;

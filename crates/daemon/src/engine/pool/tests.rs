@@ -150,7 +150,7 @@ fn a_vm_waits_for_memory_of_one_that_is_gone_before_this_engine_has_closed_its_f
 }
 
 #[test]
-fn memory_that_is_promised_to_others_is_refused_without_waiting_for_what_is_to_be_zeroed() {
+fn memory_that_is_promised_to_others_is_refused_when_all_is_zeroed_and_not_tried_for_ever() {
     let Some(own) = Own::new(352, PoolPages::Huge) else { return };
     let take = |mib: u64, pages| {
         let wanted = Take { name: "vm".into(), size: Bytes(mib * MIB), pages, nodes: Nodes::Any };
@@ -158,6 +158,7 @@ fn memory_that_is_promised_to_others_is_refused_without_waiting_for_what_is_to_b
         let tried = || {
             tries.set(tries.get() + 1);
             assert!(tries.get() < 10, "it waits for what does not come");
+            own.work();
             false
         };
         let handed = own.service.take(&wanted, tried);
