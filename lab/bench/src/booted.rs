@@ -44,6 +44,22 @@ pub(crate) type Figures = Vec<(String, f64)>;
 /// Longest time of a step of an emulated guest on a busy machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
 
+/// The words before those of a QEMU that ends with this process: a VM of this name under `ballast run` with these
+/// options, or one without Ballast.
+pub(crate) fn words_before(run: Option<(&Bench, &str, &[&str])>) -> Result<Vec<String>> {
+    let path = |path: &Path| path.to_string_lossy().into_owned();
+    let own = path(&std::env::current_exe().context("Finding this program's own file")?);
+    let role = serde_json::to_string(&Role::Become { procs: None })?;
+    let mut words = vec![own, ROLE_COMMAND.to_owned(), role, "--".to_owned()];
+    if let Some((bench, name, options)) = run {
+        let ballast = path(&program::find("ballast").context("Finding what starts QEMU")?);
+        let socket = path(&bench.daemon.attach_socket());
+        let last = ["--name", name, "--attach-socket", &socket, "--"];
+        words.extend([&[&ballast, "run"], options, &last].concat().into_iter().map(str::to_owned));
+    }
+    Ok(words)
+}
+
 /// A guest, and the name of its VM.
 pub(crate) struct Booted {
     pub(crate) guest: QemuGuest,
@@ -65,13 +81,7 @@ impl Booted {
         command: &str,
     ) -> Result<Self> {
         let name = bench.vm_name();
-        let own = std::env::current_exe().context("Finding this program's own file")?.to_string_lossy().into_owned();
-        let socket = bench.daemon.attach_socket().to_string_lossy().into_owned();
-        let role = serde_json::to_string(&Role::Become { procs: None })?;
-        let ballast = program::find("ballast").context("Finding what starts QEMU")?.to_string_lossy().into_owned();
-        let first = [&own, ROLE_COMMAND, &role, "--", &ballast, "run", "--agent"];
-        let last = ["--name", &name, "--attach-socket", &socket, "--"];
-        let prefix = [&first[..], options, &last].concat().into_iter().map(str::to_owned);
+        let prefix = words_before(Some((bench, &name, &[&["--agent"], options].concat())))?;
         // Two tiers are two backends of QEMU's, which `ballast run` makes.
         let shared = !options.contains(&"--tiers");
         let builder =

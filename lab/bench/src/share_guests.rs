@@ -8,21 +8,18 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use ballast_base::{Bytes, KIB, MIB};
-use ballast_sys::program;
 use ballast_testvm::qemu::QemuGuest;
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
 
-use crate::booted::{TIMEOUT, mib};
+use crate::booted::{TIMEOUT, mib, words_before};
 use crate::cpu;
 use crate::ksm::Ksm;
-use crate::order::Role;
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::share::{GROUP, GUESTS, own_mib};
 use crate::subject::in_turn;
-use crate::worker::ROLE_COMMAND;
 
 const MEMORY: Bytes = Bytes(256 * MIB);
 const VALUE: u64 = 4 * KIB;
@@ -107,16 +104,8 @@ struct Guest {
 
 impl Guest {
     fn boot(bench: &mut Bench, way: Way) -> Result<Self> {
-        let own = std::env::current_exe().context("Finding this program's own file")?.to_string_lossy().into_owned();
-        let mut prefix =
-            vec![own, ROLE_COMMAND.into(), serde_json::to_string(&Role::Become { procs: None })?, "--".into()];
         let name = (way != Way::Ksm).then(|| bench.vm_name());
-        if let Some(name) = &name {
-            let socket = bench.daemon.attach_socket().to_string_lossy().into_owned();
-            let ballast = program::find("ballast").context("Finding what starts QEMU")?.to_string_lossy().into_owned();
-            let run = [&ballast, "run", "--name", name, "--attach-socket", &socket, "--"];
-            prefix.extend(run.map(str::to_owned));
-        }
+        let prefix = words_before(name.as_deref().map(|name| (&*bench, name, &[][..])))?;
         // Without Ballast its RAM is private, and QEMU asks for merges.
         let builder = QemuGuest::builder().name("bench").memory(MEMORY).shared_memory(name.is_some());
         let mut qemu = builder.prefix(prefix).spawn()?;

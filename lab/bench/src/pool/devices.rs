@@ -11,15 +11,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ballast_base::{Bytes, KIB, MIB};
-use ballast_sys::program;
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
 use ballast_testvm::qemu::{QemuGuest, qemu_missing};
 
-use crate::booted::TIMEOUT;
-use crate::order::Role;
+use crate::booted::{TIMEOUT, words_before};
 use crate::report::Row;
 use crate::rig::Bench;
-use crate::worker::ROLE_COMMAND;
 
 /// RAM of a guest.
 pub(super) const RAM: Bytes = Bytes(512 * MIB);
@@ -42,16 +39,11 @@ struct Guest {
 
 impl Guest {
     fn boot(bench: &mut Bench, on_pool: bool, disk: &str) -> Result<Self> {
-        let own = std::env::current_exe().context("Finding this program's own file")?.to_string_lossy().into_owned();
-        let mut prefix = vec![own, ROLE_COMMAND.into(), serde_json::to_string(&Role::Become { procs: None })?];
-        prefix.push("--".into());
         let name = bench.vm_name();
+        let options = ["--no-balloon", "--pool=2M"];
+        let prefix = words_before(on_pool.then_some((&*bench, &*name, &options[..])))?;
         let builder = QemuGuest::builder().name("bench").memory(RAM).run(COMMAND);
         let builder = if on_pool {
-            let ballast = program::find("ballast").context("Finding what starts QEMU")?.to_string_lossy().into_owned();
-            let socket = bench.daemon.attach_socket().to_string_lossy().into_owned();
-            let run = [&ballast, "run", "--no-balloon", "--name", &name, "--pool=2M", "--attach-socket", &socket, "--"];
-            prefix.extend(run.map(str::to_owned));
             builder.shared_memory(false)
         } else {
             let huge = "hugetlb=on,hugetlbsize=2M";
