@@ -127,6 +127,7 @@ fn all_of_a_vm_is_to_come_back_while_the_disk_hangs_and_its_memory_is_plugged_an
     let hangs = fuse.hold_on();
     daemon.api.restore("mine").expect("asked for");
     until("it waits for the disk", || daemon.vm("mine").status == VmStatus::Blocked);
+    // The wait for its page gets longer each time, and none of these may wait for that.
     for _ in 0..3 {
         let more = Ram::new(256);
         let span = more.info().span;

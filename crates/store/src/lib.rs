@@ -21,6 +21,7 @@ mod faulty;
 mod file;
 mod group;
 mod handle;
+pub mod held;
 mod lz4;
 mod null;
 pub mod pages;

@@ -7,7 +7,7 @@
 //! zapped at least T ago, and no view was added since.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, RwLockReadGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::Range;
@@ -19,11 +19,11 @@ use ballast_page::page_state::{State, Ticket, Word};
 
 use crate::reclaim::refault::Guess;
 use crate::run::pool::pause;
-use crate::vm::Vm;
 use crate::vm::peer::Zap;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
+use crate::vm::{Layout, Vm};
 
 /// Pages evicted under one hold of their locks when the VM is over its limit: a fault that meets one waits for at most
 /// one punch of this size, some 20 us.
@@ -89,11 +89,7 @@ impl Quarantine {
     ///
     /// # Errors
     /// The kernel cannot register memory, or a client cannot be asked. Then none of the pages is in quarantine.
-    pub fn put(
-        &mut self,
-        layout: RwLockReadGuard<'_, ()>,
-        picked: impl Iterator<Item = (Guess, ColdRun)>,
-    ) -> std::io::Result<u64> {
+    pub fn put(&mut self, layout: Layout<'_>, picked: impl Iterator<Item = (Guess, ColdRun)>) -> std::io::Result<u64> {
         let vm = self.vm.clone();
         let (views, generation) = (vm.views(), vm.generation());
         let ticket = vm.ticket();

@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use ballast_base::{Bytes, PageCount};
+use ballast_store::held::{Holding, Wanted};
 use ballast_sys::memfd::FileId;
 
 use super::region::Region;
@@ -25,10 +26,19 @@ pub(crate) struct Memory {
     generation: AtomicU64,
     /// Held shared by all threads that move pages, exclusively to add a view or to unplug.
     layout: RwLock<()>,
+    /// How many threads want it exclusively.
+    wanted: Wanted,
     /// Held to register memory with userfaultfd or to unregister it.
     registering: Mutex<()>,
     /// Counts of files that others have a part of.
     counted: Mutex<HashMap<FileId, Counted>>,
+}
+
+/// The layout, held shared: a read that takes long is given up when it is wanted exclusively.
+#[derive(Debug)]
+pub(crate) struct Layout<'a> {
+    _held: RwLockReadGuard<'a, ()>,
+    _holding: Holding,
 }
 
 /// A count of a file in part, and of all of it at that time.
@@ -124,18 +134,22 @@ impl Memory {
     }
 
     /// Held shared while pages of any region are moved.
-    pub fn layout(&self) -> RwLockReadGuard<'_, ()> {
-        self.layout.read().expect("no panic while held")
+    pub fn layout(&self) -> Layout<'_> {
+        Layout { _held: self.layout.read().expect("no panic while held"), _holding: Holding::of(&self.wanted) }
     }
 
     /// The same, unless it is being changed or about to be.
-    pub fn try_layout(&self) -> Option<RwLockReadGuard<'_, ()>> {
-        self.layout.try_read().ok()
+    pub fn try_layout(&self) -> Option<Layout<'_>> {
+        let held = self.layout.try_read().ok()?;
+        Some(Layout { _held: held, _holding: Holding::of(&self.wanted) })
     }
 
     /// Held while the layout is changed: no pages are being moved.
     pub fn change_layout(&self) -> RwLockWriteGuard<'_, ()> {
-        self.layout.write().expect("no panic while held")
+        self.wanted.fetch_add(1, Ordering::AcqRel);
+        let held = self.layout.write();
+        self.wanted.fetch_sub(1, Ordering::AcqRel);
+        held.expect("no panic while held")
     }
 
     /// Held while chunks are registered or unregistered.

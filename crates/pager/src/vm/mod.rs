@@ -43,6 +43,7 @@ use crate::reclaim::pinned::{Pinned, Pins};
 use crate::tier::stores::Stores;
 use crate::vm::lifecycle::Lifecycle;
 use crate::vm::mailboxes::Mailboxes;
+pub(crate) use crate::vm::memory::Layout;
 use crate::vm::memory::Memory;
 use crate::vm::ram::RamFile;
 use crate::vm::region::Region;
@@ -363,12 +364,12 @@ impl Vm {
     }
 
     /// Held shared while pages of any region are moved.
-    pub(crate) fn layout(&self) -> std::sync::RwLockReadGuard<'_, ()> {
+    pub(crate) fn layout(&self) -> Layout<'_> {
         self.memory.layout()
     }
 
     /// The same, unless it is being changed or about to be.
-    pub(crate) fn try_layout(&self) -> Option<std::sync::RwLockReadGuard<'_, ()>> {
+    pub(crate) fn try_layout(&self) -> Option<Layout<'_>> {
         self.memory.try_layout()
     }
 

@@ -1,0 +1,62 @@
+//! A lock that a thread holds while it reads: if others want it, the thread lets go of a page that its disk is late
+//! with.
+//!
+//! Before: a thread has taken a lock that others wait for now and then, and is about to read pages. After: its reads
+//! are late ([`GetOutcome::Busy`](crate::GetOutcome)) as soon as another thread wants the lock, but not before the
+//! first wait for a page is over; else they may take seconds, if the disk was late before.
+//! Threads: each has a lock of its own, or none. Promise: a thread that holds no such lock waits as long as it may.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// How many threads want a lock.
+pub type Wanted = Arc<AtomicU32>;
+
+thread_local! {
+    static HELD: RefCell<Option<Wanted>> = const { RefCell::new(None) };
+}
+
+/// The calling thread holds a lock for which this counts who wants it, until the value ends.
+#[derive(Debug)]
+#[must_use]
+pub struct Holding {
+    before: Option<Wanted>,
+}
+
+impl Holding {
+    /// Begins now.
+    pub fn of(wanted: &Wanted) -> Self {
+        Self { before: HELD.replace(Some(wanted.clone())) }
+    }
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        HELD.set(self.before.take());
+    }
+}
+
+/// Does another thread want the lock that this one holds?
+pub(crate) fn is_wanted() -> bool {
+    HELD.with_borrow(|held| held.as_ref().is_some_and(|wanted| wanted.load(Ordering::Acquire) > 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_is_wanted_of_the_thread_that_took_it_last() {
+        let (one, other) = (Wanted::default(), Wanted::default());
+        let first = Holding::of(&one);
+        one.fetch_add(1, Ordering::Release);
+        assert!(is_wanted());
+        let second = Holding::of(&other);
+        assert!(!is_wanted());
+        drop(second);
+        assert!(is_wanted() && !std::thread::spawn(is_wanted).join().expect("it ends"));
+        drop(first);
+        assert!(!is_wanted());
+    }
+}
