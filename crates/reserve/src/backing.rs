@@ -20,7 +20,7 @@ use crate::error::{During, Error};
 use crate::host::Page;
 use crate::journal;
 use crate::live::Live;
-use crate::promises::{Far, OnDemand, Overcommitted, TERMS_FILE, Terms};
+use crate::promises::{Far, Lacks, OnDemand, Overcommitted, TERMS_FILE, Terms};
 use crate::reserve::Reserve;
 
 /// Memory on demand of a node, and what the pool has for it.
@@ -39,9 +39,6 @@ impl Backed {
         self.backing - self.unzeroed
     }
 }
-
-/// What each node lacks for what it has promised, by its number on the host.
-pub type Lacks = BTreeMap<u32, u32>;
 
 impl Reserve {
     /// Lets the pool promise VMs on demand this many percent of what it has for them.
@@ -71,14 +68,6 @@ impl Reserve {
             }
             page => Err(Error::Request(format!("memory comes on demand in pages of 2 MiB, not of {}", page.name()))),
         }
-    }
-
-    /// Returns what each node lacks for what it has promised to VMs on demand: it is not there, and cannot be far.
-    ///
-    /// # Errors
-    /// The kernel does not tell how many pages a VM has.
-    pub fn lacks(&self) -> Result<Lacks, Error> {
-        self.live.as_ref().map_or(Ok(Lacks::new()), Live::lacks)
     }
 
     /// Checks that no node lacks more than this for what it has promised.
@@ -111,8 +100,7 @@ impl Reserve {
             if now.promised <= live.ready(numa) + now.aside {
                 continue;
             }
-            let has = live.ready_for_demand(numa) + live.unzeroed(numa) + now.aside;
-            let size = |slices| live.page.size(slices);
+            let (has, size) = (live.backed_of(numa, now).backing, |slices| live.page.size(slices));
             let over = Overcommitted { has: size(has), promised: size(now.promised), touched: size(now.touched) };
             found.extend((now.promised > has).then_some((numa, over)));
         }
@@ -165,7 +153,7 @@ impl Live {
         has.saturating_sub(self.terms(nodes, at).least(node.now.promised))
     }
 
-    /// See [`Reserve::lacks`].
+    /// Returns what each node lacks for what it has promised to VMs on demand: it is not there, and cannot be far.
     pub(crate) fn lacks(&self) -> Result<Lacks, Error> {
         if self.promises.is_empty() {
             return Ok(Lacks::new());
@@ -231,12 +219,12 @@ impl Live {
     }
 
     fn backed(&self) -> Result<Vec<Backed>, Error> {
-        let node = |numa| {
-            let now = self.on_demand_of(numa)?;
-            let unzeroed = self.unzeroed(numa);
-            Ok(Backed { numa, now, backing: self.ready_for_demand(numa) + unzeroed + now.aside, unzeroed })
-        };
-        self.each_node().map(node).collect()
+        self.each_node().map(|numa| Ok(self.backed_of(numa, self.on_demand_of(numa)?))).collect()
+    }
+
+    fn backed_of(&self, numa: u32, now: OnDemand) -> Backed {
+        let unzeroed = self.unzeroed(numa);
+        Backed { numa, now, backing: self.ready_for_demand(numa) + unzeroed + now.aside, unzeroed }
     }
 
     /// The terms of one of these nodes: the others need what they have promised beyond what they have.

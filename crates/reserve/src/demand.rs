@@ -100,7 +100,7 @@ impl Reserve {
         self.set_aside()?;
         let extent =
             |(file, (_, slices)): (u16, &(u32, u32))| FileExtent { file, offset: Bytes(0), len: page.size(*slices) };
-        Ok(Grant { vm, extents: (0..).zip(&parts).map(extent).collect(), files })
+        Ok(Grant { vm, extents: (0..).zip(&parts).map(extent).collect(), files, lacked })
     }
 
     /// Whether a VM has memory on demand.

@@ -52,7 +52,6 @@ pub mod reserve;
 mod shared;
 mod spare;
 
-pub use backing::Lacks;
 pub use balance::Want;
 pub use error::Error;
 pub use failure::Failure;
@@ -60,7 +59,7 @@ pub use host::{Host, Page};
 pub use lend::Lending;
 pub use live::FILES;
 pub use overview::{Node, Overview, Tenant};
-pub use promises::{Far, Overcommitted};
+pub use promises::{Far, Lacks, Overcommitted};
 pub use refill::{Done, Job};
 pub use reserve::{Grant, Reserve};
 pub use shared::Shared;

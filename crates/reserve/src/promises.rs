@@ -148,6 +148,9 @@ fn left(part: u32) -> u32 {
     part.clamp(8, 256)
 }
 
+/// What each node lacks for what it has promised, by its number on the host.
+pub type Lacks = BTreeMap<u32, u32>;
+
 /// A node of which the pool has promised VMs on demand more than it has for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overcommitted {

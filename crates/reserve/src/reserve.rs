@@ -25,6 +25,7 @@ use crate::files::Files;
 use crate::host::{Host, Page};
 use crate::journal::{self, Journal};
 use crate::live::Live;
+use crate::promises::Lacks;
 use crate::refill::{Done, Job};
 use crate::shared::{self, Shared};
 
@@ -41,6 +42,8 @@ pub struct Grant {
     /// The files, each a separate open file. When the last descriptor and mapping is gone, the memory returns to the
     /// pool.
     pub files: Vec<OwnedFd>,
+    /// What nodes lacked for VMs on demand before this was given, for [`Reserve::check_kept`].
+    pub lacked: Lacks,
 }
 
 /// The pool.
@@ -224,7 +227,7 @@ impl Reserve {
         let request = Request { vm: VmId(id), domain, kind: page.class().kind(), mode, parts };
         let given = live.pool.allocate(&request).map_err(|why| Error::Refused(why, page)).and_then(|grant| {
             let cut = live.keeps_promises(&lacked).and_then(|()| live.cut(id.get(), &grant.segments));
-            cut.map(|(extents, files)| Grant { vm: id.get(), extents, files }).inspect_err(|_| {
+            cut.map(|(extents, files)| Grant { vm: id.get(), extents, files, lacked }).inspect_err(|_| {
                 // No process has seen the memory.
                 let _ = live.pool.release(VmId(id));
                 let _ = live.files.close_door(id.get());

@@ -13,7 +13,7 @@ use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, MIB, PAGE_SIZE};
 use ballast_needs::skip;
 use ballast_pool::Mode;
-use ballast_reserve::{Grant, Host, Page, Reserve, Want};
+use ballast_reserve::{Grant, Host, Lacks, Page, Reserve, Want};
 use ballast_sys::memfd::file_id;
 use ballast_sys::uffd::REQUIRED_FEATURES;
 use ballast_sys::{Mapping, Uffd, memfd};
@@ -78,6 +78,7 @@ fn a_vm_reaches_all_of_its_own_files_by_any_call_and_nothing_of_anothers() {
         vm: 0,
         extents: vec![ballast_base::Extent { file: 0, offset: Bytes(0), len: Bytes(16 * MIB) }],
         files: vec![spy.files[0].try_clone().expect("dup")],
+        lacked: Lacks::new(),
     };
     let is_zero = |word: *const u64| {
         // SAFETY: a word of a mapping that the caller has just made or grown.

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGE_SIZE};
 use ballast_pool::Mode;
-use ballast_reserve::{Grant, Page};
+use ballast_reserve::{Grant, Lacks, Page};
 use ballast_sys::Mapping;
 
 use common::{Place, SECRET, grant, hold_in_pipe, map, sum, zero_all};
@@ -64,7 +64,12 @@ fn a_mapping_of_a_part_of_a_brick_grows_by_no_call_into_what_is_another_vms() {
     }
     // By its descriptor it has the whole file, and nobody else has any of it. Its size it can change; what is beyond
     // the old end are holes.
-    let whole = map(&Grant { vm: 0, extents: vec![part(16)], files: vec![file.try_clone().expect("dup")] });
+    let whole = map(&Grant {
+        vm: 0,
+        extents: vec![part(16)],
+        files: vec![file.try_clone().expect("dup")],
+        lacked: Lacks::new(),
+    });
     assert_eq!(found(&whole), 0);
     rustix::fs::ftruncate(file, 64 * MIB).expect("its file");
     let longer = raw_map(file, 64 * MIB as usize);

@@ -201,7 +201,7 @@ impl Subject {
                 first_us.get_or_insert_with(|| start.elapsed().as_secs_f64() * 1e6);
             } else if sample.is_multiple_of(ZAPPED_EVERY)
                 && zapped_us.is_none()
-                && self.zapped(bench)? - squeeze.zapped >= squeeze.before - limit
+                && self.zapped(bench)? - squeeze.zapped >= squeeze.before.saturating_sub(limit)
             {
                 zapped_us = Some(start.elapsed().as_secs_f64() * 1e6);
             }

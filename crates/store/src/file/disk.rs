@@ -192,8 +192,14 @@ struct Begun {
     takes: Duration,
 }
 
-/// Wait for a piece, or until it is late; not beyond the first wait for a page if the lock of the thread is wanted.
-fn wait(ring: &mut Ring, begun: &Begun, timeout: Duration) -> Option<(Transfer, io::Result<usize>)> {
+/// Wait for a piece, or until it is late. A read is late after the first wait for a page if the lock of the thread is
+/// wanted.
+fn wait(
+    ring: &mut Ring,
+    direction: Direction,
+    begun: &Begun,
+    timeout: Duration,
+) -> Option<(Transfer, io::Result<usize>)> {
     if begun.takes > timeout {
         return None;
     }
@@ -202,7 +208,7 @@ fn wait(ring: &mut Ring, begun: &Begun, timeout: Duration) -> Option<(Transfer, 
         let now = left.min(READ_TIMEOUT);
         let over = ring.wait(&begun.ticket, now);
         left -= now;
-        if over.is_some() || left.is_zero() || held::is_wanted() {
+        if over.is_some() || left.is_zero() || direction == Direction::Read && held::is_wanted() {
             return over;
         }
     }
@@ -247,7 +253,7 @@ impl Disk {
     ) -> Result<Buffer, Moved> {
         let mut begun = begun.map_err(Moved::Failed)?;
         for _ in 0..TRIES {
-            let over = wait(&mut transfers.ring, &begun, timeout);
+            let over = wait(&mut transfers.ring, direction, &begun, timeout);
             let Some((mut transfer, result)) = over else {
                 transfers.ring.abandon(begun.ticket, when_late);
                 return Err(Moved::Late);

@@ -16,7 +16,7 @@ use ballast_base::pool::{Given, Take};
 use ballast_base::wire;
 use ballast_keeper::{HANGS_AFTER, MOST_STUCK, SentFd};
 use ballast_pool::Refused;
-use ballast_reserve::{Error, Grant, Lacks, Page};
+use ballast_reserve::{Error, Grant, Page};
 use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -127,7 +127,6 @@ impl PoolService {
             let was_zeroing = reserve.is_zeroing();
             if !was_zeroing || Instant::now() >= next_try {
                 reserve.set_far(std::mem::take(&mut far));
-                let lacked = reserve.lacks()?;
                 // A VM may have ended since the last check.
                 let granted = match mode {
                     Some(mode) => reserve.grant(&take.name, take.size, mode, &take.nodes),
@@ -140,7 +139,7 @@ impl PoolService {
                         self.changed.notify_all();
                         self.handing.fetch_add(1, Ordering::Relaxed);
                         drop(state);
-                        return self.confirm(page, Handed { grant, service: self }, &lacked);
+                        return self.confirm(page, Handed { grant, service: self });
                     }
                     Err(error) => error,
                 };
@@ -181,13 +180,13 @@ impl PoolService {
 
     /// Take memory back if what VMs on demand were promised could not be kept any more. A change of a VM's settings may
     /// come at the same moment: it is made first and judged again then, as this is, so one of the two sees the other.
-    fn confirm<'a>(&self, page: Page, handed: Handed<'a>, lacked: &Lacks) -> anyhow::Result<Handed<'a>> {
+    fn confirm<'a>(&self, page: Page, handed: Handed<'a>) -> anyhow::Result<Handed<'a>> {
         let far = self.demand.far();
         let mut state = self.lock();
         let State::Ours(parts) = &mut *state else { return Ok(handed) };
         let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
         reserve.set_far(far);
-        if let Err(error) = reserve.check_kept(lacked) {
+        if let Err(error) = reserve.check_kept(&handed.grant.lacked) {
             // No process has seen it.
             drop(handed);
             reserve.tend()?;
