@@ -9,21 +9,32 @@
 //! recent refaults ([`refault`](super::refault)), which learns whether its pages or those of heat have the longer
 //! refault interval. What the agent calls cold comes first, until samples show that the guest touches it at once
 //! ([`Trust`]).
+//!
+//! | | Below the limit | Above the limit |
+//! |---|---|---|
+//! | the agent reports | its cold pages alone | its cold pages, its least warm ones, then refaults and heat |
+//! | otherwise | refaults and heat's cold pages | refaults and heat |
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use ballast_base::Bytes;
-use ballast_heat::{ColdRun, HeatSource, Pick};
+use ballast_heat::{ColdRun, HeatSource, Pages, Pick};
 
+use crate::agent::told::Told;
 use crate::agent::trust::{By, Trust};
 use crate::reclaim::refault::{Guess, Place, RefaultHistory};
 use crate::vm::Vm;
 use crate::vm::table::Table;
 
-/// The guesses of one VM.
+/// The candidates of one VM.
 pub(super) struct Candidates {
     vm: Arc<Vm>,
+    guesses: Guesses,
+}
+
+/// The guesses, apart from the VM that they are about.
+struct Guesses {
     source: HeatSource,
     history: RefaultHistory,
     /// Samples of evicted pages; the guest's agent proposed some of them.
@@ -31,29 +42,28 @@ pub(super) struct Candidates {
 }
 
 impl Candidates {
-    /// The guesses of a VM of which nothing is known yet.
+    /// The candidates of a VM of which nothing is known yet.
     pub fn new(vm: Arc<Vm>) -> Self {
-        let source = HeatSource::new(vm.heat.clone());
-        Self { source, history: RefaultHistory::default(), trust: Trust::default(), vm }
+        Self { guesses: Guesses::new(HeatSource::new(vm.heat.clone())), vm }
     }
 
     /// Returns whether the last pick had to leave heat out, because all of the memory was not sorted yet.
     pub fn is_sorting(&self) -> bool {
-        self.source.is_sorting()
+        self.guesses.source.is_sorting()
     }
 
     /// Notes that this page was evicted by this guess, with its neighbours.
     pub fn evicted(&mut self, guess: Guess, place: Place, now: Instant) {
-        self.history.guesses.evicted(guess, place, now);
+        self.guesses.history.guesses.evicted(guess, place, now);
     }
 
     /// Takes the refaults since the last call, and judges the guest's agent by them.
     pub fn take_note(&mut self, limit: Bytes, now: Instant) {
         let vm = &self.vm;
-        let (agent, trust) = (&vm.mail.agent, &mut self.trust);
+        let (agent, Guesses { history, trust, .. }) = (&vm.mail.agent, &mut self.guesses);
         // Also one that is ignored: it says which were restored for services of its kernel.
         let has_port = agent.has_port();
-        self.history.take_note(&vm.mail.refaults, limit.pages_floor().0, now, |place| {
+        history.take_note(&vm.mail.refaults, limit.pages_floor().0, now, |place| {
             trust.restored(place, now);
             if has_port {
                 agent.restored(place);
@@ -79,37 +89,53 @@ impl Candidates {
     /// Picks up to about `want` pages, `urgent` of them from any guess that has them. Also returns whether there may be
     /// more at once: the VM is so large that not all of it was looked at.
     pub fn pick(&mut self, want: u64, urgent: u64, pick: Pick, now: Instant) -> (Vec<(Guess, ColdRun)>, bool) {
-        let vm = &self.vm;
-        let table = Table::of(vm);
-        let (agent, mut cold) = (&vm.mail.agent, Vec::new());
-        let is_reporting = agent.is_reporting();
+        self.guesses.pick(&self.vm.mail.agent, &Table::of(&self.vm), want, urgent, pick, now)
+    }
+}
+
+impl Guesses {
+    /// Guesses that know nothing yet.
+    fn new(source: HeatSource) -> Self {
+        Self { source, history: RefaultHistory::default(), trust: Trust::default() }
+    }
+
+    /// [`Candidates::pick`] with this agent, of these pages.
+    fn pick(
+        &mut self,
+        agent: &Told,
+        table: &dyn Pages,
+        want: u64,
+        urgent: u64,
+        pick: Pick,
+        now: Instant,
+    ) -> (Vec<(Guess, ColdRun)>, bool) {
+        let (is_reporting, mut cold) = (agent.is_reporting(), Vec::new());
         if is_reporting {
-            agent.hints().pick(&table, want, Pick::Cold, &mut cold);
-            self.trust.picked(By::Agent, &cold, &table, now);
+            agent.hints().pick(table, want, Pick::Cold, &mut cold);
+            self.trust.picked(By::Agent, &cold, table, now);
         }
         // If a guest reports, other pages than its cold ones are evicted only if they must be: the least warm ones, and
         // then those of the host's guesses. The agent knows more of what was restored than that.
         let mut picked = Vec::new();
         if is_reporting && pick == Pick::Any {
-            agent.hints().pick(&table, want.saturating_sub(pages(&cold)), pick, &mut picked);
+            agent.hints().pick(table, want.saturating_sub(pages(&cold)), pick, &mut picked);
         }
         let got = pages(&cold) + pages(&picked);
         let want = if is_reporting && pick == Pick::Cold { 0 } else { want.saturating_sub(got) };
         let urgent = urgent.saturating_sub(got);
         let asked = self.history.guesses.from_refaults(want, now);
-        let refaulted = self.history.pick(&table, asked);
+        let refaulted = self.history.pick(table, asked);
         let found = pages(&refaulted).min(asked);
         // The clock makes up for missing refaults, but only for pages that must be evicted now.
         let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
-        let (warm, mut has_more) = (want - asked + more, false);
+        let (warm, mut has_more, mut of_host) = (want - asked + more, false, Vec::new());
         if warm > 0 {
-            let of_agent = picked.len();
-            has_more = self.source.pick(&table, warm, pick, &mut picked);
+            has_more = self.source.pick(table, warm, pick, &mut of_host);
             if agent.has_port() {
-                self.trust.picked(By::Host, &picked[of_agent..], &table, now);
+                self.trust.picked(By::Host, &of_host, table, now);
             }
         }
-        let picked = cold.into_iter().chain(picked).map(|run| (Guess::Clock, run));
+        let picked = cold.into_iter().chain(picked).chain(of_host).map(|run| (Guess::Clock, run));
         (picked.chain(refaulted.into_iter().map(|run| (Guess::Refaulted, run))).collect(), has_more)
     }
 }
@@ -117,4 +143,193 @@ impl Candidates {
 /// Returns the number of pages of these runs.
 fn pages(runs: &[ColdRun]) -> u64 {
     runs.iter().map(|run| run.pages.count()).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agent::hints::Hints;
+    use crate::agent::places::Places;
+    use crate::reclaim::refault::Refaults;
+    use ballast_base::guest::GuestRange;
+    use ballast_base::{PageIdx, PageRange};
+    use ballast_guest::run::{COLD, HOTTEST};
+    use ballast_guest::{Kind, Run};
+    use ballast_heat::{Settings, VmHeat, touched};
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use std::cell::RefCell;
+
+    /// Pages of the only region; the guest sees the first half of them from page 100 on, and has proved that.
+    const PAGES: u64 = 64;
+    const GUEST: u64 = 100;
+
+    /// Ages; `None` is a page that is absent or not Resident.
+    struct Memory(RefCell<Vec<Option<u8>>>);
+
+    impl Memory {
+        fn new() -> Self {
+            Self(RefCell::new(vec![Some(0); PAGES as usize]))
+        }
+
+        /// These pages are in quarantine now, or far. Returns them, in order.
+        fn take(&self, picked: Vec<(Guess, ColdRun)>) -> Vec<u64> {
+            let pages = |(_, run): &(Guess, ColdRun)| run.pages.start().0..run.pages.end().0;
+            let taken: Vec<u64> = picked.iter().flat_map(pages).collect();
+            taken.iter().for_each(|page| self.0.borrow_mut()[*page as usize] = None);
+            taken
+        }
+    }
+
+    impl Pages for Memory {
+        fn regions(&self) -> u32 {
+            1
+        }
+        fn len(&self, _: u32) -> u64 {
+            PAGES
+        }
+        fn next_present(&self, _: u32, range: PageRange) -> Option<PageRange> {
+            let pages = self.0.borrow();
+            let until = PAGES.min(range.end().0);
+            let first = (range.start().0..until).find(|page| pages[*page as usize].is_some())?;
+            let end = (first..until).find(|page| pages[*page as usize].is_none()).unwrap_or(until);
+            Some(PageRange::new(PageIdx(first), PageIdx(end)))
+        }
+        fn age(&self, _: u32, page: PageIdx) -> Option<u8> {
+            self.0.borrow()[page.0 as usize]
+        }
+        fn set_age(&self, _: u32, page: PageIdx, age: u8) {
+            self.0.borrow_mut()[page.0 as usize] = Some(age);
+        }
+    }
+
+    fn guesses() -> Guesses {
+        Guesses::new(HeatSource::new(Arc::new(VmHeat::new(Settings::default(), 1))))
+    }
+
+    /// An agent with this report.
+    fn agent(report: Vec<Run>) -> Told {
+        let range = |offset, address| GuestRange {
+            address: address << 12,
+            offset: Bytes(offset << 12),
+            len: Bytes(PAGES << 11),
+        };
+        let mut places = Places::new([(0, vec![range(0, GUEST), range(PAGES / 2, 1000)])].into_iter());
+        places.prove(0);
+        let told = Told::default();
+        told.set_port(true);
+        told.set_reporting(true);
+        *told.hints() = Hints::new(report, &places).0;
+        told
+    }
+
+    fn run(page: u64, count: u32, kind: Kind, level: u8) -> Run {
+        Run { page: GUEST + page, count, kind, level }
+    }
+
+    fn pick(guesses: &mut Guesses, told: &Told, memory: &Memory, want: u64, pick: Pick) -> Vec<u64> {
+        let (picked, has_more) = guesses.pick(told, memory, want, want, pick, Instant::now());
+        assert!(!has_more, "this memory is small");
+        memory.take(picked)
+    }
+
+    fn pages_of(parts: &[std::ops::Range<u64>]) -> Vec<u64> {
+        parts.iter().cloned().flatten().collect()
+    }
+
+    /// Three levels of heat, the coldest in the middle of memory; nothing is reported of the pages from 16 on.
+    fn levels() -> Vec<Run> {
+        vec![
+            run(8, 2, Kind::Free, COLD),
+            run(6, 2, Kind::Anon, COLD),
+            run(12, 2, Kind::FileClean, COLD),
+            run(2, 2, Kind::FileClean, 9),
+            run(4, 2, Kind::Anon, 3),
+            run(14, 2, Kind::FileClean, 3),
+        ]
+    }
+
+    #[test]
+    fn above_the_limit_the_least_warm_pages_of_a_report_go_before_the_hosts_guesses() {
+        let (mut guesses, told, memory) = (guesses(), agent(levels()), Memory::new());
+        // A page that was restored a moment ago, which the host would take at once.
+        let refaults = Refaults::default();
+        (40..44).for_each(|page| refaults.push((0, PageIdx(page)), 5000));
+        guesses.history.take_note(&refaults, PAGES, Instant::now(), |_| ());
+        let mut pick = |want| pick(&mut guesses, &told, &memory, want, Pick::Any);
+        assert_eq!(pick(4), pages_of(&[8..10, 6..8]), "cold, in the order of the report");
+        assert_eq!(pick(4), pages_of(&[12..14, 4..6]), "then the least warm level");
+        assert_eq!(pick(4), pages_of(&[14..16, 2..4]), "to the warmest");
+        let of_host = pick(8);
+        assert_eq!(of_host, pages_of(&[0..2, 10..12, 40..44]), "the clock, and what was restored");
+        assert_eq!(pick(99).len() as u64, PAGES - 20, "in the end all");
+    }
+
+    #[test]
+    fn below_the_limit_only_what_the_agent_calls_cold_goes_and_without_an_agent_the_hosts_guesses() {
+        let (mut guesses, told, memory) = (guesses(), agent(levels()), Memory::new());
+        let mut pick = |want| pick(&mut guesses, &told, &memory, want, Pick::Cold);
+        assert_eq!(pick(99), pages_of(&[8..10, 6..8, 12..14]));
+        assert_eq!(pick(99), [], "however many are wanted");
+        told.set_reporting(false);
+        assert_eq!(pick(4), [0, 1, 2, 3], "of an agent that is silent or ignored nothing counts");
+    }
+
+    #[test]
+    fn the_agents_cold_pages_are_samples_of_its_own_and_its_warm_ones_nobodys() {
+        let (mut guesses, told, memory) = (guesses(), agent(levels()), Memory::new());
+        pick(&mut guesses, &told, &memory, 20, Pick::Any);
+        // All are back at once.
+        *memory.0.borrow_mut() = vec![Some(touched(0)); PAGES as usize];
+        let later = Instant::now() + crate::agent::trust::SOON;
+        assert_eq!(guesses.trust.judge(&memory, later), None);
+        let (by_agent, by_host) = guesses.trust.figures();
+        assert_eq!((by_agent.judged, by_agent.wrong), (6, 6));
+        assert!((1..=8).contains(&by_host.judged) && by_host.wrong == by_host.judged, "{by_host:?}");
+    }
+
+    #[test]
+    fn of_a_forged_report_only_proved_pages_of_the_guest_count_once_each_and_the_host_has_the_rest() {
+        let whole = Run { page: 0, count: u32::MAX, kind: Kind::Free, level: COLD };
+        let foreign = Run { page: 1 << 39, count: 9, kind: Kind::Free, level: COLD };
+        let unproved = Run { page: 1000, count: 32, kind: Kind::Free, level: COLD };
+        let (mut guesses, memory) = (guesses(), Memory::new());
+        let told = agent(vec![foreign, unproved, whole, run(0, 32, Kind::Anon, HOTTEST), whole]);
+        // It was in use in quarantine a moment ago, whatever the guest says.
+        memory.0.borrow_mut()[5] = Some(touched(0));
+        assert_eq!(pick(&mut guesses, &told, &memory, 99, Pick::Cold), pages_of(&[0..5, 6..32]));
+        assert_eq!(pick(&mut guesses, &told, &memory, 99, Pick::Cold), []);
+        let mut rest = pick(&mut guesses, &told, &memory, 99, Pick::Any);
+        rest.sort_unstable();
+        assert_eq!(rest, pages_of(&[5..6, 32..64]));
+    }
+
+    proptest! {
+        #[test]
+        fn no_report_keeps_pages_from_going_that_must_go_or_names_one_that_is_not_there(
+            runs in vec((prop_oneof![0u64..300, Just(1u64 << 39)], 1u32..200, 0u8..16), 0..40),
+            ages in vec(proptest::option::of(any::<u8>()), PAGES as usize), wants in vec(1u64..50, 1..5),
+        ) {
+            let report = runs.iter().map(|(page, count, level)| {
+                Run { page: *page, count: *count, kind: Kind::Anon, level: *level }
+            });
+            let (mut guesses, told, memory) = (guesses(), agent(report.collect()), Memory(RefCell::new(ages)));
+            for want in wants {
+                let there = memory.0.borrow().clone();
+                let (picked, _) = guesses.pick(&told, &memory, want, want, Pick::Any, Instant::now());
+                let mut taken = memory.take(picked);
+                prop_assert!(taken.iter().all(|page| there[*page as usize].is_some()));
+                taken.sort_unstable();
+                taken.dedup();
+                let all = there.iter().flatten().count() as u64;
+                // The clock may name pages of the report once more.
+                prop_assert!(!taken.is_empty() || all == 0);
+            }
+            for _ in 0..3 * PAGES {
+                let (picked, _) = guesses.pick(&told, &memory, 9, 9, Pick::Any, Instant::now());
+                memory.take(picked);
+            }
+            prop_assert!(memory.0.borrow().iter().all(Option::is_none), "all that must go has gone");
+        }
+    }
 }
