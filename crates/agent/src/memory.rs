@@ -2,7 +2,8 @@
 //!
 //! Before: /proc/iomem and /proc/kpageflags. After: ranges of pages, and a class for each page.
 //! Units: pages, by guest-physical address; a flag word each.
-//! Promise: memory that the kernel uses for itself has no class, because nothing shows whether it is used.
+//! Promise: memory that must not be read or is locked has no class. What the kernel uses for itself is
+//! [`Kind::Other`]: nothing here shows whether it is used.
 
 use std::fs::File;
 use std::io;
@@ -61,8 +62,11 @@ pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
         return head.filter(|kind| *kind != Kind::Free);
     }
     // Locked memory is to stay resident. The agent locks the memory it holds.
-    if flags & LRU == 0 || flags & (UNEVICTABLE | WRITEBACK) != 0 {
+    if flags & (UNEVICTABLE | WRITEBACK) != 0 {
         return None;
+    }
+    if flags & LRU == 0 {
+        return Some(Kind::Other);
     }
     Some(match flags {
         _ if flags & (ANON | SWAP_BACKED) != 0 => Kind::Anon,
@@ -152,15 +156,16 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_told_only_if_somebody_could_see_that_it_is_used() {
+    fn a_page_is_told_unless_it_is_locked_or_must_not_be_read() {
         assert_eq!(class(BUDDY, None), Some(Kind::Free));
         assert_eq!(class(LRU, None), Some(Kind::FileClean));
         assert_eq!(class(LRU | DIRTY, None), Some(Kind::FileDirty));
         assert_eq!(class(LRU | SWAP_BACKED, None), Some(Kind::Anon), "shared memory");
-        assert_eq!(class(1 << 7, None), None, "slab");
+        assert_eq!(class(1 << 7, None), Some(Kind::Other), "slab");
         assert_eq!(class(LRU | ANON | UNEVICTABLE, None), None, "locked");
         assert_eq!(class(TAIL, Some(Kind::Anon)), Some(Kind::Anon), "inside a huge page");
         assert_eq!(class(TAIL, None), None);
+        assert_eq!(class(NO_PAGE, None), None);
         assert_eq!(class(BUDDY | POISONED, None), None);
     }
 }

@@ -3,7 +3,11 @@
 //! Before: `look` says how hot each page is, `memory` what it holds. After: a bounded number of runs, the
 //! cheapest to lose first within each level: free ones, then those that are least likely to be accessed soon.
 //! Units: pages. Promise: no page is in two runs; of free memory a reserve is never told, so that the guest's next
-//! allocations find pages that the host has; pages that were restored recently are not cold.
+//! allocations find pages that the host has.
+//!
+//! Nothing in the guest shows whether the kernel's own memory (slab, page tables, text) is used: looks do not see
+//! accesses to it. Most of it is not used. So it counts as cold, behind what is less likely to be accessed than one
+//! page of it in six; a page of it that was restored is warm, for twice as long each time.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -22,29 +26,64 @@ const FREE_LEAST: u64 = 16 << 8;
 const FREE_MOST: u64 = 100 << 8;
 /// Free memory in shorter runs than this is soon allocated again.
 const FREE_RUN: u32 = 16;
-/// How long a page that was restored counts as hot, and how many are remembered.
+/// How long memory of the kernel counts as warm when it was restored; up to 2^N times as long if that happens again.
 const BACK: Duration = Duration::from_secs(30);
+const BACK_DOUBLED: u8 = 6;
+/// Restored pages that are remembered.
 const BACK_MOST: usize = 64 << 10;
 
-/// Heat of a free page.
+/// Heat of a free page, and of memory of the kernel that was restored.
 const COLDEST: Heat = Heat { level: COLD, rank: 0 };
+const RESTORED: Heat = Heat { level: HOTTEST / 2, rank: 0 };
+
+/// A page that was restored.
+#[derive(Clone, Copy, Debug)]
+struct Restored {
+    at: Instant,
+    /// How often before, each time within twice as long as it was warm.
+    before: u8,
+}
+
+impl Restored {
+    /// How long it is warm if nothing else tells.
+    fn lasts(self) -> Duration {
+        BACK * (1 << self.before)
+    }
+
+    fn is_within(self, time: Duration, now: Instant) -> bool {
+        now.saturating_duration_since(self.at) < time
+    }
+}
 
 /// Pages that the guest touched while they were far.
 #[derive(Debug, Default)]
-pub struct Back(HashMap<u64, Instant>);
+pub struct Back(HashMap<u64, Restored>);
 
 impl Back {
     /// Records that these were restored now.
     pub fn add(&mut self, run: &Run, now: Instant) {
         if self.0.len() + run.count as usize > BACK_MOST {
-            self.0.retain(|_, at| now.saturating_duration_since(*at) < BACK);
+            self.0.retain(|_, page| page.is_within(page.lasts(), now));
         }
-        let room = BACK_MOST.saturating_sub(self.0.len());
-        self.0.extend((run.page..run.end()).take(room).map(|page| (page, now)));
+        for page in run.page..run.end() {
+            if let Some(page) = self.0.get_mut(&page) {
+                let is_again = page.is_within(page.lasts() * 2, now);
+                let before = if is_again { (page.before + 1).min(BACK_DOUBLED) } else { 0 };
+                *page = Restored { at: now, before };
+            } else if self.0.len() < BACK_MOST {
+                self.0.insert(page, Restored { at: now, before: 0 });
+            }
+        }
     }
 
-    fn has(&self, page: u64, now: Instant) -> bool {
-        !self.0.is_empty() && self.0.get(&page).is_some_and(|at| now.saturating_duration_since(*at) < BACK)
+    /// Was the page restored after this time?
+    pub fn is_since(&self, page: u64, time: Instant) -> bool {
+        !self.0.is_empty() && self.0.get(&page).is_some_and(|page| page.at > time)
+    }
+
+    /// Is a page warm because it was restored, if nothing else tells?
+    fn is_warm(&self, page: u64, now: Instant) -> bool {
+        !self.0.is_empty() && self.0.get(&page).is_some_and(|page| page.is_within(page.lasts(), now))
     }
 }
 
@@ -64,8 +103,9 @@ impl Sorting {
         let Some(kind) = class else { return };
         let Heat { level, rank } = match (kind, heat) {
             (Kind::Free, _) => COLDEST,
+            (Kind::Other, _) if back.is_warm(page, now) => RESTORED,
+            (Kind::Other, _) => Heat::UNKNOWN,
             (_, None) => return,
-            (_, Some(heat)) if back.has(page, now) => heat.max(Heat { level: HOTTEST / 2, rank: 0 }),
             (_, Some(heat)) => heat,
         };
         match self.runs.last_mut() {
@@ -79,8 +119,7 @@ impl Sorting {
     /// Returns at most `most` runs to report, for a guest with this much memory, `free` of it free.
     pub fn finish(self, total: u64, free: u64, most: usize) -> Vec<Run> {
         let reserve = (total / FREE_PART).clamp(FREE_LEAST, FREE_MOST);
-        let (of_nobody, mut runs): (Vec<_>, Vec<_>) =
-            self.runs.into_iter().partition(|(_, run)| run.kind == Kind::Free);
+        let (of_nobody, runs): (Vec<_>, Vec<_>) = self.runs.into_iter().partition(|(_, run)| run.kind == Kind::Free);
         let mut of_nobody: Vec<Run> = of_nobody.into_iter().map(|(_, run)| run).collect();
         of_nobody.retain(|run| run.count >= FREE_RUN);
         of_nobody.sort_unstable_by_key(|run| std::cmp::Reverse(run.count));
@@ -91,16 +130,24 @@ impl Sorting {
         }
         of_nobody.retain(|run| run.count > 0);
         of_nobody.truncate(most / 2);
-        // If there are too many runs, the shortest are left out.
         let most = most - of_nobody.len();
-        let mut least = 1;
-        while runs.len() > most {
-            least *= 2;
-            runs.retain(|(_, run)| run.count >= least);
-        }
+        // Those of which nothing is known have the room that others leave.
+        let (mut unknown, mut runs): (Vec<_>, Vec<_>) = runs.into_iter().partition(|(_, run)| run.kind == Kind::Other);
+        longest(&mut runs, most);
+        longest(&mut unknown, most - runs.len());
+        runs.extend(unknown);
         runs.sort_unstable_by_key(|(rank, run)| (run.level, *rank, run.kind, run.page));
         of_nobody.extend(runs.into_iter().map(|(_, run)| run));
         of_nobody
+    }
+}
+
+/// If there are too many runs, the shortest are left out.
+fn longest(runs: &mut Vec<(u8, Run)>, most: usize) {
+    let mut least = 1;
+    while runs.len() > most {
+        least *= 2;
+        runs.retain(|(_, run)| run.count >= least);
     }
 }
 
@@ -113,15 +160,16 @@ mod tests {
     const LRU: u64 = 1 << 5;
     const ANON: u64 = 1 << 12;
     const BUDDY: u64 = 1 << 10;
+    const SLAB: u64 = 1 << 7;
 
     #[test]
-    fn what_is_cheapest_to_lose_comes_first_and_a_page_that_was_restored_is_not_cold() {
-        let (mut back, now) = (Back::default(), Instant::now());
-        back.add(&Run::of(1, 1), now);
+    fn what_is_cheapest_to_lose_comes_first() {
+        let (back, now) = (Back::default(), Instant::now());
         let mut report = Sorting::default();
         let (young, old) = (Heat { level: COLD, rank: 1 }, COLDEST);
+        let locked = LRU | 1 << 18;
         for (page, flags, heat) in
-            [(0, LRU | ANON, young), (1, LRU | ANON, young), (2, LRU, young), (3, 0, old), (4, LRU | ANON, old)]
+            [(0, LRU | ANON, young), (1, LRU | ANON, young), (2, LRU, young), (3, locked, old), (4, LRU | ANON, old)]
         {
             report.page(page, flags, Some(heat), &back, now);
         }
@@ -130,8 +178,47 @@ mod tests {
         }
         let told = report.finish(1 << 18, (1 << 13) + 64, 99);
         let told: Vec<_> = told.iter().map(|run| (run.page, run.count, run.kind, run.level)).collect();
-        let anon = |page, level| (page, 1, Kind::Anon, level);
-        assert_eq!(told, [(100, 64, Kind::Free, 0), anon(4, 0), (2, 1, Kind::FileClean, 0), anon(0, 0), anon(1, 7)]);
+        let anon = |page, count| (page, count, Kind::Anon, 0);
+        assert_eq!(told, [(100, 64, Kind::Free, 0), anon(4, 1), (2, 1, Kind::FileClean, 0), anon(0, 2)]);
+    }
+
+    #[test]
+    fn memory_of_the_kernel_is_cold_and_stays_for_longer_each_time_it_is_restored() {
+        let (mut back, start) = (Back::default(), Instant::now());
+        let levels = |back: &Back, after: Duration| {
+            let (mut report, warm) = (Sorting::default(), Heat { level: COLD, rank: Heat::UNKNOWN.rank + 1 });
+            report.page(0, SLAB, None, back, start + after);
+            report.page(1, LRU | ANON, Some(warm), back, start + after);
+            report.page(2, LRU, Some(COLDEST), back, start + after);
+            let told = report.finish(1 << 18, 0, 99);
+            told.iter().map(|run| run.page).collect::<Vec<_>>()
+        };
+        assert_eq!(levels(&back, Duration::ZERO), [2, 0, 1]);
+        let mut at = Duration::ZERO;
+        // It is evicted as soon as it counts as cold, and restored at once.
+        let mut stays = Vec::new();
+        for _ in 0..9 {
+            back.add(&Run::of(0, 1), start + at);
+            let restored = at;
+            while levels(&back, at) == [2, 1, 0] {
+                at += BACK / 2;
+            }
+            stays.push((at - restored).as_secs() / BACK.as_secs());
+        }
+        assert_eq!(stays, [1, 2, 4, 8, 16, 32, 64, 64, 64]);
+        back.add(&Run::of(0, 1), start + at + BACK * 1000);
+        assert_eq!(levels(&back, at + BACK * 1001), [2, 0, 1], "it was away for long");
+    }
+
+    #[test]
+    fn memory_of_the_kernel_takes_no_room_from_what_is_known() {
+        let mut report = Sorting::default();
+        for page in 0..64 {
+            let flags = if page % 4 == 0 { LRU } else { SLAB };
+            report.page(page, flags, Some(COLDEST), &Back::default(), Instant::now());
+        }
+        let told = report.finish(1 << 18, 0, 16);
+        assert!(told.len() == 16 && told.iter().all(|run| run.kind == Kind::FileClean), "{told:?}");
     }
 
     #[test]

@@ -375,7 +375,9 @@ impl<'a> Guest<'a> {
             report.page(page, flags, heat, &self.back, now);
         };
         let told = match &mut self.source {
-            Source::Looks(looks) => looks.each(flags, tell, || pulse.beat()),
+            Source::Looks(looks) => {
+                looks.each(flags, |page, time| self.back.is_since(page, time), tell, || pulse.beat())
+            }
             // Free memory is told all the same.
             _ => parts(&self.ram).try_for_each(|part| {
                 pulse.beat();

@@ -30,6 +30,8 @@ struct Hint {
     level: u8,
     /// Its place in the report.
     order: usize,
+    /// The agent says that it was not accessed. Of the kernel's memory it does not know.
+    is_claimed: bool,
     region: u32,
     pages: PageRange,
 }
@@ -68,7 +70,8 @@ impl Hints {
             for (region, pages) in places.parts(fresh) {
                 known += pages.count();
                 if runs.len() < MOST_RUNS {
-                    runs.push(Hint { level: run.level, order, region, pages });
+                    let is_claimed = run.level == COLD && run.kind != Kind::Other;
+                    runs.push(Hint { level: run.level, order, is_claimed, region, pages });
                 }
             }
             tally.rejected += u64::from(run.count) - known;
@@ -81,12 +84,22 @@ impl Hints {
 
     /// Propose up to about `want` pages into `out`, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones
     /// after them. The next call continues there, also when none was proposed because too many had to be examined.
-    pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) {
+    /// Returns those of them that the agent says were not accessed.
+    pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) -> Vec<ColdRun> {
         let mut bounds = Bounds { left: want, examine: MOST_EXAMINED, queries: MOST_QUERIES };
+        let mut claimed = Vec::new();
         while !bounds.are_reached() {
-            let Some(hint) = self.runs.pop_if(|hint| pick == Pick::Any || hint.level == COLD) else { return };
-            self.runs.extend(take(pages, hint, pick, &mut bounds, out));
+            let Some(hint) = self.runs.pop_if(|hint| pick == Pick::Any || hint.level == COLD) else { break };
+            let mut of_this = Vec::new();
+            self.runs.extend(take(pages, hint, &mut bounds, &mut of_this));
+            for run in of_this {
+                push_run(out, run.region, run.pages);
+                if hint.is_claimed {
+                    claimed.push(run);
+                }
+            }
         }
+        claimed
     }
 }
 
@@ -104,7 +117,7 @@ impl Bounds {
 }
 
 /// Propose the pages of one run until a bound is reached. Returns what is left of it.
-fn take(pages: &dyn Pages, hint: Hint, pick: Pick, bounds: &mut Bounds, out: &mut Vec<ColdRun>) -> Option<Hint> {
+fn take(pages: &dyn Pages, hint: Hint, bounds: &mut Bounds, out: &mut Vec<ColdRun>) -> Option<Hint> {
     if hint.region >= pages.regions() {
         return None;
     }
@@ -130,8 +143,9 @@ fn take(pages: &dyn Pages, hint: Hint, pick: Pick, bounds: &mut Bounds, out: &mu
                 return rest(page);
             }
             bounds.examine = bounds.examine.saturating_sub(granule);
-            // The credit that quarantine gave the page when it was in use counts more than the guest's report.
-            if is_candidate(pages, hint.region, PageIdx(page), pick) {
+            // The credit that quarantine gave the page when it was in use counts more than the guest's report. A page
+            // that must go all the same is among the host's guesses.
+            if is_candidate(pages, hint.region, PageIdx(page), Pick::Cold) {
                 bounds.left = bounds.left.saturating_sub(granule);
                 push_run(out, hint.region, PageRange::of(PageIdx(page), granule));
             }

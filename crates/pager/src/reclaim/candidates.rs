@@ -109,18 +109,14 @@ impl Guesses {
         pick: Pick,
         now: Instant,
     ) -> (Vec<(Guess, ColdRun)>, bool) {
-        let (is_reporting, mut cold) = (agent.is_reporting(), Vec::new());
-        if is_reporting {
-            agent.hints().pick(table, want, Pick::Cold, &mut cold);
-            self.trust.picked(By::Agent, &cold, table, now);
-        }
         // If a guest reports, other pages than its cold ones are evicted only if they must be: the least warm ones, and
         // then those of the host's guesses. The agent knows more of what was restored than that.
-        let mut picked = Vec::new();
-        if is_reporting && pick == Pick::Any {
-            agent.hints().pick(table, want.saturating_sub(pages(&cold)), pick, &mut picked);
+        let (is_reporting, mut picked) = (agent.is_reporting(), Vec::new());
+        if is_reporting {
+            let claimed = agent.hints().pick(table, want, pick, &mut picked);
+            self.trust.picked(By::Agent, &claimed, table, now);
         }
-        let got = pages(&cold) + pages(&picked);
+        let got = pages(&picked);
         let want = if is_reporting && pick == Pick::Cold { 0 } else { want.saturating_sub(got) };
         let urgent = urgent.saturating_sub(got);
         let asked = self.history.guesses.from_refaults(want, now);
@@ -135,7 +131,7 @@ impl Guesses {
                 self.trust.picked(By::Host, &of_host, table, now);
             }
         }
-        let picked = cold.into_iter().chain(picked).chain(of_host).map(|run| (Guess::Clock, run));
+        let picked = picked.into_iter().chain(of_host).map(|run| (Guess::Clock, run));
         (picked.chain(refaulted.into_iter().map(|run| (Guess::Refaulted, run))).collect(), has_more)
     }
 }
@@ -276,8 +272,10 @@ mod tests {
     }
 
     #[test]
-    fn the_agents_cold_pages_are_samples_of_its_own_and_its_warm_ones_nobodys() {
-        let (mut guesses, told, memory) = (guesses(), agent(levels()), Memory::new());
+    fn the_agents_cold_pages_are_samples_of_its_own_and_its_warm_and_unknown_ones_nobodys() {
+        let unknown = [run(10, 2, Kind::Other, COLD)];
+        let (mut guesses, memory) = (guesses(), Memory::new());
+        let told = agent(unknown.into_iter().chain(levels()).collect());
         pick(&mut guesses, &told, &memory, 20, Pick::Any);
         // All are back at once.
         *memory.0.borrow_mut() = vec![Some(touched(0)); PAGES as usize];
@@ -285,7 +283,7 @@ mod tests {
         assert_eq!(guesses.trust.judge(&memory, later), None);
         let (by_agent, by_host) = guesses.trust.figures();
         assert_eq!((by_agent.judged, by_agent.wrong), (6, 6));
-        assert!((1..=8).contains(&by_host.judged) && by_host.wrong == by_host.judged, "{by_host:?}");
+        assert!((1..=6).contains(&by_host.judged) && by_host.wrong == by_host.judged, "{by_host:?}");
     }
 
     #[test]
