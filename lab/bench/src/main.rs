@@ -86,6 +86,9 @@ struct BenchArgs {
     /// balance, density, pool, guest: one of its parts alone [default: all]
     #[arg(long, value_enum)]
     part: Option<Part>,
+    /// guest: only which pages are taken, not how much memory can be
+    #[arg(long)]
+    choices: bool,
     /// density: this number of VMs alone [default: 1 to 1,000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     vms: Option<u16>,
@@ -123,6 +126,9 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
     if let Some(part) = args.part.filter(|part| part.of() != args.what) {
         bail!("--part {part:?} is for bench {}", part.of().name());
     }
+    if args.choices && args.what != Which::Guest {
+        bail!("--choices is for bench guest");
+    }
     if args.vms.is_some() && args.what != Which::Density {
         bail!("--vms is for bench density");
     }
@@ -137,6 +143,7 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
         quick: args.quick,
         dir,
         part: args.part,
+        choices: args.choices,
         vms: args.vms.map(usize::from),
         levels: args.levels.into_iter().map(u64::from).collect(),
     };

@@ -153,6 +153,8 @@ pub struct Options {
     pub dir: PathBuf,
     /// Balance, density, pool, guest: this part alone.
     pub part: Option<Part>,
+    /// Guest: which pages are taken alone, not how much memory can be.
+    pub choices: bool,
     /// Density: this number of VMs alone.
     pub vms: Option<usize>,
     /// Balance: the levels of memory, in percent; the bench's own if there is none.
