@@ -7,6 +7,7 @@
 //! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
 
 use std::io;
+use std::sync::Arc;
 
 use crate::wire::VmId;
 use crate::{PAGE_SIZE, PageIdx};
@@ -149,6 +150,9 @@ impl StoreUsage {
     }
 }
 
+/// Waits until the pages of a [`Store::begin_put`] are stored, and appends each one's outcome.
+pub type Ending = Box<dyn FnOnce(&mut Vec<PutOutcome>) + Send>;
+
 /// A place for far pages.
 ///
 /// The caller's duty: a handle is freed once, under the key it was put under, and not while another call uses that
@@ -227,6 +231,15 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// returned them: a store that keeps that form does not compress the pages again.
     fn put_blobs(&self, first: PageKey, pages: &[PageBytes], _blobs: &[Vec<u8>], outcomes: &mut Vec<PutOutcome>) {
         self.put_run(first, pages, outcomes);
+    }
+
+    /// The same, in two steps: the pages are on their way when this returns, and the result waits until they are stored
+    /// and appends the outcomes. If it is dropped, the pages are not stored. A store that does not wait for another
+    /// machine does all of it now.
+    fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Ending {
+        let mut outcomes = Vec::with_capacity(pages.len());
+        self.put_blobs(first, pages, blobs, &mut outcomes);
+        Box::new(move |all| all.append(&mut outcomes))
     }
 
     /// Is the object of this handle still what [`Store::get_blob`] found there?

@@ -115,13 +115,18 @@ impl Node {
         work: impl FnOnce(&mut Link) -> io::Result<T>,
     ) -> io::Result<T> {
         let (begun, timeout) = (Instant::now(), self.timeout(kind));
-        match self.kept(begun).map_or_else(|| self.open(access, until), Ok) {
-            Ok(link) => self.end(link, kind, begun, timeout, work),
-            Err(error) => {
-                self.note(kind, begun, timeout, Some(&error));
-                Err(error)
-            }
-        }
+        let link = self.take(kind, access, begun, until)?;
+        self.end(link, kind, begun, timeout, work)
+    }
+
+    /// Takes a connection that no other thread uses, for a request that begins now.
+    ///
+    /// # Errors
+    /// The node cannot be reached.
+    pub fn take(&self, kind: Kind, access: &Access, now: Instant, until: Instant) -> io::Result<Link> {
+        let timeout = self.timeout(kind);
+        let link = self.kept(now).map_or_else(|| self.open(access, until), Ok);
+        link.inspect_err(|error| self.note(kind, now, timeout, Some(error)))
     }
 
     /// Opens a connection, and remembers how long that took.
@@ -170,7 +175,7 @@ impl Node {
     }
 
     /// Records the result of a request that started with this timeout.
-    fn note(&self, kind: Kind, begun: Instant, timeout: Duration, error: Option<&io::Error>) {
+    pub fn note(&self, kind: Kind, begun: Instant, timeout: Duration, error: Option<&io::Error>) {
         let was = timeout.as_millis() as u32;
         // Many threads may wait for the node at once, and only one of them changes the timeout.
         let set = |to: Duration| {

@@ -6,15 +6,17 @@
 //! required number of replicas. Otherwise each key may or may not have been written.
 //!
 //! The first attempt is one command for all keys (`MGET`, `MSET`, `UNLINK`). Values that are still being produced are
-//! sent as they become ready, in several `MSET`, with one `WAIT` after the last ([`set_as_made`]). While a slot moves
+//! sent as they become ready, in several `MSET`, with one `WAIT` after the last ([`send_as_made`]). While a slot moves
 //! to another node, each node has some of the keys. Then each key gets its own command, and a second round after
 //! `ASKING` requests the keys at the other node.
 
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cluster::Cluster;
-use crate::nodes::{Kind, is_late};
+use crate::link::Link;
+use crate::nodes::{Kind, Node, is_late};
 use crate::refusal::{Addr, Refusal, is_of_another_type};
 use crate::resp::{Commands, Replies, Said};
 use crate::slot::slot_of;
@@ -164,64 +166,101 @@ pub fn run(
     if rounds.is_empty() { Ok(()) } else { Err(failed("the nodes send us from one to the other".into(), unknown)) }
 }
 
-/// Stores values that are still being produced. Each call of `make` appends one or more values, for the next keys, and
-/// the previous ones are sent meanwhile. One `WAIT` follows the last.
-pub fn set_as_made(
+/// A write that was sent, with its `WAIT`; the replies are still to be read.
+#[derive(Debug)]
+pub struct Sent {
+    node: Arc<Node>,
+    link: Link,
+    /// Commands before the `WAIT`.
+    parts: usize,
+    waits: usize,
+    begun: Instant,
+    timeout: Duration,
+}
+
+/// Sends values that are still being produced. Each call of `make` appends one or more values, for the next keys, and
+/// the previous ones are sent meanwhile. One `WAIT` follows the last. [`Sent::end`] reads the replies.
+pub fn send_as_made(
     cluster: &Cluster,
     replicas: u32,
     keys: &[Vec<u8>],
     values: &mut Values,
     make: &mut dyn FnMut(&mut Values),
-) -> Result<(), Failed> {
-    let Some(first) = keys.first() else { return Ok(()) };
-    let owner = cluster.owner(slot_of(first));
+) -> Result<Sent, Failed> {
+    let owner = cluster.owner(slot_of(keys.first().map_or(&[], Vec::as_slice)));
     let at = owner.map_err(|error| Failed { full: false, why: error.to_string(), unknown: false })?;
-    let until = Instant::now() + cluster.node(&at).timeout(Kind::Write);
+    let (node, begun) = (cluster.node(&at), Instant::now());
+    let timeout = node.timeout(Kind::Write);
+    let until = begun + timeout;
     let mut unknown = false;
-    let kept = cluster.with_as(Kind::Write, &at, until, |link| {
-        let mut parts = 0;
+    let mut send = || -> io::Result<(Link, usize, usize)> {
+        let mut link = node.take(Kind::Write, &cluster.options().access, begun, until)?;
         unknown = true;
-        while values.len() < keys.len() {
-            let from = values.len();
-            make(values);
-            let round =
-                Round { at: at.clone(), keys: (from..values.len()).collect(), one_by_one: false, asking: false };
-            link.send(&commands(Verb::Set { values, replicas: 0 }, keys, &round, Duration::ZERO), until)?;
-            parts += 1;
-        }
-        let left = until.saturating_duration_since(Instant::now()) / 2;
-        let mut wait = Commands::default();
-        add_wait(&mut wait, replicas, left);
-        link.send(&wait, until)?;
-        let replies = link.receive(parts + wait.count(), until)?;
-        // A command that got an error was not executed.
-        unknown = (0..parts).any(|part| replies.get(part).error().is_none());
-        let error = (0..parts).find_map(|part| {
-            let said = replies.get(part);
-            said.error().map_or_else(
-                || (said.text() != Some("OK")).then(|| senseless(&at)),
-                |error| Some(Refusal::of(&error, &at)),
-            )
-        });
-        Ok(error.map_or_else(|| check_wait(Verb::Set { values, replicas }, &at, &replies), Err))
-    });
-    let failed = |why: String| Failed { full: false, why, unknown };
-    match kept {
-        Ok(Ok(())) => Ok(()),
-        Ok(Err(Refusal::Full(why))) => Err(Failed { full: true, ..failed(why) }),
-        Ok(Err(Refusal::Busy(why))) => {
-            cluster.refresh();
-            Err(failed(why))
-        }
-        // The slot moves, or has moved. All values are ready, so this continues as an ordinary request.
-        Ok(Err(Refusal::Moved(_) | Refusal::Ask(_) | Refusal::OneByOne)) => {
-            cluster.refresh();
-            run(cluster, Verb::Set { values, replicas }, keys, &mut |_, _| ())
-                .map_err(|error| Failed { unknown: unknown || error.unknown, ..error })
-        }
+        let mut parts = 0;
+        let mut send = || {
+            while values.len() < keys.len() {
+                let from = values.len();
+                make(values);
+                let keys_of_part = (from..values.len()).collect();
+                let round = Round { at: at.clone(), keys: keys_of_part, one_by_one: false, asking: false };
+                link.send(&commands(Verb::Set { values, replicas: 0 }, keys, &round, Duration::ZERO), until)?;
+                parts += 1;
+            }
+            let mut wait = Commands::default();
+            add_wait(&mut wait, replicas, until.saturating_duration_since(Instant::now()) / 2);
+            link.send(&wait, until)?;
+            Ok(wait.count())
+        };
+        let waits = send().inspect_err(|error| node.note(Kind::Write, begun, timeout, Some(error)))?;
+        Ok((link, parts, waits))
+    };
+    match send() {
+        Ok((link, parts, waits)) => Ok(Sent { node, link, parts, waits, begun, timeout }),
         Err(error) => {
             cluster.refresh();
-            Err(failed(broken(&at, &error)))
+            Err(Failed { full: false, why: broken(&at, &error), unknown })
+        }
+    }
+}
+
+impl Sent {
+    /// Waits for the replies. `keys` and `values` are those that were sent: if their slot has moved, they are sent
+    /// again.
+    pub fn end(self, cluster: &Cluster, replicas: u32, keys: &[Vec<u8>], values: &Values) -> Result<(), Failed> {
+        let Self { node, link, parts, waits, begun, timeout } = self;
+        let (at, verb) = (&node.addr, Verb::Set { values, replicas });
+        let mut unknown = true;
+        let kept = node.end(link, Kind::Write, begun, timeout, |link| {
+            let replies = link.receive(parts + waits, begun + timeout)?;
+            // A command that got an error was not executed.
+            unknown = (0..parts).any(|part| replies.get(part).error().is_none());
+            let error = (0..parts).find_map(|part| {
+                let said = replies.get(part);
+                said.error().map_or_else(
+                    || (said.text() != Some("OK")).then(|| senseless(at)),
+                    |error| Some(Refusal::of(&error, at)),
+                )
+            });
+            Ok(error.map_or_else(|| check_wait(verb, at, &replies), Err))
+        });
+        let failed = |why: String| Failed { full: false, why, unknown };
+        match kept {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(Refusal::Full(why))) => Err(Failed { full: true, ..failed(why) }),
+            Ok(Err(Refusal::Busy(why))) => {
+                cluster.refresh();
+                Err(failed(why))
+            }
+            // The slot moves, or has moved. All values are ready, so this continues as an ordinary request.
+            Ok(Err(Refusal::Moved(_) | Refusal::Ask(_) | Refusal::OneByOne)) => {
+                cluster.refresh();
+                run(cluster, verb, keys, &mut |_, _| ())
+                    .map_err(|error| Failed { unknown: unknown || error.unknown, ..error })
+            }
+            Err(error) => {
+                cluster.refresh();
+                Err(failed(broken(at, &error)))
+            }
         }
     }
 }

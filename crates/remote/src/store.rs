@@ -14,12 +14,13 @@
 
 use std::collections::HashSet;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use ballast_base::PageIdx;
-use ballast_base::store::Recovered;
+use ballast_base::store::{Ending, Recovered};
 use ballast_base::wire::VmId;
 use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob};
 use ballast_sys::clock;
@@ -32,8 +33,12 @@ use crate::identity::{self, Home, Kept, Tell};
 use crate::lease::Lease;
 use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
-use crate::request::{self, Found, Values, Verb};
+use crate::request::{self, Found, Verb};
 use crate::seal::{SEALED_MAX, Seal};
+
+mod write;
+
+use write::UnderWay;
 
 /// Tick of the generations. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
 const TICK: Duration = Duration::from_micros(100);
@@ -202,60 +207,6 @@ impl RemoteStore {
         outcome
     }
 
-    /// Puts pages of one chunk, all or none. `blobs` is empty, or has each page's form in another store.
-    fn put_chunk(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Result<Handle, PutOutcome> {
-        let count = pages.len() as u64;
-        let seal = self.seal();
-        if !seal.works() {
-            return Err(self.refuse("the key that its pages are sealed with is lost".into(), PutOutcome::Busy));
-        }
-        if !self.share.has_room(count, self.garbage.waiting_briefly()) {
-            let limit = self.share.budget().limit();
-            return Err(self.refuse(format!("its budget of {limit} is used"), PutOutcome::Full));
-        }
-        self.ensure_lease().map_err(|why| self.refuse(why, PutOutcome::Busy))?;
-        // Otherwise each put that fails would leave more.
-        let unlinked = self.garbage.unlink_failed(&self.cluster, first);
-        unlinked.map_err(|why| self.refuse(format!("what a failed write left: {why}"), PutOutcome::Busy))?;
-        let Some(generation) = self.draw() else {
-            return Err(self.refuse("the host has run for so long that no generation is left".into(), PutOutcome::Full));
-        };
-        let keys: Vec<PageKey> =
-            (first.page.0..).zip(pages).map(|(page, _)| first.region.page(PageIdx(page))).collect();
-        let names = name::keys(keys.iter().map(|key| (*key, generation)));
-        let mut values = Values::default();
-        let mut make = |values: &mut Values| {
-            let from = values.len();
-            for (at, (key, bytes)) in keys.iter().zip(pages).enumerate().skip(from).take(PART) {
-                values.add(|values| {
-                    let start = values.len();
-                    let kept = blobs.get(at).map_or(&[][..], Vec::as_slice);
-                    blob::reseal(*key, generation, bytes, kept, self.codec, values);
-                    seal.seal(*key, generation, values, start);
-                });
-            }
-        };
-        let replicas = self.cluster.options().replicas;
-        match request::set_as_made(&self.cluster, replicas, &names, &mut values, &mut make) {
-            Ok(()) => {
-                // A node that belongs to another cluster may have brought that one's map meanwhile.
-                if let Err(why) = self.home.takes(&self.cluster) {
-                    self.garbage.failed(first, count, generation);
-                    return Err(self.refuse(why, PutOutcome::Busy));
-                }
-                self.used.store(true, Relaxed);
-                self.share.put(count, values.bytes() as u64);
-                Ok(generation)
-            }
-            Err(failed) => {
-                if failed.unknown {
-                    self.garbage.failed(first, count, generation);
-                }
-                Err(self.refuse(failed.why, if failed.full { PutOutcome::Full } else { PutOutcome::Busy }))
-            }
-        }
-    }
-
     /// Gets pages of one chunk.
     fn get_chunk(&self, keys: &[PageKey], handles: &[Handle], out: &mut [PageBytes], outcomes: &mut [GetOutcome]) {
         let names = name::keys(keys.iter().copied().zip(handles.iter().copied()));
@@ -320,15 +271,30 @@ impl RemoteStore {
     }
 }
 
-/// Returns the end of the next part of a run that is in one chunk.
-fn chunk_end(first: PageIdx, from: usize, len: usize) -> usize {
-    let page = first.0 + from as u64;
-    len.min(from + (CHUNK_PAGES - page % CHUNK_PAGES) as usize)
+/// Returns the key of the page that is this many after the first.
+fn plus(first: PageKey, pages: usize) -> PageKey {
+    first.region.page(PageIdx(first.page.0 + pages as u64))
+}
+
+/// Returns the parts of a run, each of which is in one chunk.
+fn parts(first: PageKey, len: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut from = 0;
+    std::iter::from_fn(move || {
+        let page = first.page.0 + from as u64;
+        let part = from..len.min(from + (CHUNK_PAGES - page % CHUNK_PAGES) as usize);
+        from = part.end;
+        (!part.is_empty()).then_some(part)
+    })
+}
+
+/// Returns the blobs of a part of a run, if there are any.
+fn of_part<'a>(blobs: &'a [Vec<u8>], part: &Range<usize>) -> &'a [Vec<u8>] {
+    blobs.get(part.clone()).unwrap_or_default()
 }
 
 impl Store for RemoteStore {
     fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
-        self.put_chunk(key, std::slice::from_ref(bytes), &[]).map_or_else(|outcome| outcome, PutOutcome::Stored)
+        self.put_chunk(key, std::slice::from_ref(bytes), &[])
     }
 
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
@@ -347,15 +313,25 @@ impl Store for RemoteStore {
 
     /// The payloads are sent as they are.
     fn put_blobs(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>], outcomes: &mut Vec<PutOutcome>) {
-        let mut from = 0;
-        while from < pages.len() {
-            let end = chunk_end(first.page, from, pages.len());
-            let key = first.region.page(PageIdx(first.page.0 + from as u64));
-            let outcome = self.put_chunk(key, &pages[from..end], blobs.get(from..end).unwrap_or_default());
-            let outcome = outcome.map_or_else(|outcome| outcome, PutOutcome::Stored);
-            outcomes.resize(outcomes.len() + end - from, outcome);
-            from = end;
+        for part in parts(first, pages.len()) {
+            let outcome = self.put_chunk(plus(first, part.start), &pages[part.clone()], of_part(blobs, &part));
+            outcomes.resize(outcomes.len() + part.len(), outcome);
         }
+    }
+
+    /// The last chunk is under way afterwards, and those before it are stored.
+    fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Ending {
+        let mut parts: Vec<_> = parts(first, pages.len()).collect();
+        let (mut outcomes, last) = (Vec::with_capacity(pages.len()), parts.pop().unwrap_or_default());
+        if let Some(end) = parts.last().map(|part| part.end) {
+            self.put_blobs(first, &pages[..end], blobs.get(..end).unwrap_or_default(), &mut outcomes);
+        }
+        let sent = self.begin_chunk(plus(first, last.start), &pages[last.clone()], of_part(blobs, &last));
+        let write = sent.map(|write| UnderWay::new(self, write));
+        Box::new(move |all| {
+            all.append(&mut outcomes);
+            all.resize(all.len() + last.len(), write.map_or_else(|outcome| outcome, UnderWay::end));
+        })
     }
 
     fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {

@@ -17,7 +17,7 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, blob, pages};
-use common::{LEASE, played};
+use common::{LEASE, played, shards};
 
 const FLOODS: VmId = VmId([0xaa; 16]);
 const WAITS: VmId = VmId([0xbb; 16]);
@@ -53,11 +53,7 @@ fn has(bytes: &[u8], part: &[u8]) -> bool {
 /// Serves a connection: answers all but the requests for pages of the VM that floods.
 fn serve(mut stream: TcpStream, held: &(Mutex<Held>, Condvar)) {
     let (local, peer) = (stream.local_addr().expect("an address"), stream.peer_addr().expect("an address").port());
-    let map = format!(
-        "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{}\r\n\
-         $2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n",
-        local.port()
-    );
+    let map = shards(local.port());
     let mut asked = Vec::new();
     let mut part = [0; 8192];
     while let Ok(len @ 1..) = stream.read(&mut part) {

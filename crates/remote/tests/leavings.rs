@@ -15,7 +15,7 @@ use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore, lease};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
 use ballast_testvm::valkey::Layout;
-use common::{LEASE, cluster, end, owner, played, start};
+use common::{LEASE, cluster, end, owner, played, shards, start};
 
 const VM: VmId = VmId([7; 16]);
 
@@ -54,14 +54,7 @@ fn server(say: impl Fn(&[String]) -> String + Send + Sync + 'static) -> Arc<Clus
                 continue;
             }
             let port = stream.local_addr().expect("an address").port();
-            let reply = if words[0] == "CLUSTER" {
-                format!(
-                    "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n\
-                     :{port}\r\n$2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n"
-                )
-            } else {
-                say(&words)
-            };
+            let reply = if words[0] == "CLUSTER" { shards(port) } else { say(&words) };
             text.clear();
             if stream.write_all(reply.as_bytes()).is_err() {
                 return;
@@ -107,6 +100,28 @@ fn a_chunk_has_what_one_failed_write_left_however_often_it_is_tried() {
     valkey.say(primary, &["CONFIG", "SET", "min-replicas-to-write", "0"]).expect("CONFIG");
     tidy_up(&store);
     assert_eq!(valkey.keys().expect("a size"), 1 + 1, "the page and the lease");
+}
+
+#[test]
+fn pages_on_their_way_are_stored_when_that_is_waited_for_and_are_gone_when_nobody_does() {
+    let Some(valkey) = start(Layout::default()) else { return };
+    let store = Arc::new(store_of(VM, &cluster(&valkey, 1)));
+    // Two chunks, of which the first is stored before the second is sent.
+    let (bytes, mut outcomes): (Vec<_>, _) = ((0..700).map(pages::mixed).collect(), Vec::new());
+    let ending = store.clone().begin_put(key_of(VM, 0), &bytes, &[]);
+    ending(&mut outcomes);
+    assert_eq!(outcomes.len(), bytes.len());
+    for ((number, outcome), bytes) in (0..).zip(&outcomes).zip(&bytes) {
+        let PutOutcome::Stored(handle) = *outcome else { panic!("{outcome:?}: {:?}", store.last_refusal()) };
+        let mut out = [0; PAGE_SIZE];
+        assert_eq!(store.get(key_of(VM, number), handle, &mut out), GetOutcome::Found);
+        assert!(out == *bytes, "page {number} has other bytes");
+    }
+    drop(store.clone().begin_put(key_of(VM, 2048), &bytes[..300], &[]));
+    assert!(!store.is_tidy(), "the cluster may have them");
+    tidy_up(&store);
+    assert_eq!(valkey.keys().expect("a size"), 700 + 1, "the pages and the lease");
+    assert_eq!(store.usage().pages, 700);
 }
 
 #[test]

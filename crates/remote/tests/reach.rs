@@ -9,16 +9,7 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use ballast_remote::{Addr, Cluster};
-use common::played;
-
-/// The map of a cluster of one node.
-fn map(port: u16) -> Vec<u8> {
-    let text = format!(
-        "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{port}\r\n\
-         $2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n"
-    );
-    text.into_bytes()
-}
+use common::{played, shards};
 
 /// Requests maps until one is there.
 fn reach(cluster: &Cluster) {
@@ -36,7 +27,7 @@ fn a_cluster_that_always_needs_longer_than_the_first_timeout_for_its_map_is_reac
         while let Ok(1..) = stream.read(&mut asked) {
             std::thread::sleep(Duration::from_millis(500));
             let port = stream.local_addr().expect("an address").port();
-            if stream.write_all(&map(port)).is_err() {
+            if stream.write_all(shards(port).as_bytes()).is_err() {
                 return;
             }
         }
@@ -50,7 +41,7 @@ fn a_node_that_left_the_cluster_is_forgotten_with_its_figures_when_the_next_map_
         let mut asked = [0; 8192];
         while let Ok(1..) = stream.read(&mut asked) {
             let port = stream.local_addr().expect("an address").port();
-            if stream.write_all(&map(port)).is_err() {
+            if stream.write_all(shards(port).as_bytes()).is_err() {
                 return;
             }
         }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use ballast_base::store::Ending;
 use ballast_base::units::{GIB, MIB};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
@@ -70,29 +71,52 @@ fn handles(store: &dyn Store, outcomes: &[PutOutcome]) -> Result<Vec<Handle>> {
     outcomes.iter().map(handle).collect()
 }
 
-/// Put pages into a store in RAM and move them on, as the spill worker does. Returns their handles, and how many went
-/// per second.
-fn spilled(ram: &dyn Store, store: &dyn Store, content: &[PageBytes]) -> Result<(Vec<Handle>, f64)> {
+/// A run that a store is about to have.
+struct UnderWay {
+    number: usize,
+    pages: Vec<PageBytes>,
+    blobs: Vec<Vec<u8>>,
+    ending: Ending,
+}
+
+/// Put pages into a store in RAM and move them on, as the spill worker does: while a run is under way, the next one is
+/// read and the one before is freed. Returns their handles, and how many went per second.
+fn spilled(ram: &dyn Store, store: &Arc<dyn Store>, content: &[PageBytes]) -> Result<(Vec<Handle>, f64)> {
     let (mut near, mut far) = (Vec::new(), Vec::with_capacity(content.len()));
     ram.put_run(key(0), content, &mut near);
     let near = handles(ram, &near)?;
-    let (mut pages, mut blobs) = (vec![[0; PAGE_SIZE]; CHUNK], vec![Vec::new(); CHUNK]);
+    let chunk = |number: usize| (number * CHUNK..).map(key).zip(near.chunks(CHUNK).nth(number).unwrap_or_default());
+    let mut spare = None;
+    let mut under_way: Option<UnderWay> = None;
     let begun = Instant::now();
-    for (number, chunk) in near.chunks(CHUNK).enumerate() {
-        let names = (number * CHUNK..).map(key).zip(chunk);
-        for ((key, handle), (page, blob)) in names.clone().zip(pages.iter_mut().zip(&mut blobs)) {
+    // One more, which sends nothing.
+    for number in 0..=near.len().div_ceil(CHUNK) {
+        let buffers = || (vec![[0; PAGE_SIZE]; CHUNK], vec![Vec::new(); CHUNK]);
+        let (mut pages, mut blobs) = spare.take().unwrap_or_else(buffers);
+        let mut count = 0;
+        for ((key, handle), (page, blob)) in chunk(number).zip(pages.iter_mut().zip(&mut blobs)) {
             let outcome = ram.get_blob(key, *handle, page, blob);
             ensure!(outcome == GetOutcome::Found, "{key:?} comes to {outcome:?} in RAM");
+            count += 1;
         }
-        store.put_blobs(key(number * CHUNK), &pages[..chunk.len()], &blobs[..chunk.len()], &mut far);
-        for ((key, handle), (page, blob)) in names.zip(pages.iter().zip(&blobs)) {
+        let before = under_way.take().map(|UnderWay { number, pages, blobs, ending }| {
+            ending(&mut far);
+            (number, pages, blobs)
+        });
+        if count > 0 {
+            let ending = store.clone().begin_put(key(number * CHUNK), &pages[..count], &blobs[..count]);
+            under_way = Some(UnderWay { number, pages, blobs, ending });
+        }
+        let Some((number, pages, blobs)) = before else { continue };
+        for ((key, handle), (page, blob)) in chunk(number).zip(pages.iter().zip(&blobs)) {
             ensure!(ram.still_has(key, *handle, page, blob), "{key:?} has changed in RAM");
             ram.free(key, *handle);
         }
+        spare = Some((pages, blobs));
     }
     let per_s = content.len() as f64 / begun.elapsed().as_secs_f64();
     ram.tidy();
-    Ok((handles(store, &far)?, per_s))
+    Ok((handles(&**store, &far)?, per_s))
 }
 
 /// A store that is busy is asked again until this has passed; the time counts.
@@ -100,7 +124,7 @@ const ANSWER: Duration = Duration::from_secs(60);
 
 /// Put all, from `ram` if there is one; read each in random order, read runs, and free all.
 fn stored(
-    (ram, store): (Option<&dyn Store>, &dyn Store),
+    (ram, store): (Option<&dyn Store>, &Arc<dyn Store>),
     content: &[PageBytes],
     seed: u64,
     series: &mut Series,
@@ -115,7 +139,7 @@ fn stored(
             store.put_run(key(number * CHUNK), chunk, &mut outcomes);
         }
         series.out.push(content.len() as f64 / begun.elapsed().as_secs_f64());
-        handles(store, &outcomes)?
+        handles(&**store, &outcomes)?
     };
     let mut order: Vec<usize> = (0..content.len()).collect();
     shuffle(&mut order, seed);
@@ -283,14 +307,17 @@ fn measure(bench: &mut Bench, valkey: &Valkey, data: Data, (count, rounds): (usi
     let content = pages(data, count);
     let budget = Budget::new(Bytes(GIB));
     let (ram, _arena) = RamStore::create(RamOptions::new(budget.clone())).context("A store in RAM")?;
-    let file = FileStore::create(&bench.options.dir, FileOptions::new(budget)).context("A store on the disk")?;
-    let remote = |vm: u8, tls| -> Result<RemoteStore> {
+    let (file, _index, _data) =
+        FileStore::create(&bench.options.dir, FileOptions::new(budget)).context("A store on the disk")?;
+    let (ram, file): (Arc<dyn Store>, Arc<dyn Store>) = (Arc::new(ram), Arc::new(file));
+    let remote = |vm: u8, tls| -> Result<Arc<dyn Store>> {
         let budget = RemoteBudget::new(Bytes(GIB));
-        Ok(RemoteStore::new(VmId([vm; 16]), cluster(valkey, tls)?, budget, Codec::Lz4, lease::LEASE))
+        let store = RemoteStore::new(VmId([vm; 16]), cluster(valkey, tls)?, budget, Codec::Lz4, lease::LEASE);
+        Ok(Arc::new(store))
     };
     let (plain, tls) = (remote(0x42, false)?, remote(0x43, true)?);
-    let stores: [(Option<&dyn Store>, &dyn Store); 4] =
-        [(None, &ram), (Some(&ram), &file.0), (Some(&ram), &plain), (Some(&ram), &tls)];
+    let stores: [(Option<&dyn Store>, _); 4] =
+        [(None, &ram), (Some(&*ram), &file), (Some(&*ram), &plain), (Some(&*ram), &tls)];
     let mut series: [Series; 5] = Default::default();
     let mut guests = Guests::default();
     for round in bench.progress.over("round", 0..=rounds) {

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_base::store::Recovered;
+use ballast_base::store::{Ending, Recovered};
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
 /// Tells operators something: a kind of event, and a sentence.
@@ -129,6 +129,10 @@ impl Store for Overdue {
 
     fn put_blobs(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>], outcomes: &mut Vec<PutOutcome>) {
         self.store.put_blobs(first, pages, blobs, outcomes);
+    }
+
+    fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Ending {
+        self.store.clone().begin_put(first, pages, blobs)
     }
 
     fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {

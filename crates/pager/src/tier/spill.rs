@@ -3,10 +3,13 @@
 //! Before: reclaim put pages into RAM, and they were not touched since. After: they are in the first slow store that
 //! took them, and RAM has space again. Threads: one task per VM that has a slow store. It may wait for that store. A
 //! fault waits for it only on the one page whose word it is changing (`shift`).
-//! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: one run's bytes, while a pass is under way.
+//! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: two runs' bytes, while a pass is under way.
 //! Promise: a spill costs time, never bytes. A page that no slow store takes stays in RAM, and that is reported once. A
 //! store that does not take a run in time gets shorter ones, until each is over in time; and none while it still writes
 //! one that was given up.
+//!
+//! One run is under way at a time. While the store works on it, the next one is read; while it works on that, the words
+//! of the one before are changed.
 //!
 //! A clock tells a page's age: a pass marks every far word it meets (`Word::marked`), and every move of the page makes
 //! a word without the mark. A page whose word is still marked on the next pass, at least `spill_after` later, is old.
@@ -17,6 +20,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ballast_base::store::Ending;
 use ballast_base::{PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::{GetOutcome, PageBytes, PutOutcome};
 
@@ -86,7 +90,11 @@ pub(crate) struct SpillWorker {
     in_vain: u32,
     /// After [`ENDS`] of those, when to look again.
     next_short: Instant,
+    /// The run that is being read, and the one that a store is about to have.
     run: SpillRun,
+    under_way: Option<UnderWay>,
+    /// The buffers of the one before.
+    spare: SpillRun,
 }
 
 /// A slow store, in the order in which they are tried.
@@ -109,6 +117,14 @@ struct SpillRun {
     bytes: Vec<PageBytes>,
     /// The form in which the near store has each page.
     blobs: Vec<Vec<u8>>,
+}
+
+/// A run that was sent to a store.
+struct UnderWay {
+    region: Arc<Region>,
+    run: SpillRun,
+    target: usize,
+    ending: Ending,
 }
 
 /// The worker is over, also by a panic: reclaim should not count on it.
@@ -138,6 +154,8 @@ impl SpillWorker {
             in_vain: 0,
             next_short: Instant::now(),
             run: SpillRun::default(),
+            under_way: None,
+            spare: SpillRun::default(),
             vm,
         })
     }
@@ -159,7 +177,7 @@ impl SpillWorker {
             self.pass = None;
         }
         // The bytes of a run are kept only while they are used.
-        self.run = SpillRun::default();
+        (self.run, self.spare) = Default::default();
         Next::after(Instant::now(), self.pause())
     }
 
@@ -228,8 +246,16 @@ impl SpillWorker {
     }
 
     /// Walks over the words that were ever written. Returns where it stopped before the end, and how many pages it
-    /// moved.
+    /// moved. No run is under way afterwards.
     fn walk(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
+        let walked = self.walk_on(from, take, quota);
+        let last = self.stored();
+        let last = self.commit(last);
+        let (end, moved) = walked?;
+        Ok((end, moved + last))
+    }
+
+    fn walk_on(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
         let vm = self.vm.clone();
         let (mut moved, mut words) = (0, 0);
         for (region, record) in vm.regions().iter().zip(vm.state.regions()).skip(from.0 as usize) {
@@ -258,7 +284,7 @@ impl SpillWorker {
 
     /// Reads the words of these pages, and spills those that are to go, about `most` of them. Returns the page after
     /// the last one read, and how many were moved.
-    fn stretch(&mut self, region: &Region, pages: PageRange, take: Take, most: u64) -> (u64, u64) {
+    fn stretch(&mut self, region: &Arc<Region>, pages: PageRange, take: Take, most: u64) -> (u64, u64) {
         let (mut moved, mut next) = (0, pages.start().0);
         let longest = |targets: &[Target]| {
             targets.iter().find(|target| target.rest_until.is_none()).map_or(RUN, |target| target.run)
@@ -316,62 +342,85 @@ impl SpillWorker {
         true
     }
 
-    /// Writes the run and changes the words of its pages. Returns how many were moved.
-    fn flush(&mut self, region: &Region) -> u64 {
-        let words = std::mem::take(&mut self.run.words);
-        if words.is_empty() {
+    /// Sends the run, after the one that is under way has been stored, whose words are changed meanwhile. Returns how
+    /// many of these were moved.
+    fn flush(&mut self, region: &Arc<Region>) -> u64 {
+        if self.run.words.is_empty() {
             return 0;
         }
-        let vm = self.vm.clone();
-        let Some(target) = self.targets.iter_mut().find(|target| target.rest_until.is_none()) else { return 0 };
-        let (number, slow) = (target.tier.number, target.tier.store.clone());
+        let stored = self.stored();
+        self.send(region);
+        self.commit(stored)
+    }
+
+    /// Sends the run to the first store that does not rest; if there is none, its pages stay where they are.
+    fn send(&mut self, region: &Arc<Region>) {
+        let ready = self.targets.iter().position(|target| target.rest_until.is_none());
+        let Some(target) = ready else { return self.run.words.clear() };
+        let (vm, slow) = (self.vm.clone(), self.targets[target].tier.store.clone());
         if slow.must_recover() {
             // A write that was given up is still under way: one more would wait behind it.
-            self.rest(PutOutcome::Busy);
-            return 0;
+            self.run.words.clear();
+            return self.rest(target, PutOutcome::Busy);
         }
-        let (first, count) = (PageIdx(self.run.first), words.len());
-        let mut outcomes = Vec::with_capacity(count);
+        let run = std::mem::replace(&mut self.run, std::mem::take(&mut self.spare));
+        let count = run.words.len();
+        let (first, bytes, blobs) = (region.key(PageIdx(run.first)), &run.bytes[..count], &run.blobs[..count]);
         // The store may punch emptied space, too.
-        let (bytes, blobs) = (&self.run.bytes[..count], &self.run.blobs[..count]);
-        let mut put = || slow.put_blobs(region.key(first), bytes, blobs, &mut outcomes);
-        blocking(|| vm.state.beside(&mut put));
-        let (mut moved, mut refused) = (0, None);
-        let copies = bytes.iter().zip(blobs.iter().map(Vec::as_slice));
-        for (((page, from), copy), outcome) in (first.0..).zip(words).zip(copies).zip(outcomes) {
-            match outcome {
-                PutOutcome::Stored(handle) => {
-                    let page = PageIdx(page);
-                    let granule = region.granule(page);
-                    let to = Word::far(number, handle, from.age());
-                    // The mark stands for a whole granule, whose other pages have yet to go.
-                    let to = if granule.pages() > 1 && from.is_marked() { to.marked() } else { to };
-                    let place = (granule, (page.0 - region.first_of(page).0) as usize);
-                    let Some(near) = vm.stores.store_of(from) else {
-                        slow.free(region.key(page), handle);
-                        continue;
-                    };
-                    moved += u64::from(shift::commit(place, region.key(page), (from, near), (to, &*slow), copy));
-                }
-                outcome => refused = Some(outcome),
-            }
-        }
-        vm.stats().add(Counter::Spilled, moved);
+        let ending = blocking(|| vm.state.beside(|| slow.begin_put(first, bytes, blobs)));
+        self.under_way = Some(UnderWay { region: region.clone(), run, target, ending });
+    }
+
+    /// Waits until the run that is under way is stored or refused. A store that refused it rests.
+    fn stored(&mut self) -> Option<(UnderWay, Vec<PutOutcome>)> {
+        let mut under_way = self.under_way.take()?;
+        let ending = std::mem::replace(&mut under_way.ending, Box::new(|_| ()));
+        let mut outcomes = Vec::with_capacity(under_way.run.words.len());
+        let vm = self.vm.clone();
+        blocking(|| vm.state.beside(|| ending(&mut outcomes)));
+        let refused = outcomes.iter().rfind(|outcome| !matches!(outcome, PutOutcome::Stored(_))).copied();
+        let target = &mut self.targets[under_way.target];
         if refused == Some(PutOutcome::Busy) {
             (target.run, target.taken) = ((target.run / 2).max(SHORTEST_RUN), 0);
-        } else if refused.is_none() && count >= target.run {
+        } else if refused.is_none() && outcomes.len() >= target.run {
             target.taken += 1;
             if target.taken >= LONGER_AFTER {
                 (target.run, target.taken) = ((target.run * 2).min(RUN), 0);
             }
         }
         match refused {
-            Some(outcome) => self.rest(outcome),
+            Some(outcome) => self.rest(under_way.target, outcome),
             None => {
                 target.said = false;
                 vm.mail.spill.set_helps(true);
             }
         }
+        Some((under_way, outcomes))
+    }
+
+    /// Changes the words of a run's pages that were stored. Returns how many.
+    fn commit(&mut self, stored: Option<(UnderWay, Vec<PutOutcome>)>) -> u64 {
+        let Some((UnderWay { region, mut run, target, .. }, outcomes)) = stored else { return 0 };
+        let (vm, Tier { number, store: slow, .. }) = (&self.vm, &self.targets[target].tier);
+        let copies = run.bytes.iter().zip(run.blobs.iter().map(Vec::as_slice));
+        let mut moved = 0;
+        for (((page, from), copy), outcome) in (run.first..).zip(&run.words).zip(copies).zip(outcomes) {
+            let PutOutcome::Stored(handle) = outcome else { continue };
+            let page = PageIdx(page);
+            let granule = region.granule(page);
+            let to = Word::far(*number, handle, from.age());
+            // The mark stands for a whole granule, whose other pages have yet to go.
+            let to = if granule.pages() > 1 && from.is_marked() { to.marked() } else { to };
+            let place = (granule, (page.0 - region.first_of(page).0) as usize);
+            let Some(near) = vm.stores.store_of(*from) else {
+                slow.free(region.key(page), handle);
+                continue;
+            };
+            moved += u64::from(shift::commit(place, region.key(page), (*from, near), (to, &**slow), copy));
+        }
+        vm.stats().add(Counter::Spilled, moved);
+        run.words.clear();
+        self.spare = run;
         moved
     }
 
@@ -380,10 +429,9 @@ impl SpillWorker {
         self.targets.iter().all(|target| target.rest_until.is_some())
     }
 
-    /// The first store that does not rest refused a page: lets it rest, and reports that once. The next run goes to the
-    /// store after it.
-    fn rest(&mut self, outcome: PutOutcome) {
-        let Some(target) = self.targets.iter_mut().find(|target| target.rest_until.is_none()) else { return };
+    /// This store refused a page: lets it rest, and reports that once. The next run goes to the store after it.
+    fn rest(&mut self, target: usize, outcome: PutOutcome) {
+        let target = &mut self.targets[target];
         let full = outcome == PutOutcome::Full;
         target.rest_until = Some(Instant::now() + if full { FULL_REST } else { BUSY_REST });
         if !std::mem::replace(&mut target.said, true) {

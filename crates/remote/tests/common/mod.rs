@@ -58,6 +58,14 @@ pub fn played_to(access: Access, say: impl Fn(TcpStream) + Send + Sync + 'static
     Arc::new(Cluster::new(ClusterOptions { nodes: vec![addr], access, replicas: 1 }))
 }
 
+/// Returns the reply to `CLUSTER SHARDS` of a server on this port that has all slots.
+pub fn shards(port: u16) -> String {
+    format!(
+        "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{port}\r\n\
+         $2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n"
+    )
+}
+
 /// Removes all that these VMs have in the cluster. Returns the number of their pages.
 pub fn end(cluster: &Cluster, vms: &[VmId]) -> std::io::Result<u64> {
     let (mut ended, mut pages) = (lease::Ended::default(), 0);
