@@ -7,6 +7,7 @@
 //! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use crate::wire::VmId;
@@ -175,9 +176,24 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// handle is safe to get; one that was never returned gives `Absent` or `Corrupt`.
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome;
 
-    /// Another thread is about to get this page. A store on a network sends the request now, if it can do so without
-    /// waiting.
-    fn begin(&self, _key: PageKey, _handle: Handle) {}
+    /// This page is about to be got. A store on a network sends the request now, if it can do so without waiting;
+    /// before that `watch` gets the descriptor that has input when the reply comes. Returns whether it was sent.
+    fn begin(&self, _key: PageKey, _handle: Handle, _watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+        false
+    }
+
+    /// The same as [`Store::get`] after [`Store::begin`] sent the request, but never waits. `Busy`: the reply is not
+    /// there, and `watch` got its descriptor again; or it is not the page, which [`Store::get`] asks for again. A store
+    /// that can do this never uses a handle of a page again.
+    fn get_begun(
+        &self,
+        _key: PageKey,
+        _handle: Handle,
+        _out: &mut PageBytes,
+        _watch: &dyn Fn(BorrowedFd<'_>),
+    ) -> GetOutcome {
+        GetOutcome::Busy
+    }
 
     /// Keep a run: `pages[i]` is the page `i` after `first`. Each page's outcome is appended, in order. A store on a
     /// device writes up to 512 pages (2 MiB) as one extent if it can; the outcome for one page says nothing about the

@@ -1,11 +1,12 @@
-//! Begun: requests for single pages that were sent, and whose replies another thread reads.
+//! Begun: requests for single pages that were sent, and whose replies are read later.
 //!
-//! Before: a fault worker met a page of the cluster, and hands the fault to a slow worker. After: the request is on its
-//! way while that worker wakes up, which takes about as long as the reply.
-//! Threads: any; `begin` never waits for a server. Units: one key a request.
+//! Before: a fault worker met a page of the cluster. After: it has the page when the reply is there ([`Begun::now`]),
+//! and serves other faults meanwhile; or a slow worker waits for the reply ([`Begun::end`]).
+//! Threads: any; only `end` waits for a server. Units: one key a request.
 //! Promise: a request that nobody reads costs its connection and nothing else. A reply that is no value says nothing:
 //! the page is asked for again, in the usual way.
 
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -15,8 +16,8 @@ use crate::nodes::{Kind, Node};
 use crate::resp::Commands;
 use crate::slot::slot_of;
 
-/// Requests that are kept; the oldest goes first.
-const KEPT: usize = 8;
+/// Requests under way at a time.
+const MOST: usize = 8;
 
 /// The requests of one store.
 #[derive(Debug, Default)]
@@ -36,31 +37,56 @@ impl Begun {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a request for the value of this key, if a connection to its node is there and takes it at once.
-    pub fn begin(&self, cluster: &Cluster, name: Vec<u8>) {
+    /// Sends a request for the value of this key, if a connection to its node is there and takes it at once. Before
+    /// that `watch` gets the descriptor that has input when the reply comes. Returns whether the request was sent.
+    pub fn begin(&self, cluster: &Cluster, name: Vec<u8>, watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+        {
+            let mut requests = self.requests();
+            // Those that nobody waits for any more: their connections are closed, because each will bring a reply.
+            requests.retain(|request| request.since.elapsed() < request.timeout);
+            if requests.len() >= MOST {
+                return false;
+            }
+        }
         let map = cluster.map();
-        let Some(node) = map.primary(slot_of(&name)).map(|addr| cluster.node(addr)) else { return };
-        let Some(link) = node.begin(&Commands::one(&[b"GET", &name])) else { return };
+        let Some(node) = map.primary(slot_of(&name)).map(|addr| cluster.node(addr)) else { return false };
+        let Some(link) = node.begin(&Commands::one(&[b"GET", &name]), watch) else { return false };
         let request = Request { name, timeout: node.timeout(Kind::Read), node, link, since: Instant::now() };
+        self.requests().push(request);
+        true
+    }
+
+    fn take(&self, name: &[u8]) -> Option<Request> {
         let mut requests = self.requests();
-        let oldest = (requests.len() == KEPT).then(|| requests.remove(0));
-        requests.push(request);
-        drop(requests);
-        // A connection is closed here, because it will bring a reply that nobody reads.
-        drop(oldest);
+        let at = requests.iter().position(|request| request.name == name)?;
+        Some(requests.remove(at))
     }
 
     /// Waits for the reply to the request for this key, if there is one. Returns what `read` made of the value.
     pub fn end<T>(&self, name: &[u8], read: impl FnOnce(&[u8]) -> T) -> Option<T> {
-        let request = {
-            let mut requests = self.requests();
-            let at = requests.iter().position(|request| request.name == name)?;
-            requests.remove(at)
-        };
-        let Request { node, link, since, timeout, .. } = request;
+        let Request { node, link, since, timeout, .. } = self.take(name)?;
         let until = since + timeout;
         let value = node.end(link, Kind::Read, since, timeout, |link| {
             let replies = link.receive(1, until)?;
+            Ok(replies.get(0).bytes().map(read))
+        });
+        value.ok().flatten()
+    }
+
+    /// The same, if the reply is there; never waits. Otherwise `watch` gets the descriptor again.
+    pub fn now<T>(&self, name: &[u8], watch: &dyn Fn(BorrowedFd<'_>), read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+        let mut request = self.take(name)?;
+        let there = request.link.has_received(1);
+        if matches!(there, Ok(false)) {
+            watch(request.link.fd());
+            self.requests().push(request);
+            return None;
+        }
+        let Request { node, link, since, timeout, .. } = request;
+        let value = node.end(link, Kind::Read, since, timeout, |link| {
+            there?;
+            // All of it was received.
+            let replies = link.receive(1, since)?;
             Ok(replies.get(0).bytes().map(read))
         });
         value.ok().flatten()

@@ -8,12 +8,13 @@
 
 use std::io;
 use std::net::TcpStream;
+use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::time::Instant;
 
 use crate::refusal::Addr;
 use crate::resolve::resolve;
-use crate::resp::{Commands, REPLY_MAX, Replies, parse};
+use crate::resp::{Commands, Malformed, REPLY_MAX, Replies, Reply, parse};
 use crate::stream::{Stream, Tls, left};
 
 /// User, password and TLS files for the servers.
@@ -31,7 +32,9 @@ pub struct Access {
 #[derive(Debug)]
 pub struct Link {
     stream: Stream,
+    /// The first `len` bytes are of replies that no caller has got.
     buffer: Vec<u8>,
+    len: usize,
 }
 
 /// Bytes read from the kernel at a time.
@@ -53,7 +56,7 @@ impl Link {
         let socket = found?;
         socket.set_nodelay(true)?;
         let stream = Stream::new(socket, addr, access.tls.as_ref(), until)?;
-        let mut link = Self { stream, buffer: Vec::new() };
+        let mut link = Self { stream, buffer: Vec::new(), len: 0 };
         let Some(file) = &access.password_file else { return Ok(link) };
         let text = std::fs::read_to_string(file)
             .map_err(|error| io::Error::new(error.kind(), format!("reading {}: {error}", file.display())))?;
@@ -92,38 +95,45 @@ impl Link {
         self.stream.send_at_once(commands.bytes())
     }
 
+    /// Returns the descriptor that has input when replies come.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.stream.fd()
+    }
+
+    /// Receives what has come, and never waits. Returns whether this many replies are complete: then [`Link::receive`]
+    /// does not wait either.
+    ///
+    /// # Errors
+    /// The connection is broken, or the bytes received are no reply. It must not be used again.
+    pub fn has_received(&mut self, count: usize) -> io::Result<bool> {
+        loop {
+            if self.parse(count)?.0.len() == count {
+                return Ok(true);
+            }
+            self.make_room()?;
+            match self.stream.receive_now(&mut self.buffer[self.len..])? {
+                None => return Ok(false),
+                Some(0) => return Err(hung_up()),
+                Some(read) => self.len += read,
+            }
+        }
+    }
+
     /// Reads this many replies, which must be all that are outstanding.
     ///
     /// # Errors
     /// The same as of [`Link::ask`].
     pub fn receive(&mut self, count: usize, until: Instant) -> io::Result<Replies<'_>> {
-        self.buffer.clear();
-        let (mut replies, mut at, mut len) = (Vec::with_capacity(count), 0, 0);
-        loop {
-            while replies.len() < count {
-                match parse(&self.buffer[..len], at) {
-                    Ok(Some((reply, next))) => {
-                        replies.push(reply);
-                        at = next;
-                    }
-                    Ok(None) => break,
-                    Err(error) => return Err(io::Error::new(io::ErrorKind::InvalidData, error.to_string())),
-                }
+        let (mut replies, mut at) = self.parse(count)?;
+        while replies.len() < count {
+            self.make_room()?;
+            match self.stream.receive(&mut self.buffer[self.len..], until)? {
+                0 => return Err(hung_up()),
+                read => self.len += read,
             }
-            if replies.len() == count {
-                break;
-            }
-            if len >= REPLY_MAX {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "the server's reply does not end"));
-            }
-            if self.buffer.len() < len + READ_BYTES {
-                self.buffer.resize(len + READ_BYTES, 0);
-            }
-            match self.stream.receive(&mut self.buffer[len..], until)? {
-                0 => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server hung up")),
-                read => len += read,
-            }
+            at = self.parse_on(&mut replies, at, count)?;
         }
+        let len = std::mem::take(&mut self.len);
         if at != len {
             // Otherwise these bytes would be taken for the reply to the next command.
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the server says more than it was asked"));
@@ -131,8 +141,41 @@ impl Link {
         Ok(Replies::new(&self.buffer[..len], replies))
     }
 
+    /// Parses up to this many replies. Returns them, and the position of the next one.
+    fn parse(&self, count: usize) -> io::Result<(Vec<Reply>, usize)> {
+        let mut replies = Vec::with_capacity(count);
+        let at = self.parse_on(&mut replies, 0, count)?;
+        Ok((replies, at))
+    }
+
+    /// Parses from there on, until there are this many replies or bytes are missing.
+    fn parse_on(&self, replies: &mut Vec<Reply>, mut at: usize, count: usize) -> io::Result<usize> {
+        let invalid = |error: Malformed| io::Error::new(io::ErrorKind::InvalidData, error.to_string());
+        while replies.len() < count {
+            let Some((reply, next)) = parse(&self.buffer[..self.len], at).map_err(invalid)? else { break };
+            replies.push(reply);
+            at = next;
+        }
+        Ok(at)
+    }
+
+    /// Makes room for the next bytes in the buffer. Its size stays, because new space would have to be zeroed.
+    fn make_room(&mut self) -> io::Result<()> {
+        if self.len >= REPLY_MAX {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the server's reply does not end"));
+        }
+        if self.buffer.len() < self.len + READ_BYTES {
+            self.buffer.resize(self.len + READ_BYTES, 0);
+        }
+        Ok(())
+    }
+
     /// Returns whether the server has closed the connection or sent unrequested bytes since the last use.
     pub fn is_stale(&mut self) -> bool {
         self.stream.is_stale()
     }
+}
+
+fn hung_up() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "the server hung up")
 }

@@ -11,6 +11,7 @@
 //! connection could not be opened in time, and quick reads do not lower that of writes.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -143,10 +144,11 @@ impl Node {
         (now.saturating_duration_since(used) < FRESH || !link.is_stale()).then_some(link)
     }
 
-    /// Sends commands by an idle connection, if there is one and it takes them at once. Never waits for the server. The
-    /// caller passes the connection to [`Node::end`], or closes it.
-    pub fn begin(&self, commands: &Commands) -> Option<Link> {
+    /// Sends commands by an idle connection, if there is one and it takes them at once; `watch` gets its descriptor
+    /// before. Never waits for the server. The caller passes the connection to [`Node::end`], or closes it.
+    pub fn begin(&self, commands: &Commands, watch: &dyn Fn(BorrowedFd<'_>)) -> Option<Link> {
         let mut link = self.kept(Instant::now())?;
+        watch(link.fd());
         link.send_at_once(commands).is_ok().then_some(link)
     }
 

@@ -10,8 +10,8 @@
 //!
 //! Servers still see which pages each VM has there, when they are written and removed, and how well each compresses.
 
-use ballast_base::store::{Handle, PageKey};
-use ballast_store::blob::BLOB_MAX;
+use ballast_base::store::{Handle, PageBytes, PageKey};
+use ballast_store::blob::{self, BLOB_MAX};
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::rand::{SecureRandom, SystemRandom};
 
@@ -110,6 +110,13 @@ impl Seal {
         // It fails only for values of more than 64 GiB.
         let tag = key.seal_in_place_separate_tag(nonce, names, &mut values[start..]).expect("a value is short");
         values.extend_from_slice(tag.as_ref());
+    }
+
+    /// Restores a page from its value. Returns whether the value is that page.
+    pub fn restores(&self, key: PageKey, handle: Handle, value: &[u8], out: &mut PageBytes) -> bool {
+        let mut buffer = [0; SEALED_MAX];
+        let blob = self.open(key, handle, value, &mut buffer);
+        blob.is_some_and(|blob| blob::open(key, handle, blob, out))
     }
 
     /// Opens a value, in `buffer` if it is sealed. Returns `None` if it was not sealed for this page and generation.

@@ -14,34 +14,30 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_base::PageIdx;
 use ballast_base::store::{Ending, Recovered};
 use ballast_base::wire::VmId;
 use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob};
-use ballast_sys::clock;
 
 use crate::begun::Begun;
 use crate::budget::{RemoteBudget, Share};
+use crate::chunk::{UnderWay, Write, of_part, parts, plus};
 use crate::cluster::Cluster;
 use crate::garbage::Garbage;
+use crate::generation::Generations;
 use crate::identity::{self, Home, Kept, Tell};
 use crate::lease::Lease;
 use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
-use crate::request::{self, Found, Verb};
-use crate::seal::{SEALED_MAX, Seal};
+use crate::request::{self, Failed, Found, Values, Verb};
+use crate::seal::Seal;
+use crate::sealing::Sealing;
 
-mod write;
-
-use write::UnderWay;
-
-/// Tick of the generations. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
-const TICK: Duration = Duration::from_micros(100);
 /// Pause of `tidy` after the cluster did not respond.
 const REST: Duration = Duration::from_secs(1);
 /// Pause after a read that failed, so that no CPU is busy with requests to an unreachable node.
@@ -56,12 +52,10 @@ pub struct RemoteStore {
     cluster: Arc<Cluster>,
     share: Share,
     codec: Codec,
-    seal: RwLock<Arc<Seal>>,
-    when_alone: Option<WhenAlone>,
+    sealing: Sealing,
     home: Home,
     lease: Lease,
-    /// Last generation drawn.
-    last: Mutex<u64>,
+    generations: Generations,
     /// True if the store ever had pages. Then the lease is renewed.
     used: AtomicBool,
     garbage: Garbage,
@@ -70,22 +64,8 @@ pub struct RemoteStore {
     rests_until: Mutex<Option<Instant>>,
 }
 
-/// Makes the seal of a store.
-struct WhenAlone(Box<dyn Fn() -> Seal + Send + Sync>);
-
-impl std::fmt::Debug for WhenAlone {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("WhenAlone")
-    }
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Returns the largest generation that a page put before now can have.
-pub fn tick_now() -> u64 {
-    clock::monotonic_ns() / TICK.as_nanos() as u64
 }
 
 impl RemoteStore {
@@ -96,11 +76,10 @@ impl RemoteStore {
             cluster,
             share: Share::new(budget),
             codec,
-            seal: RwLock::new(Arc::new(Seal::plain())),
-            when_alone: None,
+            sealing: Sealing::with(Seal::plain()),
             home: Home::new(vm, Box::new(Arc::new(AtomicU64::new(0))), None),
             lease: Lease::new(vm, lease),
-            last: Mutex::new(tick_now()),
+            generations: Generations::new(),
             used: AtomicBool::new(false),
             garbage: Garbage::default(),
             begun: Begun::default(),
@@ -112,7 +91,7 @@ impl RemoteStore {
     /// Makes the store seal its pages with `seal`.
     #[must_use]
     pub fn sealed(mut self, seal: Seal) -> Self {
-        self.seal = RwLock::new(Arc::new(seal));
+        self.sealing = Sealing::with(seal);
         self
     }
 
@@ -121,7 +100,7 @@ impl RemoteStore {
     /// know a new key.
     #[must_use]
     pub fn sealed_when_alone(mut self, make: impl Fn() -> Seal + Send + Sync + 'static) -> Self {
-        self.when_alone = Some(WhenAlone(Box::new(make)));
+        self.sealing.when_alone(make);
         self
     }
 
@@ -135,27 +114,6 @@ impl RemoteStore {
     /// Returns what operators were told if its pages are in another cluster, or in this one before it was emptied.
     pub fn elsewhere(&self) -> Option<String> {
         self.home.elsewhere()
-    }
-
-    fn seal(&self) -> Arc<Seal> {
-        self.seal.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// No other process has the store: makes the seal that waited for that.
-    fn seal_alone(&self) {
-        if let Some(WhenAlone(make)) = &self.when_alone {
-            *self.seal.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(make());
-        }
-    }
-
-    /// Returns an unused generation, or `None` if none is left.
-    fn draw(&self) -> Option<Handle> {
-        let mut last = lock(&self.last);
-        while tick_now() <= *last {
-            std::thread::sleep(TICK);
-        }
-        *last = tick_now();
-        Handle::new(*last)
     }
 
     /// Returns the VM that has the store.
@@ -207,6 +165,74 @@ impl RemoteStore {
         outcome
     }
 
+    /// Sends pages of one chunk. `blobs` is empty, or has each page's form in another store.
+    fn begin_chunk(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Result<Write, PutOutcome> {
+        let count = pages.len() as u64;
+        let seal = self.sealing.get();
+        if !seal.works() {
+            return Err(self.refuse("the key that its pages are sealed with is lost".into(), PutOutcome::Busy));
+        }
+        if !self.share.has_room(count, self.garbage.waiting_briefly()) {
+            let limit = self.share.budget().limit();
+            return Err(self.refuse(format!("its budget of {limit} is used"), PutOutcome::Full));
+        }
+        self.ensure_lease().map_err(|why| self.refuse(why, PutOutcome::Busy))?;
+        // Otherwise each put that fails would leave more.
+        let unlinked = self.garbage.unlink_failed(&self.cluster, first);
+        unlinked.map_err(|why| self.refuse(format!("what a failed write left: {why}"), PutOutcome::Busy))?;
+        let Some(generation) = self.generations.draw() else {
+            return Err(self.refuse("the host has run for so long that no generation is left".into(), PutOutcome::Full));
+        };
+        let keys: Vec<PageKey> = (0..pages.len()).map(|page| plus(first, page)).collect();
+        let names = name::keys(keys.iter().map(|key| (*key, generation)));
+        let mut values = Values::default();
+        let mut make = |values: &mut Values| {
+            let from = values.len();
+            for (at, (key, bytes)) in keys.iter().zip(pages).enumerate().skip(from).take(PART) {
+                values.add(|values| {
+                    let start = values.len();
+                    let kept = blobs.get(at).map_or(&[][..], Vec::as_slice);
+                    blob::reseal(*key, generation, bytes, kept, self.codec, values);
+                    seal.seal(*key, generation, values, start);
+                });
+            }
+        };
+        let replicas = self.cluster.options().replicas;
+        match request::send_as_made(&self.cluster, replicas, &names, &mut values, &mut make) {
+            Ok(sent) => Ok(Write { first, count, generation, names, values, sent }),
+            Err(failed) => Err(self.failed((first, count, generation), failed)),
+        }
+    }
+
+    /// Waits until the chunk is stored.
+    fn end_chunk(&self, write: Write) -> Result<Handle, PutOutcome> {
+        let Write { first, count, generation, names, values, sent } = write;
+        let replicas = self.cluster.options().replicas;
+        sent.end(&self.cluster, replicas, &names, &values)
+            .map_err(|failed| self.failed((first, count, generation), failed))?;
+        // A node that belongs to another cluster may have brought that one's map meanwhile.
+        if let Err(why) = self.home.takes(&self.cluster) {
+            self.garbage.failed(first, count, generation);
+            return Err(self.refuse(why, PutOutcome::Busy));
+        }
+        self.used.store(true, Relaxed);
+        self.share.put(count, values.bytes() as u64);
+        Ok(generation)
+    }
+
+    fn failed(&self, (first, count, generation): (PageKey, u64, Handle), failed: Failed) -> PutOutcome {
+        if failed.unknown {
+            self.garbage.failed(first, count, generation);
+        }
+        self.refuse(failed.why, if failed.full { PutOutcome::Full } else { PutOutcome::Busy })
+    }
+
+    /// Sends pages of one chunk, and waits until they are stored: all or none.
+    fn put_chunk(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> PutOutcome {
+        let stored = self.begin_chunk(first, pages, blobs).and_then(|write| self.end_chunk(write));
+        stored.map_or_else(|outcome| outcome, PutOutcome::Stored)
+    }
+
     /// Gets pages of one chunk.
     fn get_chunk(&self, keys: &[PageKey], handles: &[Handle], out: &mut [PageBytes], outcomes: &mut [GetOutcome]) {
         let names = name::keys(keys.iter().copied().zip(handles.iter().copied()));
@@ -218,13 +244,8 @@ impl RemoteStore {
             }
         };
         let mut missing = Vec::new();
-        let seal = self.seal();
-        let opens = |at: usize, value: &[u8], out: &mut PageBytes| {
-            let (key, handle) = (keys[at], handles[at]);
-            let mut buffer = [0; SEALED_MAX];
-            let blob = seal.open(key, handle, value, &mut buffer);
-            blob.is_some_and(|blob| blob::open(key, handle, blob, out))
-        };
+        let seal = self.sealing.get();
+        let opens = |at: usize, value: &[u8], out: &mut PageBytes| seal.restores(keys[at], handles[at], value, out);
         let found = |at: usize, value: &[u8], out: &mut [PageBytes]| {
             let found = opens(at, value, &mut out[at]);
             if found {
@@ -271,27 +292,6 @@ impl RemoteStore {
     }
 }
 
-/// Returns the key of the page that is this many after the first.
-fn plus(first: PageKey, pages: usize) -> PageKey {
-    first.region.page(PageIdx(first.page.0 + pages as u64))
-}
-
-/// Returns the parts of a run, each of which is in one chunk.
-fn parts(first: PageKey, len: usize) -> impl Iterator<Item = Range<usize>> {
-    let mut from = 0;
-    std::iter::from_fn(move || {
-        let page = first.page.0 + from as u64;
-        let part = from..len.min(from + (CHUNK_PAGES - page % CHUNK_PAGES) as usize);
-        from = part.end;
-        (!part.is_empty()).then_some(part)
-    })
-}
-
-/// Returns the blobs of a part of a run, if there are any.
-fn of_part<'a>(blobs: &'a [Vec<u8>], part: &Range<usize>) -> &'a [Vec<u8>] {
-    blobs.get(part.clone()).unwrap_or_default()
-}
-
 impl Store for RemoteStore {
     fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
         self.put_chunk(key, std::slice::from_ref(bytes), &[])
@@ -303,8 +303,23 @@ impl Store for RemoteStore {
         outcome[0]
     }
 
-    fn begin(&self, key: PageKey, handle: Handle) {
-        self.begun.begin(&self.cluster, name::key(key, handle));
+    fn begin(&self, key: PageKey, handle: Handle, watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+        self.begun.begin(&self.cluster, name::key(key, handle), watch)
+    }
+
+    fn get_begun(
+        &self,
+        key: PageKey,
+        handle: Handle,
+        out: &mut PageBytes,
+        watch: &dyn Fn(BorrowedFd<'_>),
+    ) -> GetOutcome {
+        let seal = self.sealing.get();
+        let read = |value: &[u8]| seal.restores(key, handle, value, out);
+        match self.begun.now(&name::key(key, handle), watch, read) {
+            Some(true) => GetOutcome::Found,
+            Some(false) | None => GetOutcome::Busy,
+        }
     }
 
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
@@ -327,7 +342,11 @@ impl Store for RemoteStore {
             self.put_blobs(first, &pages[..end], blobs.get(..end).unwrap_or_default(), &mut outcomes);
         }
         let sent = self.begin_chunk(plus(first, last.start), &pages[last.clone()], of_part(blobs, &last));
-        let write = sent.map(|write| UnderWay::new(self, write));
+        let end = {
+            let store = self.clone();
+            move |write| store.end_chunk(write)
+        };
+        let write = sent.map(|write| UnderWay::new(self, write, end));
         Box::new(move |all| {
             all.append(&mut outcomes);
             all.resize(all.len() + last.len(), write.map_or_else(|outcome| outcome, UnderWay::end));
@@ -379,8 +398,9 @@ impl Store for RemoteStore {
 
     /// Sends nothing to the cluster; `tidy` finds the leftovers.
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
-        self.seal_alone();
-        let newest = self.draw().or(Handle::new(Handle::MAX)).ok_or_else(|| io::Error::other("no generation"))?;
+        self.sealing.alone();
+        let newest =
+            self.generations.draw().or(Handle::new(Handle::MAX)).ok_or_else(|| io::Error::other("no generation"))?;
         let live: HashSet<_> = live.collect();
         let kept_blobs = live.len() as u64;
         self.garbage.forget_freed();
@@ -399,8 +419,8 @@ impl Store for RemoteStore {
     /// Pages that were freed here since [`Store::follow`] must still be unlinked, and count until then. A page that is
     /// freed during this call may be counted once too little.
     fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
-        self.seal_alone();
-        let Some(newest) = self.draw().or(Handle::new(Handle::MAX)) else { return };
+        self.sealing.alone();
+        let Some(newest) = self.generations.draw().or(Handle::new(Handle::MAX)) else { return };
         let live: HashSet<_> = live.collect();
         self.inherit(&live, self.garbage.waiting_beside(&live));
         self.garbage.begin_sweep(self.vm, live, newest);

@@ -8,10 +8,12 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::net::{RecvFlags, SendFlags};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
@@ -124,15 +126,14 @@ impl Stream {
     /// # Errors
     /// The connection is broken, or does not take all of it at once. It must not be used again.
     pub fn send_at_once(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let Some(tls) = &mut self.tls else {
+            let sent = rustix::net::send(&self.socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
+            return if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) };
+        };
         self.socket.set_nonblocking(true)?;
-        match &mut self.tls {
-            None => (&self.socket).write_all(bytes)?,
-            Some(tls) => {
-                tls.writer().write_all(bytes)?;
-                while tls.wants_write() {
-                    tls.write_tls(&mut &self.socket)?;
-                }
-            }
+        tls.writer().write_all(bytes)?;
+        while tls.wants_write() {
+            tls.write_tls(&mut &self.socket)?;
         }
         self.socket.set_nonblocking(false)
     }
@@ -156,6 +157,34 @@ impl Stream {
             // TLS may have to send a key update.
             self.flush(until)?;
         }
+    }
+
+    /// The same, and never waits. Returns `None` if nothing has come.
+    ///
+    /// # Errors
+    /// The connection is broken.
+    pub fn receive_now(&mut self, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+        let read = match &mut self.tls {
+            None => {
+                rustix::net::recv(&self.socket, buffer, RecvFlags::DONTWAIT).map(|(read, _)| read).map_err(Into::into)
+            }
+            Some(tls) => {
+                self.socket.set_nonblocking(true)?;
+                let read = read_now(tls, &mut self.socket, buffer);
+                self.socket.set_nonblocking(false)?;
+                read
+            }
+        };
+        match read {
+            Ok(read) => Ok(Some(read)),
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns the descriptor that has input when the server has sent something.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 
     /// Returns whether the server has closed the connection, or sent something unrequested.
@@ -245,6 +274,20 @@ fn read_unasked(tls: &mut ClientConnection, socket: &mut TcpStream) -> io::Resul
         }
     }
     Ok(1)
+}
+
+/// Reads the bytes of records that have come. Returns the error `WouldBlock` if none of them is complete.
+fn read_now(tls: &mut ClientConnection, socket: &mut TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match tls.reader().read(buffer) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            read => return read,
+        }
+        if tls.read_tls(socket)? == 0 {
+            return Ok(0);
+        }
+        tls.process_new_packets().map_err(invalid)?;
+    }
 }
 
 /// Returns the time left until the deadline.

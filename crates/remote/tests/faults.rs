@@ -15,7 +15,7 @@ use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Access, Cluster, RemoteBudget, RemoteStore, lease, slot_of};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
 use ballast_testvm::valkey::{Layout, read};
-use common::{LEASE, cluster, end, owner, played, played_to, start};
+use common::{LEASE, cluster, end, owner, played, played_to, shards, start};
 
 const VM: VmId = VmId([7; 16]);
 
@@ -194,26 +194,29 @@ fn a_request_that_was_begun_is_answered_or_costs_nothing_whatever_became_of_the_
     let Some(mut valkey) = start(Layout::default()) else { return };
     let store = store(&cluster(&valkey, 1));
     let handles = stored(put(&store, 0, 40));
-    // More than are kept, and some twice.
+    let begin = |page, handle| {
+        store.begin(key(page), handle, &|_| ());
+    };
+    // More than are under way at a time, and some twice.
     for round in 0..3 {
-        (0..).zip(&handles).for_each(|(page, handle)| store.begin(key(page % 20), *handle));
+        (0..).zip(&handles).for_each(|(page, handle)| begin(page % 20, *handle));
         for (page, handle) in (0..).zip(&handles) {
             assert_eq!(get_at_last(&store, page, *handle), GetOutcome::Found, "round {round}");
         }
     }
     // It is freed, and never was.
-    store.begin(key(0), handles[0]);
+    begin(0, handles[0]);
     store.free(key(0), handles[0]);
     store.tidy();
     assert_eq!(get_at_last(&store, 1, handles[1]), GetOutcome::Found);
-    store.begin(key(99), handles[1]);
+    begin(99, handles[1]);
     assert_eq!(get_at_last(&store, 99, handles[1]), GetOutcome::Absent);
     // Nothing is read of it, for longer than its node may take; and its node dies.
-    store.begin(key(2), handles[2]);
+    begin(2, handles[2]);
     let slot = slot_of(format!("b{{{VM}:0:0}}").as_bytes());
     valkey.kill(valkey.owner(slot).expect("an owner"));
     (0..).zip(&handles).skip(1).for_each(|(page, handle)| {
-        store.begin(key(page), *handle);
+        begin(page, *handle);
         assert_eq!(get_at_last(&store, page, *handle), GetOutcome::Found, "a replica takes over");
     });
 }
@@ -329,20 +332,14 @@ fn a_node_that_refuses_keeps_its_own_pages_only_and_they_count_until_they_are_un
 
 #[test]
 fn a_server_that_is_none_or_never_ends_its_reply_costs_time_and_nothing_else() {
-    let map = |port: u16| {
-        let text = format!(
-            "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{port}\r\n\
-             $2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n"
-        );
-        text.into_bytes()
-    };
     // The server sends a right map. To any other command it sends `junk` repeatedly.
     let server = move |junk: &'static [u8], pause: Duration| {
         played(move |mut stream| {
             let mut asked = [0; 8192];
             while let Ok(len @ 1..) = stream.read(&mut asked) {
                 let port = stream.local_addr().expect("an address").port();
-                let answer = if asked[..len].ends_with(b"SHARDS\r\n") { map(port) } else { junk.to_vec() };
+                let answer =
+                    if asked[..len].ends_with(b"SHARDS\r\n") { shards(port).into_bytes() } else { junk.to_vec() };
                 let is_junk = answer == junk;
                 while stream.write_all(&answer).is_ok() && is_junk {
                     std::thread::sleep(pause);

@@ -6,6 +6,7 @@
 //! Threads: a fault worker for each CPU (`run/servers.rs`), a prefetch task for each VM. Promise: every fault that was
 //! read is served, or raised again by a wake.
 
+pub(crate) mod begun;
 pub mod busy;
 pub mod cluster;
 pub(crate) mod far_run;

@@ -5,8 +5,8 @@
 //! Threads: the worker that visits it, one at a time; a page's faults always come through the same userfaultfd
 //! (`shard`). It never waits: if another thread has locked the page, its store is busy, or the fault throttle holds it
 //! back, the server puts the fault aside and tries it again on a later visit. A fault on a page whose bytes are on a
-//! disk goes to the slow workers. A fault of a thread that reads memory in order waits for up to 16 pages of readahead,
-//! which are restored first.
+//! disk goes to the slow workers; one on a page on its way from a network stays here for a while (`begun`). A fault of
+//! a thread that reads memory in order waits for up to 16 pages of readahead, which are restored first.
 //! Promise: every fault that was read is served or, if this engine dies first, raised again by its successor's wake.
 //! The thread is in the list of the VM's state file while it is here.
 
@@ -21,6 +21,7 @@ use ballast_store::PageBytes;
 use ballast_sys::Uffd;
 use ballast_sys::uffd::{Fault, FaultKind, READ_AT_ONCE};
 
+use super::begun;
 use super::cluster::Cluster;
 use super::far_run::restore_next_run;
 use super::follow::Follow;
@@ -89,6 +90,7 @@ pub(crate) struct FaultServer {
     reported: Option<Instant>,
     /// Notified of credits, with the least number that the faults in hand need.
     waiter: Arc<Waiter>,
+    notify: Notify,
     short_of: u64,
     /// Number of tries that failed since the last success.
     failed: usize,
@@ -133,8 +135,10 @@ impl FaultServer {
     /// The server of this userfaultfd.
     pub fn new(vm: Arc<Vm>, shard: Arc<Shard>, notify: Notify) -> Self {
         let view = shard.0.clone();
-        let waiter = vm.mail.throttle.waiter(move || notify.notify());
+        let own = notify.clone();
+        let waiter = vm.mail.throttle.waiter(move || own.notify());
         Self {
+            notify,
             follow: Follow::new(view.pid),
             vm,
             view,
@@ -172,7 +176,8 @@ impl FaultServer {
             self.forgotten.seen(now);
         }
         if newest.is_some() {
-            let pending = self.read.drain(..).map(|fault| PendingFault { fault, since: now, throttled: false });
+            let pending =
+                self.read.drain(..).map(|fault| PendingFault { fault, since: now, throttled: false, begun: None });
             self.pending.extend(pending);
         }
         let mut after = After::next(Next::At(self.forgotten.due()));
@@ -208,8 +213,12 @@ impl FaultServer {
         if self.pending.iter().all(|pending| pending.throttled) {
             return After::next(self.wait_for_credits(now));
         }
-        let may_nap =
-            |pending: &PendingFault| pending.throttled || now.saturating_duration_since(pending.since) > EAGER;
+        if let Some(due) = begun::due(&self.pending) {
+            return After::next(Next::At(due));
+        }
+        let may_nap = |pending: &PendingFault| {
+            pending.throttled || pending.begun.is_some() || now.saturating_duration_since(pending.since) > EAGER
+        };
         if self.pending.iter().all(may_nap) {
             return After::next(Next::At(Instant::now() + RETRY));
         }
@@ -276,6 +285,12 @@ impl FaultServer {
         let view = self.view.clone();
         let _serving = view.serving();
         let Some((region, page, memory)) = target(vm, &view, pending) else { return true };
+        let notify = self.notify.clone();
+        let watch = |fd: BorrowedFd<'_>| drop(notify.watch(fd));
+        if pending.begun.is_some() {
+            let times = self.sampler.start();
+            return begun::ends(vm, &view, (&region, page), pending, &memory, (&times, &watch));
+        }
         let mut touch = None;
         if let Some(unit) = region.units().of(page).filter(|unit| !unit.is_quiet()) {
             match touched(vm, &view, &region, page, unit, pending) {
@@ -305,8 +320,12 @@ impl FaultServer {
         if vm.stores.has_slow() && region.is_slow(page) {
             let word = region.word(page);
             let is_one = is_missing && granule.pages() == 1 && word.state() == State::Far;
-            if is_one && !vm.mail.slow.is_in_order(region.number, page.0) {
-                vm.stores.begin(region.key(page), word);
+            if is_one
+                && !vm.mail.slow.is_in_order(region.number, page.0)
+                && vm.stores.begin(region.key(page), word, &watch)
+            {
+                pending.begun = Some(Instant::now());
+                return false;
             }
             vm.mail.slow.take(vm.stats(), &view, *pending);
             return true;

@@ -21,6 +21,8 @@ pub(crate) struct PendingFault {
     pub since: Instant,
     /// The fault throttle keeps it waiting.
     pub throttled: bool,
+    /// Since when its page is on its way from a store on a network, and no slow worker has the fault.
+    pub begun: Option<Instant>,
 }
 
 /// Adds up the time in which some, and all, of the threads of one view wait.

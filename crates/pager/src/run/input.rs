@@ -43,6 +43,16 @@ impl Input {
         Ok(epoll::add(&self.epoll, fd, EventData::new_u64(number), EDGE)?)
     }
 
+    /// Listens to a descriptor until its next input, under this number. It may be known already, under any number.
+    pub fn add_once(&self, fd: BorrowedFd<'_>, number: u64) -> io::Result<()> {
+        let once = EventFlags::IN.union(EventFlags::ONESHOT);
+        let (data, again) = (EventData::new_u64(number), EventData::new_u64(number));
+        match epoll::add(&self.epoll, fd, data, once) {
+            Err(rustix::io::Errno::EXIST) => Ok(epoll::modify(&self.epoll, fd, again, once)?),
+            added => Ok(added?),
+        }
+    }
+
     /// Listens to a descriptor no more.
     pub fn remove(&self, fd: BorrowedFd<'_>) {
         let _ = epoll::delete(&self.epoll, fd);

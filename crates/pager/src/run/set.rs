@@ -20,7 +20,7 @@
 //! Locks: the place of a slot, then one set, or its descriptor. None is held while a server is visited or ended.
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
@@ -39,7 +39,7 @@ pub(super) struct Slot {
     /// `None` when it is over: a thread that still looks at the slot must not be the last to close it.
     fd: Mutex<Option<Arc<dyn AsFd + Send + Sync>>>,
     /// How often it was stuck.
-    stuck: AtomicU32,
+    pub stuck: AtomicU32,
     /// How often it panicked. `None` when it is over.
     server: Mutex<(Option<Box<dyn Serve>>, u32)>,
     place: Mutex<Option<Arc<Set>>>,
@@ -68,6 +68,16 @@ impl Notify {
         if let Some(set) = &*place {
             set.notify(slot.id);
         }
+    }
+
+    /// Has it visited when this descriptor has input next, unless it is in another set by then.
+    ///
+    /// # Errors
+    /// The kernel does not watch such a descriptor.
+    pub fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        let Some(slot) = self.0.upgrade() else { return Ok(()) };
+        let set = slot.place().clone();
+        set.map_or(Ok(()), |set| set.input.add_once(fd, slot.id.number()))
     }
 }
 
@@ -137,25 +147,14 @@ impl Slot {
         })
     }
 
-    fn place(&self) -> MutexGuard<'_, Option<Arc<Set>>> {
+    /// The set that it is in.
+    pub fn place(&self) -> MutexGuard<'_, Option<Arc<Set>>> {
         self.place.lock().expect("no panic while held")
     }
 
     /// How often it was stuck so far.
     pub fn times_stuck(&self) -> u32 {
         self.stuck.load(Ordering::Relaxed)
-    }
-
-    /// Sets how often it was stuck.
-    #[cfg(test)]
-    pub fn set_times_stuck(&self, times: u32) {
-        self.stuck.store(times, Ordering::Relaxed);
-    }
-
-    /// The set that it is in.
-    #[cfg(test)]
-    pub fn set(&self) -> Weak<Set> {
-        self.place().as_ref().map(Arc::downgrade).unwrap_or_default()
     }
 
     /// Is it over?

@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -119,8 +120,22 @@ impl Store for Overdue {
         outcome
     }
 
-    fn begin(&self, key: PageKey, handle: Handle) {
-        self.store.begin(key, handle);
+    fn begin(&self, key: PageKey, handle: Handle, watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+        self.store.begin(key, handle, watch)
+    }
+
+    fn get_begun(
+        &self,
+        key: PageKey,
+        handle: Handle,
+        out: &mut PageBytes,
+        watch: &dyn Fn(BorrowedFd<'_>),
+    ) -> GetOutcome {
+        let outcome = self.store.get_begun(key, handle, out, watch);
+        if outcome == GetOutcome::Found {
+            self.was_asked(key, handle, outcome);
+        }
+        outcome
     }
 
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {

@@ -139,6 +139,16 @@ fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
     resolved.is_some()
 }
 
+/// A page that a thread waited for came alone: has those requested that are wanted next.
+pub(crate) fn restored_one(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, interval: Duration) {
+    let pages = request_ahead(vm, view, region, page);
+    if pages.is_empty() {
+        return request_beside(vm, view, region, page, interval);
+    }
+    vm.mail.slow.cluster().read_in_order(region, page);
+    vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages, is_guess: false });
+}
+
 /// If pages that are near each other are wanted together, has the others of this one requested.
 fn request_beside(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, interval: Duration) {
     let is_tight = vm.mail.throttle.is_tight();

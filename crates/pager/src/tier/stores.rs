@@ -5,6 +5,7 @@
 //! Promise: a store that cannot be opened loses nothing: its pages wait.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -113,11 +114,9 @@ impl Stores {
         self.0.iter().find(|tier| tier.number == number)
     }
 
-    /// Another thread is about to get the page of this word, which is far: see [`Store::begin`].
-    pub fn begin(&self, key: PageKey, word: Word) {
-        if let Some(tier) = self.get(word.store()) {
-            tier.store.begin(key, word.handle());
-        }
+    /// The page of this word, which is far, is about to be got: see [`Store::begin`].
+    pub fn begin(&self, key: PageKey, word: Word, watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+        self.get(word.store()).is_some_and(|tier| tier.store.begin(key, word.handle(), watch))
     }
 
     /// Only stores that return at once: for workers that must not wait.

@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicUsize;
-use std::sync::mpsc;
+use std::sync::{Weak, mpsc};
 
 use ballast_needs::skip;
 use rustix::event::{EventfdFlags, eventfd};
@@ -15,6 +15,11 @@ fn until(what: impl Fn() -> bool) {
     while !what() {
         std::thread::yield_now();
     }
+}
+
+/// The set that it is in.
+fn set_of(served: &Served) -> Weak<Set> {
+    served.0.place().as_ref().map(Arc::downgrade).unwrap_or_default()
 }
 
 /// What one server does with its input, and what is known of it.
@@ -286,9 +291,9 @@ fn part(servers: &Servers, client: &Client) -> std::sync::Weak<Set> {
     let base = servers.threads();
     let held = client.told.stuck.lock().expect("no panic");
     client.input();
-    until(|| servers.threads() > base && client.served.0.set().upgrade().is_some_and(|set| set.is_apart));
+    until(|| servers.threads() > base && set_of(&client.served).upgrade().is_some_and(|set| set.is_apart));
     drop(held);
-    client.served.0.set()
+    set_of(&client.served)
 }
 
 #[test]
@@ -300,7 +305,7 @@ fn one_that_was_stuck_leaves_no_thread_and_no_set_when_it_comes_back_or_is_close
     until(|| servers.threads() <= base && set.upgrade().is_none());
     client.is_served();
     // It would stay apart for minutes.
-    client.served.0.set_times_stuck(MOST_DOUBLED + 1);
+    client.served.0.stuck.store(MOST_DOUBLED + 1, Ordering::Relaxed);
     let set = part(&servers, &client);
     client.is_served();
     client.served.close();
@@ -322,7 +327,7 @@ fn one_that_roams_is_visited_by_no_worker_of_a_cpu_neither_first_nor_after_it_wa
         ..After::next(Next::Idle)
     });
     until(|| client.visits() > 0);
-    let is_roaming = || client.served.0.set().upgrade().is_some_and(|set| set.cpu.is_none() && !set.is_apart);
+    let is_roaming = || set_of(&client.served).upgrade().is_some_and(|set| set.cpu.is_none() && !set.is_apart);
     assert!(is_roaming());
     let set = part(&servers, &client);
     until(|| set.upgrade().is_none());

@@ -1,0 +1,117 @@
+//! Begun: faults whose pages are on their way from a store on a network.
+//!
+//! Before: a fault worker had the store send the request, without waiting. After: the reply came, and the page is
+//! mapped; or it did not come within [`SOON`], and a slow worker waits for it.
+//! Threads: the fault worker that serves the view; its server is visited when the reply comes. It never waits.
+//! Promise: no reply makes the worker wait, and a fault that a reply does not serve goes to the slow workers.
+//!
+//! To hand the fault to another thread costs two wake-ups, on other CPUs, which take as long as a reply does.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::store::Recovered;
+use ballast_base::{PAGE_SIZE, PageIdx};
+use ballast_page::copies::StoreOf;
+use ballast_page::outcome::Served;
+use ballast_page::page_state::{State, Word};
+use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+
+use super::resolve::resolve;
+use super::stages::Times;
+use super::stall::PendingFault;
+use crate::tier::slow;
+use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::stats::Counter;
+use crate::vm::view::{RegionView, View};
+
+/// How long a fault worker keeps such a fault. A slower store gains nothing by it, and has slow workers wait side by
+/// side.
+const SOON: Duration = Duration::from_millis(2);
+
+/// If all of these faults wait for replies, when the first of them goes to a slow worker.
+pub(crate) fn due(pending: &VecDeque<PendingFault>) -> Option<Instant> {
+    let due = |pending: &PendingFault| pending.begun.map(|begun| begun + SOON);
+    pending.iter().map(due).collect::<Option<Vec<_>>>()?.into_iter().min()
+}
+
+/// Serves a fault whose page was asked for, if the page is there. Returns false if it must be tried again. Otherwise
+/// it is served, or a slow worker has it.
+pub(crate) fn ends(
+    vm: &Vm,
+    view: &Arc<View>,
+    (region, page): (&Arc<Region>, PageIdx),
+    pending: &mut PendingFault,
+    memory: &RegionView<'_>,
+    (times, watch): (&Times, &dyn Fn(BorrowedFd<'_>)),
+) -> bool {
+    let (word, key) = (region.word(page), region.key(page));
+    let Some(tier) = vm.stores.get(word.store()).filter(|_| word.state() == State::Far && region.is_slow(page)) else {
+        // Another thread has brought it back.
+        pending.begun = None;
+        return false;
+    };
+    let mut bytes = [0; PAGE_SIZE];
+    let outcome = tier.store.get_begun(key, word.handle(), &mut bytes, watch);
+    if outcome == GetOutcome::Found {
+        let copy = Copy { key, word, bytes, store: &*tier.store };
+        if let Some((served, interval)) = resolve(vm, region, page, pending, memory, &copy, times) {
+            if served == Served::Restored {
+                vm.stats().add(Counter::FaultFile, 1);
+                slow::restored_one(vm, view, region, page, interval);
+            }
+            return true;
+        }
+    } else if pending.begun.is_some_and(|begun| begun.elapsed() < SOON) {
+        return false;
+    }
+    pending.begun = None;
+    vm.mail.slow.take(vm.stats(), view, *pending);
+    true
+}
+
+/// A page that was read, as the only one of its store.
+#[derive(Debug)]
+struct Copy<'a> {
+    key: PageKey,
+    word: Word,
+    bytes: PageBytes,
+    store: &'a dyn Store,
+}
+
+impl StoreOf for Copy<'_> {
+    fn store_of(&self, word: Word) -> Option<&dyn Store> {
+        (word.store() == self.word.store()).then_some(self)
+    }
+}
+
+impl Store for Copy<'_> {
+    fn put(&self, _: PageKey, _: &PageBytes) -> PutOutcome {
+        PutOutcome::Busy
+    }
+
+    /// The handle is of this one copy for ever ([`Store::get_begun`]), whatever happened to the page since it was read.
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        if (key, handle) != (self.key, self.word.handle()) {
+            return GetOutcome::Busy;
+        }
+        *out = self.bytes;
+        GetOutcome::Found
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        self.store.free(key, handle);
+    }
+
+    fn recover(&self, _: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.store.usage()
+    }
+}

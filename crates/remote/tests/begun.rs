@@ -1,0 +1,155 @@
+//! Tests of requests whose replies are read later, by a thread that must not wait.
+//!
+//! Before: `conformance` tested pages. After: such a thread gets a page when it is there, and nothing else from any
+//! reply. Threads: the test's, and those of an emulated server. One test needs `valkey`.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
+use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, blob, pages};
+use ballast_testvm::valkey::Layout;
+use common::{LEASE, cluster, played, shards, start, tls_cluster};
+
+const VM: VmId = VmId([7; 16]);
+
+fn key(page: u64) -> PageKey {
+    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
+}
+
+fn store(cluster: Arc<Cluster>) -> RemoteStore {
+    RemoteStore::new(VM, cluster, RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
+}
+
+/// Waits until a connection has input.
+fn wait_for(connection: &TcpStream) {
+    let begun = Instant::now();
+    // It has a read timeout of the store's.
+    while connection.peek(&mut [0]).is_err() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "no reply comes");
+    }
+}
+
+/// Begins to get a page. Returns the connection that has input when it comes, if the request was sent.
+fn begin(store: &RemoteStore, page: u64, handle: Handle) -> Option<TcpStream> {
+    let watched = Mutex::new(None);
+    let watch = |fd: BorrowedFd<'_>| *watched.lock().expect("no panic") = fd.try_clone_to_owned().ok();
+    let is_sent = store.begin(key(page), handle, &watch);
+    watched.into_inner().expect("no panic").filter(|_| is_sent).map(TcpStream::from)
+}
+
+/// Gets such a page when there is input; `None` if what came is not all of it, or not the page.
+fn come(store: &RemoteStore, connection: &TcpStream, page: u64, handle: Handle) -> Option<PageBytes> {
+    wait_for(connection);
+    let mut out = [0; PAGE_SIZE];
+    (store.get_begun(key(page), handle, &mut out, &|_| ()) == GetOutcome::Found).then_some(out)
+}
+
+#[test]
+fn a_page_that_was_asked_for_is_there_when_its_descriptor_has_input_and_others_are_got_as_usual() {
+    let Some(valkey) = start(Layout { tls: true, ..Layout::default() }) else { return };
+    for cluster in [cluster(&valkey, 1), tls_cluster(&valkey, 1)] {
+        let store = store(cluster);
+        let (bytes, mut outcomes): (Vec<_>, _) = ((0..20).map(pages::mixed).collect(), Vec::new());
+        store.put_run(key(0), &bytes, &mut outcomes);
+        let handle = |page: u64| match outcomes[page as usize] {
+            PutOutcome::Stored(handle) => handle,
+            outcome => panic!("{outcome:?}: {:?}", store.last_refusal()),
+        };
+        for page in 0..20 {
+            let fd = begin(&store, page, handle(page)).expect("a connection is idle");
+            let begun = Instant::now();
+            // What has come may not be all of it, and under TLS it may be something else.
+            let came = std::iter::from_fn(|| {
+                assert!(begun.elapsed() < Duration::from_secs(60), "page {page} does not come");
+                Some(come(&store, &fd, page, handle(page)))
+            });
+            assert!(came.flatten().next() == Some(bytes[page as usize]), "page {page} has other bytes");
+            let mut out = [0; PAGE_SIZE];
+            assert_eq!(store.get_begun(key(page), handle(page), &mut out, &|_| ()), GetOutcome::Busy, "it was got");
+        }
+        // As many requests as connections are idle: one.
+        let _fd = begin(&store, 1, handle(1)).expect("a connection is idle");
+        assert!(begin(&store, 2, handle(2)).is_none(), "no other connection is there");
+        for page in [2, 1] {
+            let mut out = [0; PAGE_SIZE];
+            assert_eq!(store.get(key(page), handle(page), &mut out), GetOutcome::Found);
+            assert!(out == bytes[page as usize]);
+        }
+    }
+}
+
+/// A server that has all slots, and what it sends: the pieces of the reply to each `GET`, up to an empty one.
+fn server() -> (RemoteStore, Sender<Vec<u8>>) {
+    let (say, pieces): (_, Receiver<Vec<u8>>) = mpsc::channel();
+    let pieces = Mutex::new(pieces);
+    let cluster = played(move |mut stream: TcpStream| {
+        let mut asked = [0; 4096];
+        // A command is short, and sent at once.
+        while let Ok(len @ 1..) = stream.read(&mut asked) {
+            if String::from_utf8_lossy(&asked[..len]).contains("CLUSTER") {
+                let port = stream.local_addr().expect("an address").port();
+                stream.write_all(shards(port).as_bytes()).expect("write");
+                continue;
+            }
+            let pieces = pieces.lock().expect("no panic");
+            while let Ok(piece) = pieces.recv()
+                && !piece.is_empty()
+            {
+                stream.write_all(&piece).expect("write");
+            }
+        }
+    });
+    (store(cluster), say)
+}
+
+#[test]
+fn a_thread_that_must_not_wait_gets_a_whole_page_or_nothing_from_any_reply() {
+    let (store, say) = server();
+    let (bytes, handle) = (pages::incompressible(3), Handle::new(5).expect("40 bits"));
+    let mut value = Vec::new();
+    blob::seal(key(0), handle, &bytes, Codec::Lz4, &mut value);
+    let reply = |value: &[u8]| [format!("${}\r\n", value.len()).as_bytes(), value, b"\r\n"].concat();
+    let good = reply(&value);
+    let send = |pieces: &[&[u8]]| pieces.iter().for_each(|piece| say.send(piece.to_vec()).expect("send"));
+    // A request needs a connection that is there: the first get opens it.
+    send(&[&good, b""]);
+    let mut out = [0; PAGE_SIZE];
+    assert_eq!(store.get(key(0), handle, &mut out), GetOutcome::Found);
+    let begin = || begin(&store, 0, handle);
+    let connection = begin().expect("a connection is idle");
+    send(&[&good[..100]]);
+    wait_for(&connection);
+    let watched = AtomicU32::new(0);
+    let watch = |_: BorrowedFd<'_>| {
+        watched.fetch_add(1, Relaxed);
+    };
+    assert_eq!(store.get_begun(key(0), handle, &mut out, &watch), GetOutcome::Busy, "a part of it has come");
+    assert_eq!(watched.load(Relaxed), 1, "the caller is to know when the rest comes");
+    send(&[&good[100..], b""]);
+    let came = std::iter::from_fn(|| Some(come(&store, &connection, 0, handle))).flatten().next();
+    assert!(came == Some(bytes), "it has other bytes");
+    value[50] ^= 1;
+    for refused in [&b"$-1\r\n"[..], b"-MOVED 1 127.0.0.1:1\r\n", b"+OK\r\n", b":5\r\n", &reply(&value)] {
+        let connection = begin().expect("a connection is idle");
+        send(&[refused, b""]);
+        assert!(come(&store, &connection, 0, handle).is_none(), "{}", String::from_utf8_lossy(refused));
+    }
+    for broken in [&b"HTTP/1.1 400 Bad Request\r\n"[..], &[&good[..], b"more"].concat()] {
+        let connection = begin().expect("a connection is idle");
+        send(&[broken, b""]);
+        assert!(come(&store, &connection, 0, handle).is_none());
+        assert!(begin().is_none(), "that connection is closed");
+        send(&[&good, b""]);
+        assert_eq!(store.get(key(0), handle, &mut out), GetOutcome::Found);
+    }
+}
