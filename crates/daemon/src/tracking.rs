@@ -38,14 +38,15 @@ impl Tracking {
         Ok(())
     }
 
-    /// The same for a tracker. Each of its two phases gets half.
-    pub fn settings(&self) -> Settings {
+    /// The same for the tracker of a VM, whose memory is placed by heat or not. Each of its two phases gets half.
+    pub fn settings(&self, is_placed: bool) -> Settings {
         let each = self.cost_percent / 100.0 / 2.0;
         let whole = Settings::default();
         Settings {
             budget: Budget { cpu: each, guest: each },
             fine_share: if self.fine_cycles { whole.fine_share } else { 0.0 },
             promotion: if self.fair { Promotion::Fair } else { Promotion::Classic },
+            is_placed,
             ..whole
         }
     }
@@ -82,6 +83,6 @@ mod tests {
 
     #[test]
     fn the_default_of_the_settings_file_is_that_of_the_tracker() {
-        assert_eq!(Tracking::default().settings(), Settings::default());
+        assert_eq!(Tracking::default().settings(false), Settings::default());
     }
 }

@@ -12,6 +12,7 @@ use crate::generations::{self, GENERATIONS};
 use crate::moment::Moment;
 use crate::sample::Estimate;
 use crate::source::PageMap;
+use crate::tally::Tally;
 
 /// Full scans of one unit whose times are kept.
 const SCANS: usize = 4;
@@ -142,6 +143,8 @@ pub struct Sampled {
     pub watched: PageMap,
     /// Those of them that were touched.
     pub touched: PageMap,
+    /// This sample and those before it, by block.
+    pub tally: Tally,
 }
 
 /// What is known of the inside of a unit.
@@ -218,7 +221,8 @@ mod tests {
     #[test]
     fn misses_are_counted_in_scans_that_watched_the_page_and_the_last_scan_counts_what_followed() {
         let (watched, touched) = (PageMap::first(3), PageMap::first(1));
-        let sampled = Inside::Sampled(Sampled { estimate: Estimate::new(1, 3, 512), at: Moment(1), watched, touched });
+        let (estimate, tally) = (Estimate::new(1, 3, 512), Tally::default());
+        let sampled = Inside::Sampled(Sampled { estimate, at: Moment(1), watched, touched, tally });
         assert_eq!([0, 1, 2, 3].map(|page| sampled.misses(page)), [0, 1, 1, 0]);
         let mut scanned = Scanned::new(Moment(10));
         for touched in [1, 0, 3] {

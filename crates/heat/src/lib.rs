@@ -36,6 +36,7 @@ mod shared;
 pub mod size_policy;
 pub mod source;
 pub mod subpage;
+pub mod tally;
 mod tracker;
 pub mod units;
 

@@ -144,9 +144,10 @@ pub fn plan(units: &[Unit], limit: u64, most: u64) -> Plan {
 
 /// The page-size policy over these units: what to split and to join, and the pressure at this limit.
 fn sizes(units: &[Unit], limit: u64) -> (size_policy::Plan, i64) {
+    // As many as a scan sees touched on average: stray accesses touch each page at some time.
     let touched = |unit: &Unit| {
-        let touched = unit.warmth.levels.iter().filter(|(share, _)| *share > 0.0);
-        touched.fold(PageMap::NONE, |all, (_, pages)| all.or(*pages)).and(unit.here).count()
+        let seen = |(share, pages): &(f64, PageMap)| share * pages.and(unit.here).count() as f64;
+        unit.warmth.levels.iter().map(seen).sum::<f64>().ceil() as u64
     };
     let is_hot = |unit: &&Unit| unit.warmth.rate > 0.0;
     let hot = |unit: &Unit| if unit.huge { unit.here.count() } else { touched(unit) };

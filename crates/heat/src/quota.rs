@@ -11,10 +11,12 @@ use crate::source::{Cost, CycleReport, Seen, UnitId};
 
 /// Weight of the last cycle in the running averages.
 const WEIGHT: f64 = 0.5;
-/// Fewer faults than this do not give the time of one.
-const LEAST_FAULTS: u64 = 64;
+/// Fewer faults than this tell less of the time of one.
+const FULL_WEIGHT: f64 = 64.0;
 /// Weight of the last unit that had its first fine scan, in what is expected of the next.
 const FIRST_WEIGHT: f64 = 1.0 / 16.0;
+/// If fewer units than this are told by samples of their blocks, samples only lead to full scans.
+const TOLD: f64 = 0.25;
 /// If a smaller share of their pages is touched, a sample of a unit would only lead to a full scan. The sample costs as
 /// much as the full scan of such a unit (300 us here: each gap between its pages is mapped by a call of its own).
 const SPARSE: f64 = 0.2;
@@ -29,13 +31,15 @@ pub struct Quota {
     per_scan: f64,
     /// Share of the watched pages that are touched, of a unit in its first fine scan.
     share: f64,
+    /// Share of the units whose samples made a full scan needless.
+    told: f64,
 }
 
 impl Default for Quota {
     /// The start: an expensive fault; a sample, which also maps the pages that it does not watch; and units of which
     /// every page is touched.
     fn default() -> Self {
-        Self { per_fault: 6e-6, per_sample: 3e-4, per_scan: 1e-4, share: 1.0 }
+        Self { per_fault: 6e-6, per_sample: 3e-4, per_scan: 1e-4, share: 1.0, told: 0.0 }
     }
 }
 
@@ -43,7 +47,7 @@ impl Quota {
     /// The most that a cycle which runs once in a period may cost.
     pub fn allowance(&self, budget: Budget, period: Duration) -> Allowance {
         let of = |share: f64| share * period.as_secs_f64();
-        Allowance { quota: *self, cpu: of(budget.cpu), guest: of(budget.guest) }
+        Allowance { quota: *self, cpu: of(budget.cpu), guest: of(budget.guest), start: f64::INFINITY }
     }
 
     /// The share of the watched pages of a unit that will be touched in its first fine scan, as in other units
@@ -54,7 +58,17 @@ impl Quota {
 
     /// Is a sample of a unit without a fine scan useless?
     pub fn is_sparse(&self) -> bool {
-        self.share < SPARSE
+        self.share < SPARSE && self.told < TOLD
+    }
+
+    /// Samples may tell blocks apart: it is tried with the first units.
+    pub fn expect_told(&mut self) {
+        self.told = 1.0;
+    }
+
+    /// Record whether a sample that calls for a full scan told the unit's blocks apart instead.
+    pub fn told(&mut self, is_told: bool) {
+        self.told += FIRST_WEIGHT * (f64::from(u8::from(is_told)) - self.told);
     }
 
     /// Record the first fine scan of a unit.
@@ -65,8 +79,9 @@ impl Quota {
     /// Record a fine cycle. `pages_of` returns how many pages a unit has.
     pub fn learn(&mut self, report: &CycleReport, pages_of: impl Fn(UnitId) -> u64) {
         let Cost { cpu, guest, faults } = report.cost;
-        if faults >= LEAST_FAULTS {
-            self.per_fault += WEIGHT * (guest.as_secs_f64() / faults as f64 - self.per_fault);
+        if faults > 0 {
+            let weight = WEIGHT * (faults as f64 / FULL_WEIGHT).min(1.0);
+            self.per_fault += weight * (guest.as_secs_f64() / faults as f64 - self.per_fault);
         }
         let is_sample = |(unit, seen): &&(UnitId, Seen)| match seen {
             Seen::Fine { watched, .. } => watched.count() < pages_of(*unit),
@@ -95,15 +110,24 @@ pub struct Allowance {
     quota: Quota,
     cpu: f64,
     guest: f64,
+    /// Time until the last unit is watched.
+    start: f64,
 }
 
 impl Allowance {
+    /// The cycle must have started within this time: its first units are watched from the beginning.
+    pub fn starting_within(self, time: Duration) -> Self {
+        Self { start: time.as_secs_f64(), ..self }
+    }
+
     /// Charge one unit of which this number of touches is expected. Returns false if the allowance is used up.
     pub fn charge(&mut self, touches: f64, is_sample: bool) -> bool {
         let waits = touches * self.quota.per_fault;
         self.guest -= waits;
-        self.cpu -= waits + if is_sample { self.quota.per_sample } else { self.quota.per_scan };
-        self.guest >= 0.0 && self.cpu >= 0.0
+        let own = if is_sample { self.quota.per_sample } else { self.quota.per_scan };
+        self.cpu -= waits + own;
+        self.start -= own;
+        self.guest >= 0.0 && self.cpu >= 0.0 && self.start >= 0.0
     }
 }
 
@@ -143,6 +167,7 @@ mod tests {
 
     #[test]
     fn what_cycles_cost_decides_how_many_units_fit_into_the_next() {
+        const BUDGET: Budget = Budget { cpu: 1.0, guest: 1.0 };
         let units = |budget| {
             let mut quota = Quota::default();
             let scan = Seen::Fine { watched: PageMap::ALL, touched: PageMap::first(100) };
@@ -158,5 +183,8 @@ mod tests {
         // 40 ms of CPU at 2 ms, 10 ms of waiting at 1 ms.
         assert!((19..=20).contains(&units(Budget { cpu: 0.02, guest: 1.0 })));
         assert!((9..=10).contains(&units(Budget { cpu: 1.0, guest: 0.005 })));
+        let mut short =
+            Quota::default().allowance(BUDGET, Duration::from_secs(9)).starting_within(Duration::from_millis(3));
+        assert_eq!((0..).take_while(|_| short.charge(1.0, true)).count(), 10, "a sample takes 0.3 ms to start");
     }
 }

@@ -6,7 +6,7 @@
 
 use ballast_base::PAGES_PER_UNIT;
 
-use crate::source::PageMap;
+use crate::source::{BLOCK, PageMap};
 
 /// A small random number generator: well distributed, and predictable from its seed.
 #[derive(Clone, Debug)]
@@ -41,6 +41,16 @@ impl SplitMix64 {
             picked.set(if picked.get(page) { top } else { page });
         }
         picked
+    }
+
+    /// The same of a unit of `of` pages: from each of its blocks as many as from any other, if it is whole.
+    pub fn spread(&mut self, count: u64, of: u64) -> PageMap {
+        const BLOCKS: u64 = PAGES_PER_UNIT / BLOCK;
+        if of < PAGES_PER_UNIT || count >= of || !count.is_multiple_of(BLOCKS) {
+            return self.pages(count, of);
+        }
+        // A block is a word of the map.
+        PageMap(std::array::from_fn(|_| self.pages(count / BLOCKS, BLOCK).0[0]))
     }
 }
 
@@ -95,6 +105,11 @@ mod tests {
             let picked = SplitMix64::new(seed).pages(count, of);
             prop_assert_eq!(picked.count(), count.min(of).min(512));
             prop_assert!(picked.without(PageMap::first(of)).is_empty());
+            let spread = SplitMix64::new(seed).spread(count, of);
+            prop_assert_eq!(spread.count(), picked.count());
+            prop_assert!(spread.without(PageMap::first(of)).is_empty());
+            let even = spread.0.iter().all(|word| word.count_ones() == spread.0[0].count_ones());
+            prop_assert!(even || of < 512 || count % 8 != 0);
         }
 
         #[test]

@@ -10,13 +10,15 @@
 //! units without any, and of these the second-youngest generation before the youngest. Units with a few hot pages
 //! gather in the second-youngest under fair promotion; those touched in every cycle end in the youngest. A unit gets a
 //! sample first. It gets a full scan if the sample cannot rule out skew, if it was bloated before, or if first scans
-//! found units sparse recently. A balanced unit (nearly every page touched) is left out of the next round.
+//! found units sparse recently. Where samples tell its blocks apart (`tally`), it gets none. A balanced unit (nearly
+//! every page touched) is left out of the next round.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
 
 use crate::sample::{Estimate, SplitMix64};
 use crate::source::{FineWatch, PageMap, UnitId};
+use crate::tally::Told;
 
 /// A hot unit is bloated if a smaller share of its pages is touched.
 pub const BLOATED_BELOW: f64 = 0.2;
@@ -64,8 +66,8 @@ pub enum Verdict {
 pub struct Subpages {
     limits: Limits,
     rng: SplitMix64,
-    /// They wait for a full scan.
-    suspects: VecDeque<UnitId>,
+    /// They wait for another scan, a full one if this says so.
+    suspects: VecDeque<(UnitId, bool)>,
     /// The rest of the round, and whether the unit gets a full scan at once.
     round: VecDeque<(UnitId, bool)>,
     balanced: HashSet<UnitId>,
@@ -84,7 +86,7 @@ impl Subpages {
     /// comes whether it gets a full scan at once. The rest of the last round is dropped, but not its suspects.
     pub fn begin_round(&mut self, units: impl Iterator<Item = (UnitId, bool)>) {
         let skip = std::mem::take(&mut self.balanced);
-        let suspects: HashSet<UnitId> = self.suspects.iter().copied().collect();
+        let suspects: HashSet<UnitId> = self.suspects.iter().map(|(unit, _)| *unit).collect();
         self.round = units.filter(|(unit, _)| !skip.contains(unit) && !suspects.contains(unit)).collect();
     }
 
@@ -110,17 +112,17 @@ impl Subpages {
         let times = window.as_millis() / self.limits.every.as_millis().max(1);
         let most = self.limits.batch * (times as usize).max(1);
         while batch.len() < most {
-            let suspect = self.suspects.pop_front().map(|unit| (unit, true));
+            let suspect = self.suspects.pop_front();
             let Some((unit, full)) = suspect.or_else(|| self.round.pop_front()) else { break };
             let pages = match (pages_of(unit), self.limits.sample) {
                 (0, _) => continue,
-                (of, Some(sample)) if !full => self.rng.pages(sample, of),
+                (of, Some(sample)) if !full => self.rng.spread(sample, of),
                 (of, _) => PageMap::first(of),
             };
             if !charge(unit, pages.count()) && batch.len() >= LEAST {
                 // It is the first of the next batch.
                 if suspect.is_some() {
-                    self.suspects.push_front(unit);
+                    self.suspects.push_front((unit, full));
                 } else {
                     self.round.push_front((unit, full));
                 }
@@ -137,7 +139,7 @@ impl Subpages {
     pub fn judge(&mut self, unit: UnitId, touched: u64, watched: u64, of: u64) -> Verdict {
         let estimate = Estimate::new(touched, watched, of);
         if watched < of && estimate.may_be_below(BLOATED_BELOW) {
-            self.suspects.push_back(unit);
+            self.suspects.push_back((unit, true));
             return Verdict::Suspect;
         }
         if watched >= of && estimate.share < BLOATED_BELOW {
@@ -149,6 +151,22 @@ impl Subpages {
             return Verdict::Balanced;
         }
         Verdict::Mixed
+    }
+
+    /// The samples of a unit tell its blocks apart, or may do so with one more. Returns `None` if they do not: then
+    /// [`Self::judge`] judges it.
+    pub fn judge_blocks(&mut self, unit: UnitId, told: Told) -> Option<Verdict> {
+        match told {
+            Told::Nothing => None,
+            Told::Maybe => {
+                self.suspects.push_back((unit, false));
+                Some(Verdict::Suspect)
+            }
+            Told::Blocks => {
+                self.found = true;
+                Some(Verdict::Mixed)
+            }
+        }
     }
 
     /// The batch is over: wait longer while nothing is found.

@@ -32,6 +32,7 @@ use crate::record::Frame;
 use crate::sample::SplitMix64;
 use crate::source::{CycleReport, PageMap, Phase, Seen, UnitId, Watch};
 use crate::subpage::{Limits, Subpages, Verdict};
+use crate::tally::Told;
 use crate::units::{self, Surveyed, Units};
 use cycle_log::CycleLog;
 
@@ -39,6 +40,10 @@ use cycle_log::CycleLog;
 const KEEP_INSIDE: Duration = Duration::from_secs(600);
 /// After this time without a coarse cycle, what is known is stale.
 const STALE: Duration = Duration::from_secs(600);
+/// Share of the watched pages above which a fine window is too long for placement, well below that of a bloated unit;
+/// and the share below which it is too short.
+const TOO_MUCH: f64 = 0.125;
+const TOO_LITTLE: f64 = TOO_MUCH / 2.0;
 
 /// How tracking works.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -57,6 +62,9 @@ pub struct Settings {
     pub budget: Budget,
     /// How a touched unit is promoted.
     pub promotion: Promotion,
+    /// Memory is placed by its warmth, so it matters which is hotter, not for how long it was idle: fine windows are as
+    /// short as they may be without missing hot pages, and samples tell blocks apart.
+    pub is_placed: bool,
 }
 
 impl Default for Settings {
@@ -72,6 +80,7 @@ impl Default for Settings {
             subpages: Limits::default(),
             budget: Budget { cpu: 0.015, guest: 0.015 },
             promotion: Promotion::Fair,
+            is_placed: false,
         }
     }
 }
@@ -111,6 +120,8 @@ pub struct Tracker {
     counts: Counts,
     /// How long the last fine cycle took.
     fine_length: Duration,
+    /// Fine windows are no longer than this.
+    fine_most: Duration,
     /// Start and end of the last coarse cycles, the newest last; at most [`RECENT`].
     recent: VecDeque<(Duration, Duration)>,
     cycles: u64,
@@ -126,6 +137,10 @@ impl Tracker {
     /// Knows nothing. `seed` decides which pages are sampled.
     pub fn new(settings: Settings, seed: u64) -> Self {
         let pace = |shortest, longest| Pace::new(shortest, longest, settings.budget);
+        let mut quota = Quota::default();
+        if settings.is_placed {
+            quota.expect_told();
+        }
         Self {
             settings,
             units: Units::default(),
@@ -133,12 +148,13 @@ impl Tracker {
             subpages: Subpages::new(settings.subpages, SplitMix64::new(seed)),
             coarse: pace(settings.period, settings.longest_period),
             fine: pace(settings.period, settings.longest_period),
-            quota: Quota::default(),
+            quota,
             next_coarse: Duration::ZERO,
             next_fine: Duration::ZERO,
             begun: Duration::ZERO,
             counts: Counts::default(),
             fine_length: Duration::ZERO,
+            fine_most: if settings.is_placed { settings.subpages.every } else { Duration::MAX },
             recent: VecDeque::new(),
             cycles: 0,
             fine_cycles: 0,
@@ -192,17 +208,24 @@ impl Tracker {
                 false => Step::Watch { phase: Phase::Coarse, watch, window: self.window(self.settings.coarse_share) },
             };
         }
-        let window = self.window(self.settings.fine_share);
+        let window = self.fine_window();
         // It must end before the next coarse cycle.
         let fits = |at: Duration| !window.is_zero() && at + window <= self.next_coarse;
         if !self.subpages.is_idle() && now >= self.next_fine && fits(now) {
             let units = &self.units;
             let mut allowance = self.quota.allowance(self.settings.budget, self.coarse.period());
+            if self.settings.is_placed {
+                allowance = allowance.starting_within(window);
+            }
             let unknown = self.quota.share();
             let pages_of = |unit| if units.present_pages(unit) > 0 { units.pages_of(unit) } else { 0 };
-            let fine = self.subpages.batch(window, pages_of, |unit, watched| {
+            // As many units as in a whole window.
+            let whole = self.window(self.settings.fine_share);
+            let fine = self.subpages.batch(whole, pages_of, |unit, watched| {
                 let share = units.inside(unit).map_or(unknown, |inside| inside.share().share);
-                allowance.charge(watched as f64 * share, watched < units.pages_of(unit))
+                // The first ones tell what a unit costs.
+                let is_known = self.fine_cycles > 0 || !self.settings.is_placed;
+                is_known && allowance.charge(watched as f64 * share, watched < units.pages_of(unit))
             });
             if !fine.is_empty() {
                 self.begun = now;
@@ -217,6 +240,32 @@ impl Tracker {
     /// The window of a cycle that may take this part of the period. A longer one would see everything touched.
     fn window(&self, share: f64) -> Duration {
         self.coarse.period().min(self.settings.longest_period).mul_f64(share)
+    }
+
+    /// The window of a fine cycle.
+    fn fine_window(&self) -> Duration {
+        self.window(self.settings.fine_share).min(self.fine_most)
+    }
+
+    /// Where memory is placed: a window in which much of what is watched is touched tells nothing apart, and costs
+    /// most. One in which hardly anything is touched misses hot pages. It begins short, which costs least.
+    fn learn_window(&mut self, report: &CycleReport) {
+        let share = |(_, seen): &(UnitId, Seen)| match seen {
+            Seen::Fine { watched, touched } if !watched.is_empty() => {
+                Some(touched.and(*watched).count() as f64 / watched.count() as f64)
+            }
+            _ => None,
+        };
+        let shares: Vec<f64> = report.units.iter().filter_map(share).collect();
+        if !self.settings.is_placed || shares.is_empty() {
+            return;
+        }
+        let (window, share) = (self.fine_window(), shares.iter().sum::<f64>() / shares.len() as f64);
+        if share > TOO_MUCH {
+            self.fine_most = (window / 2).max(self.settings.subpages.every);
+        } else if share < TOO_LITTLE {
+            self.fine_most = (window * 2).min(self.settings.longest_period);
+        }
     }
 
     /// Take in the report of a cycle that ended `now`; an empty report of a cycle that failed.
@@ -269,6 +318,7 @@ impl Tracker {
                 self.fine_cycles += 1;
                 let units = &self.units;
                 self.quota.learn(report, |unit| units.pages_of(unit));
+                self.learn_window(report);
                 self.subpages.end_batch();
                 self.fine.record(report.cost);
                 self.next_fine = (self.begun + self.fine.period().max(self.subpages.interval())).max(now);
@@ -313,7 +363,15 @@ impl Tracker {
             self.units.push_sample(unit, at, watched, touched);
         }
         // In a coarse cycle, too: a source may report pages at no cost.
-        let verdict = self.subpages.judge(unit, touched.count(), watched.count(), of);
+        let told = match self.units.inside(unit) {
+            Some(Inside::Sampled(sampled)) if self.settings.is_placed => sampled.tally.told(),
+            _ => Told::Nothing,
+        };
+        let judged = self.subpages.judge_blocks(unit, told);
+        let verdict = judged.unwrap_or_else(|| self.subpages.judge(unit, touched.count(), watched.count(), of));
+        if watched.count() < of && told != Told::Maybe && (told == Told::Blocks || verdict == Verdict::Suspect) {
+            self.quota.told(told == Told::Blocks);
+        }
         if let Some(scanned) = self.units.scanned_mut(unit).filter(|_| verdict != Verdict::Suspect) {
             scanned.bloated = verdict == Verdict::Bloated;
         }

@@ -15,6 +15,7 @@ use crate::inside::{Inside, Sampled, Scanned};
 use crate::moment::Moment;
 use crate::sample::Estimate;
 use crate::source::{PageMap, UnitId};
+use crate::tally::Tally;
 use crate::{Entry, Pages, RECENT};
 
 /// The columns of one region; the index is the unit.
@@ -225,7 +226,12 @@ impl Units {
             |scanned: &Scanned| scanned.touched_within(RECENT).count() as f64 / of.max(1) as f64 >= estimate.low;
         let scanned = matches!(self.inside.get(&unit), Some(Inside::Scanned(scanned)) if holds(scanned));
         if !scanned && self.column(unit, |_, _| ()).is_some() {
-            self.inside.insert(unit, Inside::Sampled(Sampled { estimate, at: now, watched, touched }));
+            let mut tally = match self.inside.get(&unit) {
+                Some(Inside::Sampled(sampled)) => sampled.tally,
+                _ => Tally::default(),
+            };
+            tally.push(watched, touched);
+            self.inside.insert(unit, Inside::Sampled(Sampled { estimate, at: now, watched, touched, tally }));
         }
     }
 

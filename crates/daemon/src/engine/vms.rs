@@ -237,7 +237,7 @@ impl Engine {
             quarantine: Duration::from_millis(self.settings().quarantine_ms),
             spill_after: self.spill_after(has_file),
             track: tracking::at_first(self.settings().heat.track, self.settings().tier.is_some()),
-            heat: self.settings().heat.settings(),
+            heat: self.settings().heat.settings(self.settings().tier.is_some()),
             tiers: self.settings().tier.map(Tiering::to_pager),
             ..Tuning::default()
         };

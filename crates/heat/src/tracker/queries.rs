@@ -59,11 +59,16 @@ impl Tracker {
         let all = PageMap::first(self.units.pages_of(unit));
         let levels = match self.units.inside(unit) {
             None => vec![(1.0, all)],
+            Some(Inside::Sampled(sampled)) if sampled.tally.is_uneven() => sampled.tally.levels(),
             Some(Inside::Sampled(sampled)) => vec![(sampled.estimate.share, all)],
             Some(Inside::Scanned(scanned)) => scanned.by_touches(),
         };
         let of = self.units.pages_of(unit);
-        let has_cold = matches!(self.units.inside(unit), Some(Inside::Scanned(scanned)) if scanned.is_uneven(of));
+        let has_cold = match self.units.inside(unit) {
+            Some(Inside::Sampled(sampled)) => sampled.tally.is_uneven(),
+            Some(Inside::Scanned(scanned)) => scanned.is_uneven(of),
+            None => false,
+        };
         Some(Warmth { rate: f64::from(touches.count_ones()) / f64::from(RATE_CYCLES), levels, has_cold })
     }
 

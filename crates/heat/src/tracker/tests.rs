@@ -98,6 +98,63 @@ fn pages_are_watched_about_as_long_as_units_are_and_no_longer_than_until_the_nex
 }
 
 #[test]
+fn where_memory_is_placed_samples_that_tell_blocks_apart_make_full_scans_needless() {
+    let hot = PageMap::first(64);
+    for is_placed in [true, false] {
+        let mut source = Scripted::default();
+        (0..16).for_each(|index| source.touch(unit(index), hot));
+        let mut tracker = Tracker::new(Settings { is_placed, ..Settings::default() }, 1);
+        drive(&mut tracker, &mut source, &Guest(32), &mut Duration::ZERO.clone(), Duration::from_secs(30));
+        let units = tracker.units();
+        let scanned = (0..16).filter(|index| matches!(units.inside(unit(*index)), Some(Inside::Scanned(_)))).count();
+        assert_eq!(scanned, if is_placed { 0 } else { 16 });
+        for index in 0..16 {
+            let warmth = tracker.warmth(unit(index)).expect("in memory");
+            assert!(warmth.has_cold && warmth.levels[0] == (1.0, hot), "{is_placed} {index} {warmth:?}");
+        }
+    }
+}
+
+#[test]
+fn where_memory_is_placed_a_fine_window_gets_longer_while_nothing_is_touched_and_shorter_while_much_is() {
+    let settings = Settings { is_placed: true, ..Settings::default() };
+    let mut tracker = Tracker::new(settings, 1);
+    let mut now = Duration::ZERO;
+    // Returns the last of this number of fine windows of a guest that touches all of its pages once in this time.
+    let mut window = |every: Duration, cycles: usize| {
+        let mut windows = Vec::new();
+        while windows.len() < cycles {
+            match tracker.next(now, &Guest(16)) {
+                Step::Rest(pause) => now += pause,
+                Step::Watch { phase, watch, window } => {
+                    now += window;
+                    let part = (window.as_secs_f64() / every.as_secs_f64()).min(1.0);
+                    let coarse = watch.coarse.iter().map(|unit| (*unit, Seen::Coarse { touched: true }));
+                    let fine = watch.fine.iter().map(|fine| {
+                        let touched: Vec<u64> = fine.pages.iter().collect();
+                        let mut map = PageMap::NONE;
+                        touched.iter().take((touched.len() as f64 * part) as usize).for_each(|page| map.set(*page));
+                        (fine.unit, Seen::Fine { watched: fine.pages, touched: map })
+                    });
+                    let units = coarse.chain(fine).collect();
+                    tracker.absorb(now, phase, &CycleReport { units, ..CycleReport::default() });
+                    if phase == Phase::Fine {
+                        windows.push(window);
+                    }
+                }
+            }
+        }
+        windows.last().copied().expect("a cycle")
+    };
+    let whole = settings.period.mul_f64(settings.fine_share);
+    assert_eq!(window(Duration::from_millis(1), 1), settings.subpages.every, "it begins short");
+    assert_eq!(window(Duration::from_secs(600), 20), whole, "hardly anything is touched");
+    assert_eq!(window(Duration::from_millis(1), 20), settings.subpages.every, "all is touched at once");
+    let between = window(Duration::from_secs(4), 20);
+    assert!(settings.subpages.every < between && between < whole, "{between:?}");
+}
+
+#[test]
 fn a_tracker_without_fine_cycles_knows_units_only() {
     let mut source = Scripted::default();
     source.touch(unit(0), PageMap::first(5));

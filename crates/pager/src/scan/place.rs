@@ -30,11 +30,11 @@ use crate::vm::stats::Counter;
 use crate::vm::tuning::HostTiers;
 use crate::vm::view::View;
 
-/// Pages that are looked for after each cycle, beside those that were never looked for.
+/// Pages that are looked for in each turn, beside those that were never looked for.
 const LOOKED_FOR: u64 = 64 * PAGES_PER_UNIT;
 /// The same of pages that were never looked for; a unit that is mapped huge counts as one.
 const LOOKED_FOR_FIRST: u64 = 128 * PAGES_PER_UNIT;
-/// Cycles for which a unit that could not be moved is left alone.
+/// Turns for which a unit that could not be moved is left alone.
 const KEPT: u64 = 16;
 /// How long a page that does not get mapped is waited for.
 const UNMAPPED: Duration = Duration::from_millis(2);
@@ -135,7 +135,13 @@ impl Places {
         Self { vm, tiers, units: HashMap::new(), next, turns, rests_until, rests, last: Instant::now(), moves, joins }
     }
 
-    /// A cycle over all memory has ended: looks and decides. [`Self::work`] moves.
+    /// A cycle has ended. Is it time for [`Self::turn`]? After each cycle over all memory, and where these are too rare
+    /// for all moves to be made up for, after others, too.
+    pub(crate) fn is_due(&self, is_coarse: bool) -> bool {
+        is_coarse || self.last.elapsed().as_secs_f64() >= LONGEST
+    }
+
+    /// Looks and decides. [`Self::work`] moves.
     ///
     /// # Errors
     /// The kernel lets us look at no page.

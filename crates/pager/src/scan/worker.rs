@@ -75,7 +75,10 @@ impl TrackWorker {
                 let is_coarse = cycle.is_coarse();
                 // This may wait for the client.
                 finished = blocking(|| vm.heat.finish(&mut scans, cycle, is_tracked));
-                if let Some(places) = places.as_mut().filter(|_| is_coarse && is_tracked && finished.is_ok()) {
+                if is_tracked
+                    && finished.is_ok()
+                    && let Some(places) = places.as_mut().filter(|places| places.is_due(is_coarse))
+                {
                     let turned = blocking(|| places.turn());
                     self.placed(places, turned);
                 }

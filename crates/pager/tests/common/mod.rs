@@ -348,7 +348,8 @@ impl Rig {
             ..Default::default()
         };
         if tiers.is_some() {
-            // Memory is placed by fine cycles. On an emulated machine a fault takes a millisecond.
+            heat.is_placed = true;
+            // On an emulated machine a fault takes a millisecond.
             (heat.budget.cpu, heat.budget.guest) = (1.0, 1.0);
             (heat.period, heat.longest_period) = (Duration::from_secs(1), Duration::from_secs(2));
         }

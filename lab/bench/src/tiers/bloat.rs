@@ -64,8 +64,9 @@ pub(crate) struct Truth {
 }
 
 impl Truth {
-    /// `bloat_pct` of the accessed pages are in bloated units; `stray_pct` of accesses go anywhere.
-    pub(crate) fn new(units: u64, bloat_pct: u64, stray_pct: f64, rng: &mut SplitMix64) -> Self {
+    /// `bloat_pct` of the accessed pages are in bloated units, anywhere in one or in one block of it; `stray_pct` of
+    /// accesses go anywhere.
+    pub(crate) fn new(units: u64, bloat_pct: u64, is_block: bool, stray_pct: f64, rng: &mut SplitMix64) -> Self {
         let accessed = units * PAGES_PER_UNIT / ACCESSED;
         let each = PAGES_PER_UNIT / ACCESSED;
         let bloated = (accessed * bloat_pct / 100 / each).min(units);
@@ -75,7 +76,14 @@ impl Truth {
         let mut order: Vec<usize> = (0..hot.len()).collect();
         (1..order.len()).rev().for_each(|last| order.swap(last, rng.below(last as u64 + 1) as usize));
         for (place, at) in order.into_iter().take((bloated + full) as usize).enumerate() {
-            hot[at] = if (place as u64) < bloated { rng.pages(each, PAGES_PER_UNIT) } else { PageMap::ALL };
+            hot[at] = match (place as u64) < bloated {
+                true if is_block => {
+                    let (pages, block) = (rng.pages(each, BLOCK), rng.below(PAGES_PER_UNIT / BLOCK) as usize);
+                    PageMap(std::array::from_fn(|word| if word == block { pages.0[0] } else { 0 }))
+                }
+                true => rng.pages(each, PAGES_PER_UNIT),
+                false => PageMap::ALL,
+            };
         }
         let pages: u64 = hot.iter().map(|hot| hot.count()).sum();
         let stray = RATE * pages as f64 * stray_pct / 100.0 / (units * PAGES_PER_UNIT) as f64;
@@ -144,7 +152,7 @@ pub(crate) struct Guest {
 
 impl Guest {
     pub(crate) fn new(way: Way, units: u64, seed: u64) -> Self {
-        let whole = Settings::default();
+        let whole = Settings { is_placed: true, ..Settings::default() };
         let fine_share = if way == Way::Whole { 0.0 } else { whole.fine_share };
         let fast = units / FAST;
         Self {
@@ -277,23 +285,23 @@ mod tests {
 
     #[test]
     fn on_bloated_memory_ours_is_within_3_points_of_the_oracle_where_whole_pages_lose_30() {
-        let truth = Truth::new(400, 50, 0.0, &mut SplitMix64::new(3));
+        let truth = Truth::new(400, 50, false, 0.0, &mut SplitMix64::new(3));
         ours_is_near_the_oracle_and_whole_pages_are_not(&truth);
     }
 
     #[test]
     fn stray_accesses_that_touch_every_huge_page_cost_ours_less_than_3_points() {
-        let truth = Truth::new(400, 50, 1.0, &mut SplitMix64::new(3));
+        let truth = Truth::new(400, 50, false, 1.0, &mut SplitMix64::new(3));
         ours_is_near_the_oracle_and_whole_pages_are_not(&truth);
         let mut even = Guest::new(Way::Ours, 400, 7);
-        let truth = Truth::new(400, 0, 1.0, &mut SplitMix64::new(3));
+        let truth = Truth::new(400, 0, false, 1.0, &mut SplitMix64::new(3));
         (0..40).for_each(|_| even.cycle(&truth));
         assert!(even.changed.0 < 3, "strays alone split {} huge pages", even.changed.0);
     }
 
     #[test]
     fn without_bloat_nothing_is_split_and_all_ways_that_move_serve_the_same() {
-        let truth = Truth::new(400, 0, 0.0, &mut SplitMix64::new(3));
+        let truth = Truth::new(400, 0, false, 0.0, &mut SplitMix64::new(3));
         let mut guest = Guest::new(Way::Ours, 400, 7);
         (0..40).for_each(|_| guest.cycle(&truth));
         assert_eq!((guest.changed, guest.hits(&truth)), ((0, 0), 1.0));

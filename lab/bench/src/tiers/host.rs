@@ -32,15 +32,21 @@ const QUICK: Plan = Plan { units: 512, cycles: 40, seeds: 2, bloat_pct: &[50] };
 /// Shares of accesses that go anywhere in memory, at 50 % bloat.
 const STRAY_PCT: &[f64] = &[0.1, 0.5, 1.0, 2.0, 5.0];
 const QUICK_STRAY_PCT: &[f64] = &[1.0];
+/// The same where the accessed pages of a bloated unit are in one block of it.
+const BLOCK_STRAY_PCT: &[f64] = &[0.0, 2.0, 5.0];
+const QUICK_BLOCK_STRAY_PCT: &[f64] = &[5.0];
 
 /// Simulate all of it. `begin` makes a row and reports its title.
 pub(super) fn run(quick: bool, begin: &dyn Fn(&str) -> Row, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let plan = if quick { QUICK } else { FULL };
     for bloat_pct in plan.bloat_pct {
-        each(row(&plan, *bloat_pct, 0.0, begin))?;
+        each(row(&plan, *bloat_pct, false, 0.0, begin))?;
     }
     for stray_pct in if quick { QUICK_STRAY_PCT } else { STRAY_PCT } {
-        each(row(&plan, 50, *stray_pct, begin))?;
+        each(row(&plan, 50, false, *stray_pct, begin))?;
+    }
+    for stray_pct in if quick { QUICK_BLOCK_STRAY_PCT } else { BLOCK_STRAY_PCT } {
+        each(row(&plan, 50, true, *stray_pct, begin))?;
     }
     Ok(())
 }
@@ -55,19 +61,21 @@ struct Outcome {
     moved_mib: f64,
 }
 
-fn row(plan: &Plan, bloat_pct: u64, stray_pct: f64, begin: &dyn Fn(&str) -> Row) -> Row {
+fn row(plan: &Plan, bloat_pct: u64, is_block: bool, stray_pct: f64, begin: &dyn Fn(&str) -> Row) -> Row {
     let stray = if stray_pct > 0.0 { format!(", {stray_pct} % of accesses anywhere") } else { String::new() };
-    let mut row = begin(&format!("tiers on the host, {bloat_pct} % bloat{stray}"));
+    let block = if is_block { " in one block" } else { "" };
+    let mut row = begin(&format!("tiers on the host, {bloat_pct} % bloat{block}{stray}"));
     row.fact("measures", "host_tiers");
     row.fact("modelled_time", true);
     row.fact("bloat_pct", bloat_pct);
     row.fact("stray_pct", stray_pct);
+    row.fact("bloat_in_one_block", is_block);
     row.fact("memory_bytes", plan.units * HUGE_SIZE as u64);
     row.fact("fast_pct", 20);
     let mut oracles = [Vec::new(), Vec::new(), Vec::new()];
     let mut outcomes: Vec<Vec<Outcome>> = Way::ALL.iter().map(|_| Vec::new()).collect();
     for seed in 1..=plan.seeds {
-        let truth = Truth::new(plan.units, bloat_pct, stray_pct, &mut SplitMix64::new(seed));
+        let truth = Truth::new(plan.units, bloat_pct, is_block, stray_pct, &mut SplitMix64::new(seed));
         let (small, huge) = truth.oracle();
         [small * 100.0, huge * 100.0, latency(small)].into_iter().zip(&mut oracles).for_each(|(x, all)| all.push(x));
         for (way, outcomes) in Way::ALL.into_iter().zip(&mut outcomes) {
