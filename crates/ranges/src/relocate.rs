@@ -23,6 +23,21 @@ pub enum Tier {
 pub trait Placement {
     /// Visit the present pages of a range, ascending, until `each` breaks.
     fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>);
+
+    /// Returns how many pages of a range are present, and how many of these are in fast memory.
+    fn count(&self, range: &Range) -> (u64, u64) {
+        let (mut present, mut fast) = (0, 0);
+        self.visit(range, &mut |_, tier| {
+            (present, fast) = (present + 1, fast + u64::from(tier == Tier::Fast));
+            ControlFlow::Continue(())
+        });
+        (present, fast)
+    }
+
+    /// The same as [`Self::visit`] of those in one tier.
+    fn visit_in(&self, range: &Range, wanted: Tier, each: &mut dyn FnMut(u64) -> ControlFlow<()>) {
+        self.visit(range, &mut |address, tier| if tier == wanted { each(address) } else { ControlFlow::Continue(()) });
+    }
 }
 
 /// Limits of a plan.
@@ -105,20 +120,18 @@ fn promotions<'a>(
     let most = usize::try_from(limits.most).unwrap_or(usize::MAX);
     let mut found: Vec<Candidate<'a>> = Vec::new();
     for (at, range) in ranked.iter().enumerate() {
-        let (mut present, mut fast) = (0, 0);
-        let before = found.len();
-        pages.visit(range, &mut |address, tier| {
-            present += 1;
-            fast += u64::from(tier == Tier::Fast);
-            if tier == Tier::Slow && found.len() < most {
+        let (present, fast) = pages.count(range);
+        let is_whole = present <= room;
+        let part = if is_whole || rule == Rule::Ours { present.min(room) } else { 0 };
+        let missing = usize::try_from(part.saturating_sub(fast)).unwrap_or(usize::MAX);
+        let most = most.min(found.len().saturating_add(missing));
+        if found.len() < most {
+            pages.visit_in(range, Tier::Slow, &mut |address| {
                 found.push(Candidate { address, range });
-            }
-            if rule == Rule::Published && present > room { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        });
-        if present > room {
-            let part = if rule == Rule::Ours { room } else { 0 };
-            let missing = usize::try_from(part.saturating_sub(fast)).unwrap_or(usize::MAX);
-            found.truncate(before.saturating_add(missing));
+                if found.len() < most { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+            });
+        }
+        if !is_whole {
             return (found, at, part);
         }
         room -= present;
@@ -136,18 +149,16 @@ fn demotions<'a>(
 ) -> Vec<Candidate<'a>> {
     let mut found: Vec<Candidate<'a>> = Vec::new();
     for (at, range) in ranked.iter().enumerate().skip(whole).rev() {
+        if found.len() >= most {
+            break;
+        }
         let mut kept = if at == whole { part } else { 0 };
-        pages.visit(range, &mut |address, tier| {
-            if found.len() >= most {
-                return ControlFlow::Break(());
+        pages.visit_in(range, Tier::Fast, &mut |address| {
+            match kept.checked_sub(1) {
+                Some(left) => kept = left,
+                None => found.push(Candidate { address, range }),
             }
-            if tier == Tier::Fast {
-                match kept.checked_sub(1) {
-                    Some(left) => kept = left,
-                    None => found.push(Candidate { address, range }),
-                }
-            }
-            ControlFlow::Continue(())
+            if found.len() < most { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         });
     }
     found

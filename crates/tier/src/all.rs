@@ -31,13 +31,29 @@ pub fn ranges_of<'a>(programs: impl Iterator<Item = (u32, &'a [Range])>) -> Vec<
 #[derive(Debug)]
 pub struct All<'a>(pub Vec<&'a Pages>);
 
-impl Placement for All<'_> {
-    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
+impl All<'_> {
+    /// The pages of the program that has a range, the range without its index, and that.
+    fn of(&self, range: &Range) -> Option<(&Pages, Range, u64)> {
         let index = range.start >> INDEX;
         let plain = |address: u64| address & ((1 << INDEX) - 1);
-        let Some(pages) = self.0.get(index as usize) else { return };
-        let plain = Range { start: plain(range.start), end: plain(range.end), ..*range };
-        pages.visit(&plain, &mut |address, tier| each(address | index << INDEX, tier));
+        let pages = self.0.get(index as usize)?;
+        Some((pages, Range { start: plain(range.start), end: plain(range.end), ..*range }, index << INDEX))
+    }
+}
+
+impl Placement for All<'_> {
+    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
+        let Some((pages, plain, index)) = self.of(range) else { return };
+        pages.visit(&plain, &mut |address, tier| each(address | index, tier));
+    }
+
+    fn count(&self, range: &Range) -> (u64, u64) {
+        self.of(range).map_or((0, 0), |(pages, plain, _)| Placement::count(pages, &plain))
+    }
+
+    fn visit_in(&self, range: &Range, wanted: Tier, each: &mut dyn FnMut(u64) -> ControlFlow<()>) {
+        let Some((pages, plain, index)) = self.of(range) else { return };
+        pages.visit_in(&plain, wanted, &mut |address| each(address | index));
     }
 }
 

@@ -9,7 +9,7 @@
 //!
 //! Before: tiers, a source, a choice of programs. After: what is hot is in the fast tier, as far as it fits.
 //! Threads: one, the caller's, which calls [`Tierer::step`] twice a second. Units: pages of 4 KiB, bytes, epochs.
-//! Promise: at most the set bandwidth is moved, and planning takes at most 1/50 of the time; nothing is moved while
+//! Promise: at most the set bandwidth is moved, and planning takes at most 1/50 of a CPU; nothing is moved while
 //! another program promotes. When it is dropped, everything except the place of pages is as before.
 //!
 //! Programs share one order of heat: their addresses are told apart by their index in the bits that no address has.
@@ -41,7 +41,7 @@ pub const EPOCH: Duration = Duration::from_millis(500);
 const CHOOSE_EVERY: u64 = 10;
 /// Page-table entries read in an epoch: of 2 GiB of memory. Reading one takes some 10 ns.
 const PAGES_READ: u64 = 1 << 19;
-/// Planning takes at most 1/N of the time: after a plan that took long the next one waits.
+/// Planning takes at most 1/N of a CPU: after a plan that took long the next one waits.
 const PLAN_PART: u32 = 50;
 /// The fast tier keeps 1/N of itself free above the kernel's watermarks, and at most this.
 const RESERVE_PART: u64 = 64;
@@ -335,7 +335,7 @@ impl Tierer {
     }
 
     fn relocate(&mut self) -> io::Result<()> {
-        let began = Instant::now();
+        let began = clock::cpu_time();
         let mut now = (0, 0, 0);
         for node in &self.tiers.list[0].nodes {
             let node = usage(&self.files, *node)?;
@@ -343,7 +343,7 @@ impl Tierer {
         }
         let (size, free, high) = now;
         let known = self.watched.iter().filter(|watched| watched.pages.rounds() > 0);
-        let fast: u64 = known.map(|watched| watched.pages.count().1).sum();
+        let fast: u64 = known.map(|watched| watched.pages.counts().1).sum();
         // What the kernel keeps for itself is no room, and where it is short of that, nothing can be promoted.
         let short = high.saturating_sub(free) / PAGE;
         let free = free.saturating_sub(high) / PAGE;
@@ -361,7 +361,8 @@ impl Tierer {
             limits,
             self.rule,
         );
-        self.plan_again = Instant::now() + began.elapsed() * PLAN_PART;
+        // CPU time: where programs leave it few CPUs, waiting for one is no cost of this.
+        self.plan_again = Instant::now() + (clock::cpu_time() - began) * PLAN_PART;
         self.carry_out(&plan, reserve)
     }
 
@@ -409,7 +410,7 @@ impl Tierer {
             }
             shown.push(now);
         }
-        let counts = self.watched.iter().map(|watched| watched.pages.count());
+        let counts = self.watched.iter().map(|watched| watched.pages.counts());
         let (present, fast) = counts.fold((0, 0), |sum, (present, fast)| (sum.0 + present, sum.1 + fast));
         self.status.tiers = shown;
         self.status.monitor_cpu_us = self.source.cpu_us();

@@ -143,7 +143,7 @@ impl Pages {
     }
 
     /// Pages that can be moved, and how many of them are in the fast tier.
-    pub fn count(&self) -> (u64, u64) {
+    pub fn counts(&self) -> (u64, u64) {
         let ones = |words: [u64; WORDS]| words.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
         let each = self.units.values().map(|unit| {
             let free = |words: &[u64; WORDS]| std::array::from_fn(|at| words[at] & !unit.kept[at]);
@@ -165,23 +165,65 @@ impl Pages {
     }
 }
 
+/// 64 pages of a range, from this address on: those that can be moved, and those of them that are in the fast tier.
+struct Word {
+    address: u64,
+    free: u64,
+    fast: u64,
+}
+
+impl Word {
+    /// Calls `each` with the address of each page of `bits`, ascending, until it breaks.
+    fn each(&self, mut bits: u64, each: &mut dyn FnMut(u64) -> ControlFlow<()>) -> ControlFlow<()> {
+        while bits != 0 {
+            each(self.address + u64::from(bits.trailing_zeros()) * PAGE)?;
+            bits &= bits - 1;
+        }
+        ControlFlow::Continue(())
+    }
+}
+
+impl Pages {
+    /// The pages of a range, without those that are left alone.
+    fn words(&self, range: &Range) -> impl Iterator<Item = Word> {
+        const SPAN: u64 = 64 * PAGE;
+        let (start, end) = (range.start, range.end);
+        // The first pages of a word, up to this address.
+        let before = move |word: u64, address: u64| match address.saturating_sub(word).div_ceil(PAGE) {
+            pages @ 0..64 => (1u64 << pages) - 1,
+            _ => u64::MAX,
+        };
+        let units = self.units.range(start / UNIT..end.div_ceil(UNIT).max(start / UNIT));
+        units.flat_map(move |(number, unit)| {
+            (0..WORDS).map(move |word| {
+                let address = number * UNIT + word as u64 * SPAN;
+                let inside = before(address, end) & !before(address, start);
+                let free = unit.present[word] & !unit.kept[word] & inside;
+                Word { address, free, fast: free & unit.fast[word] }
+            })
+        })
+    }
+}
+
 impl Placement for Pages {
     fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
-        for (number, unit) in self.units.range(range.start / UNIT..range.end.div_ceil(UNIT)) {
-            for word in 0..WORDS {
-                let mut left = unit.present[word] & !unit.kept[word];
-                while left != 0 {
-                    let at = left.trailing_zeros();
-                    left &= left - 1;
-                    let address = number * UNIT + (word as u64 * 64 + u64::from(at)) * PAGE;
-                    let tier = if unit.fast[word] >> at & 1 == 1 { Tier::Fast } else { Tier::Slow };
-                    let inside = (range.start..range.end).contains(&address);
-                    if inside && each(address, tier).is_break() {
-                        return;
-                    }
-                }
-            }
-        }
+        let _ = self.words(range).try_for_each(|word| {
+            let tier = |address: u64| match word.fast >> ((address - word.address) / PAGE) & 1 {
+                1 => Tier::Fast,
+                _ => Tier::Slow,
+            };
+            word.each(word.free, &mut |address| each(address, tier(address)))
+        });
+    }
+
+    fn count(&self, range: &Range) -> (u64, u64) {
+        let counts = self.words(range).map(|word| (word.free.count_ones(), word.fast.count_ones()));
+        counts.fold((0, 0), |(free, fast), (more, of_them)| (free + u64::from(more), fast + u64::from(of_them)))
+    }
+
+    fn visit_in(&self, range: &Range, wanted: Tier, each: &mut dyn FnMut(u64) -> ControlFlow<()>) {
+        let of = |word: &Word| if wanted == Tier::Fast { word.fast } else { word.free & !word.fast };
+        let _ = self.words(range).try_for_each(|word| word.each(of(&word), each));
     }
 }
 
@@ -222,9 +264,20 @@ mod tests {
             let free = model.iter().filter(|(_, (_, kept))| !kept);
             let expected: Vec<(u64, bool)> = free.clone().map(|(page, (fast, _))| (*page, *fast))
                 .filter(|(page, _)| (start..start + len).contains(page)).collect();
+            for tier in [Tier::Slow, Tier::Fast] {
+                let mut of = Vec::new();
+                pages.visit_in(&range, tier, &mut |address| {
+                    of.push((address / PAGE, tier == Tier::Fast));
+                    ControlFlow::Continue(())
+                });
+                let wanted = expected.iter().copied().filter(|(_, fast)| *fast == (tier == Tier::Fast));
+                prop_assert_eq!(of, wanted.collect::<Vec<_>>());
+            }
+            let fast = expected.iter().filter(|(_, fast)| *fast).count() as u64;
+            prop_assert_eq!(Placement::count(&pages, &range), (expected.len() as u64, fast));
             prop_assert_eq!(seen, expected);
             let fast = free.clone().filter(|(_, (fast, _))| *fast).count() as u64;
-            prop_assert_eq!(pages.count(), (free.count() as u64, fast));
+            prop_assert_eq!(pages.counts(), (free.count() as u64, fast));
         }
     }
 
@@ -233,7 +286,7 @@ mod tests {
         let mut pages = Pages::default();
         pages.note([(0, Some(true)), (UNIT, Some(false)), (3 * UNIT, Some(true))].into_iter());
         pages.set_areas(vec![(UNIT + PAGE, UNIT + 3 * PAGE), (3 * UNIT, 4 * UNIT)]);
-        assert_eq!(pages.count(), (2, 1), "a unit that is covered in part is kept until it is looked at");
+        assert_eq!(pages.counts(), (2, 1), "a unit that is covered in part is kept until it is looked at");
         assert_eq!((pages.fast_share(3 * UNIT), pages.fast_share(9 * UNIT)), (Some(1.0), None));
         assert_eq!(pages.fast_share(3 * UNIT + PAGE), Some(1.0), "the unit's, for a page that is not known");
     }
@@ -253,9 +306,9 @@ mod tests {
         while pages.rounds() == 0 {
             pages.look(&process, &tiers, 100).expect("readable");
         }
-        if pages.count() == (0, 0) {
+        if pages.counts() == (0, 0) {
             return ballast_needs::skip("root", "physical addresses are hidden");
         }
-        assert_eq!(pages.count().0, 150);
+        assert_eq!(pages.counts().0, 150);
     }
 }
