@@ -2,7 +2,8 @@
 //!
 //! Before: it is started with a kind, a size, and the kind of its memory. It writes `at ADDRESS` when all of that is
 //! present. After: it updates words until its input ends. `phase N` moves the heat. `count` writes the number of
-//! updates. `attach SOCKET` makes its memory that of a VM of the daemon there.
+//! updates, `blocks` how many of them each block had, where it counts them ([`crate::work`]). `attach SOCKET` makes its
+//! memory that of a VM of the daemon there.
 //! Threads: one updates words, one reads commands, one flushes TLBs. Units: sizes are MiB, a unit is 2 MiB.
 //! Promise: first, memory is touched once in the order of its addresses. Pages have 4 KiB, or are huge where that is
 //! asked for.
@@ -13,8 +14,8 @@
 
 use std::io::{self, BufRead, Write};
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -24,6 +25,7 @@ use ballast_sys::remote::Collapsed;
 use ballast_sys::{Anon, Mapping, Remote, memfd};
 
 use crate::heat::{BLOCKS, HOT_SHARE, Kind, random};
+use crate::work::{self, Counted};
 
 /// The memory of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +88,8 @@ impl Memory {
 const FLUSH_EVERY: Duration = Duration::from_millis(20);
 /// Pages that the flusher unmaps. The kernel flushes the whole TLB above its ceiling of 33 pages.
 const FLUSHED: usize = 64;
+/// How often a unit that is busy is tried again.
+const MOST_TRIES: usize = 100;
 /// Updates between two reads of the phase.
 const BATCH: u64 = 4096;
 
@@ -102,7 +106,15 @@ pub fn run(kind: Kind, mib: usize, backing: Backing) -> Result<()> {
             memory.word(unit * HUGE_SIZE + page * PAGE_SIZE).store(1, Ordering::Relaxed);
         }
         if backing == Backing::Huge {
-            let outcome = this.collapse(Hva((memory.address() + unit * HUGE_SIZE) as u64), HUGE_SIZE as u64)?;
+            let at = Hva((memory.address() + unit * HUGE_SIZE) as u64);
+            let mut outcome = this.collapse(at, HUGE_SIZE as u64)?;
+            // The kernel holds a page for a moment.
+            for _ in 0..MOST_TRIES {
+                if outcome != Collapsed::Busy {
+                    break;
+                }
+                outcome = this.collapse(at, HUGE_SIZE as u64)?;
+            }
             // The last unit of a full node stays as it is.
             ensure!(matches!(outcome, Collapsed::Done | Collapsed::NoMemory), "unit {unit}: {outcome:?}");
         }
@@ -110,7 +122,21 @@ pub fn run(kind: Kind, mib: usize, backing: Backing) -> Result<()> {
     let (phase, count) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
     let address = memory.address();
     let (worker_memory, worker_phase, worker_count) = (Arc::clone(&memory), Arc::clone(&phase), Arc::clone(&count));
-    std::thread::spawn(move || update(&worker_memory, kind, units, &worker_phase, &worker_count));
+    let blocks: Arc<Vec<AtomicU64>> = Arc::new((0..units * BLOCKS).map(|_| AtomicU64::new(0)).collect());
+    let worker_blocks = Arc::clone(&blocks);
+    let (ready, is_ready) = mpsc::channel();
+    std::thread::spawn(move || {
+        if kind.is_counted() {
+            let word = |offset: usize| worker_memory.word(offset);
+            let words = units * HUGE_SIZE / 8;
+            let counted = Counted { word: &word, words, blocks: &worker_blocks, count: &worker_count };
+            work::run(kind, &counted, &|| ready.send(()).unwrap_or(()));
+        } else {
+            let _ = ready.send(());
+            update(&worker_memory, kind, units, &worker_phase, &worker_count);
+        }
+    });
+    is_ready.recv().context("The worker")?;
     std::thread::spawn(|| -> io::Result<()> {
         loop {
             let flushed = Anon::new(FLUSHED * PAGE_SIZE)?;
@@ -133,6 +159,11 @@ pub fn run(kind: Kind, mib: usize, backing: Backing) -> Result<()> {
                 let client_of = Client::builder().socket(socket).name("vm");
                 client = Some(client_of.region(file.try_clone()?, at, len, Bytes(0)).attach().context("Attaching")?);
                 writeln!(out, "attached 1")?;
+            }
+            _ if line == "blocks" => {
+                let counts: Vec<String> =
+                    blocks.iter().map(|count| count.load(Ordering::Relaxed).to_string()).collect();
+                writeln!(out, "blocks {}", counts.join(" "))?;
             }
             _ if line == "count" => writeln!(out, "count {}", count.load(Ordering::Relaxed))?,
             _ => bail!("no command: {line:?}"),

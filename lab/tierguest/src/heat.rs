@@ -22,6 +22,12 @@ pub enum Kind {
     Moving,
     /// One block of each unit is hot: hot bloat, if units are huge pages.
     Bloated,
+    /// Searches in a graph; this and the next two are in [`crate::work`], which counts their accesses.
+    Bfs,
+    /// Lookups of cross sections, as XSBench makes them.
+    Xs,
+    /// k-means, which reads all of its memory in order.
+    Kmeans,
 }
 
 impl Kind {
@@ -32,6 +38,9 @@ impl Kind {
             "scattered" => Some(Self::Scattered),
             "moving" => Some(Self::Moving),
             "bloated" => Some(Self::Bloated),
+            "bfs" => Some(Self::Bfs),
+            "xs" => Some(Self::Xs),
+            "kmeans" => Some(Self::Kmeans),
             _ => None,
         }
     }
@@ -43,10 +52,18 @@ impl Kind {
             Self::Scattered => "scattered",
             Self::Moving => "moving",
             Self::Bloated => "bloated",
+            Self::Bfs => "bfs",
+            Self::Xs => "xs",
+            Self::Kmeans => "kmeans",
         }
     }
 
-    /// Returns the hot blocks of `units` units in a phase.
+    /// Is its heat known only by counting accesses?
+    pub fn is_counted(self) -> bool {
+        matches!(self, Self::Bfs | Self::Xs | Self::Kmeans)
+    }
+
+    /// Returns the hot blocks of `units` units in a phase; none where accesses are counted.
     pub fn hot(self, units: usize, phase: u64) -> Vec<usize> {
         if self == Self::Bloated {
             let mut state = 7;
@@ -58,6 +75,7 @@ impl Kind {
     fn hot_units(self, units: usize, phase: u64) -> Vec<usize> {
         let count = (units / HOT_PART).max(1);
         match self {
+            Self::Bfs | Self::Xs | Self::Kmeans => Vec::new(),
             Self::Contiguous | Self::Bloated => (units - count..units).collect(),
             Self::Moving => {
                 let at = (HOT_PART as u64 - 1 - phase % HOT_PART as u64) as usize * count;

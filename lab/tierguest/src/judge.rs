@@ -33,6 +33,9 @@ pub struct Program {
     kind: Kind,
     units: usize,
     phase: u64,
+    /// Accesses of each block at the last count, and their shares between the last two.
+    counted: Vec<u64>,
+    shares: Vec<f64>,
 }
 
 impl Program {
@@ -49,8 +52,10 @@ impl Program {
         let input = child.stdin.take().context("its input")?;
         let output = BufReader::new(child.stdout.take().context("its output")?);
         let units = (mib << 20) / HUGE_SIZE;
-        let mut program = Self { child, input, output, address: 0, kind, units, phase: 0 };
+        let mut program =
+            Self { child, input, output, address: 0, kind, units, phase: 0, counted: Vec::new(), shares: Vec::new() };
         program.address = program.answer("at")?;
+        program.recount()?;
         Ok(program)
     }
 
@@ -76,6 +81,29 @@ impl Program {
     pub fn count(&mut self) -> Result<u64> {
         writeln!(self.input, "count")?;
         self.answer("count")
+    }
+
+    /// Have it say how many accesses each block had, where it counts them: the shares are those since the last call.
+    pub fn recount(&mut self) -> Result<()> {
+        if !self.kind.is_counted() {
+            return Ok(());
+        }
+        writeln!(self.input, "blocks")?;
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        let counts: Vec<u64> = line.split_ascii_whitespace().skip(1).flat_map(str::parse).collect();
+        if counts.len() != self.units * BLOCKS {
+            bail!("the program counts {} blocks", counts.len());
+        }
+        let before = std::mem::replace(&mut self.counted, counts);
+        let since = self.counted.iter().enumerate().map(|(at, now)| now - before.get(at).copied().unwrap_or(0));
+        self.shares = to_shares(&since.collect::<Vec<u64>>());
+        Ok(())
+    }
+
+    /// Returns the shares of accesses of each block: where they are counted, between the last two counts.
+    fn shares(&self) -> Vec<f64> {
+        if self.kind.is_counted() { self.shares.clone() } else { self.kind.shares(self.units, self.phase) }
     }
 
     /// Make its memory that of a VM of the daemon with this socket.
@@ -112,7 +140,7 @@ impl Program {
         let block = PAGES_PER_UNIT as usize / BLOCKS;
         let places = self.places(tiers)?;
         let fast = places.chunks(block).map(|pages| pages.iter().sum::<f64>() / block as f64);
-        Ok(self.kind.shares(self.units, self.phase).iter().zip(fast).map(|(share, fast)| share * fast).sum())
+        Ok(self.shares().iter().zip(fast).map(|(share, fast)| share * fast).sum())
     }
 
     /// Returns how many pages of fast memory this program has or could take.
@@ -133,7 +161,8 @@ impl Program {
             let part = |at: usize| (room / pages - at as f64).clamp(0.0, 1.0);
             shares.iter().enumerate().map(|(at, share)| share * part(at)).sum::<f64>()
         };
-        let blocks = self.kind.shares(self.units, self.phase);
+        // Where accesses are counted: of all so far, so that it is the best that one placement can do.
+        let blocks = if self.kind.is_counted() { to_shares(&self.counted) } else { self.shares() };
         let units = blocks.chunks(BLOCKS).map(|unit| unit.iter().sum()).collect();
         Ok((best(blocks, PAGES_PER_UNIT as f64 / BLOCKS as f64), best(units, PAGES_PER_UNIT as f64)))
     }
@@ -142,6 +171,11 @@ impl Program {
     pub fn oracle(&self, files: &Files, tiers: &Tiers) -> Result<f64> {
         Ok(self.oracles(files, tiers)?.0)
     }
+}
+
+fn to_shares(counts: &[u64]) -> Vec<f64> {
+    let all = counts.iter().sum::<u64>().max(1) as f64;
+    counts.iter().map(|count| *count as f64 / all).collect()
 }
 
 impl Drop for Program {

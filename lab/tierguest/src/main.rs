@@ -4,7 +4,8 @@
 //! tier-guest gups KIND MIB                     the program with known heat
 //! tier-guest compare KIND MIB SECONDS WAY...   each way on a fresh program; a line of JSON for each
 //! tier-guest host KIND BACKING MIB SECONDS DAEMON WAY...
-//!                                              the same, of memory as that of a VMM; way `host` starts the daemon
+//!                                              the same, of memory as that of a VMM; way `host` starts the daemon,
+//!                                              `host:N` with N percent for tracking
 //! tier-guest settle KIND MIB                   waits until the agent has moved what is hot to the fast tier
 //! tier-guest told KIND MIB                     the same program; for each line `hit` it says the share
 //! tier-guest sparse MIB                        a program that khugepaged makes huge pages of, one page in each hot
@@ -23,6 +24,7 @@ mod judge;
 mod load;
 mod sparse;
 mod ways;
+mod work;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -124,8 +126,14 @@ fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
         bail!("this guest has one tier");
     }
     for name in ways {
+        // `host:N` has the daemon spend N percent on tracking.
+        let (name, cost_percent) = name.split_once(':').map_or((*name, None), |(name, cost)| (name, Some(cost)));
         let way = Way::parse(name).with_context(|| format!("no way {name}"))?;
         let mut program = Program::with(kind, mib, backing, &[])?;
+        if kind.is_counted() {
+            std::thread::sleep(Duration::from_secs(2));
+            program.recount()?;
+        }
         let first = program.hit(&tiers)?;
         let (moved, updates) = (counter(&files, "pgmigrate_success")?, program.count()?);
         let (ticks, system) = (ticks_of(&files, &KERNEL)?, system_ticks(&files)?);
@@ -137,10 +145,10 @@ fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
                 continue;
             }
         };
-        let _daemon = if way == Way::Host {
+        let daemon = if way == Way::Host {
             // Less than there is: a full node costs time and moves nothing.
             let part = program.room(&files, &tiers)? * 96.0 / (mib as f64 * 256.0);
-            let daemon = Daemon::start(host.context("no daemon was named")?, &tiers, part as u64)?;
+            let daemon = Daemon::start(host.context("no daemon was named")?, &tiers, part as u64, cost_percent)?;
             program.attach(&daemon.socket())?;
             Some(daemon)
         } else {
@@ -159,9 +167,11 @@ fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
             }
             if now >= next {
                 next = now + Duration::from_secs(1);
+                program.recount()?;
                 let hit = program.hit(&tiers)?;
                 let (small, huge) = program.oracles(&files, &tiers)?;
-                (oracle, oracle_2mib) = (small.max(oracle), huge.max(oracle_2mib));
+                let most = if kind.is_counted() { (0.0, 0.0) } else { (oracle, oracle_2mib) };
+                (oracle, oracle_2mib) = (small.max(most.0), huge.max(most.1));
                 course.push((hit * 1000.0).round() / 10.0);
                 if hit >= oracle - 0.02 {
                     within = within.or(Some((now.as_secs_f64() * 10.0).round() / 10.0));
@@ -192,6 +202,10 @@ fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
             row["classifier_cpu_pct"] = json!(status.classifier_cpu_us as f64 / lasted / 1e4);
             row["estimated_hit_pct"] = json!(status.fast_hit_pct);
             row["moves"] = json!(status.moves);
+        }
+        if let Some(daemon) = &daemon {
+            row["tracking"] = daemon.vm("heat?cells=1")?;
+            row["stat"] = daemon.vm("")?;
         }
         println!("tier-guest: {row}");
     }
