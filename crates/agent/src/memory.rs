@@ -66,7 +66,8 @@ pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
         return None;
     }
     if flags & LRU == 0 {
-        return Some(Kind::Other);
+        // A program's page that was just touched is on its way to the list, or another one is being moved.
+        return (flags & (ANON | SWAP_BACKED) == 0).then_some(Kind::Other);
     }
     Some(match flags {
         _ if flags & (ANON | SWAP_BACKED) != 0 => Kind::Anon,
@@ -162,6 +163,7 @@ mod tests {
         assert_eq!(class(LRU | DIRTY, None), Some(Kind::FileDirty));
         assert_eq!(class(LRU | SWAP_BACKED, None), Some(Kind::Anon), "shared memory");
         assert_eq!(class(1 << 7, None), Some(Kind::Other), "slab");
+        assert_eq!(class(ANON | SWAP_BACKED, None), None, "not on its list yet");
         assert_eq!(class(LRU | ANON | UNEVICTABLE, None), None, "locked");
         assert_eq!(class(TAIL, Some(Kind::Anon)), Some(Kind::Anon), "inside a huge page");
         assert_eq!(class(TAIL, None), None);

@@ -250,8 +250,8 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     }
 
     /// The same, in two steps: the pages are on their way when this returns, and the result waits until they are stored
-    /// and appends the outcomes. If it is dropped, the pages are not stored. A store that does not wait for another
-    /// machine does all of it now.
+    /// and appends the outcomes. It must be called: if it is dropped, some of the pages may be stored, and stay until
+    /// [`Store::recover`]. A store that does not wait for another machine does all of it now.
     fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Ending {
         let mut outcomes = Vec::with_capacity(pages.len());
         self.put_blobs(first, pages, blobs, &mut outcomes);

@@ -44,6 +44,10 @@ impl Begun {
             let mut requests = self.requests();
             // Those that nobody waits for any more: their connections are closed, because each will bring a reply.
             requests.retain(|request| request.since.elapsed() < request.timeout);
+            if let Some(request) = requests.iter().find(|request| request.name == name) {
+                watch(request.link.fd());
+                return true;
+            }
             if requests.len() >= MOST {
                 return false;
             }

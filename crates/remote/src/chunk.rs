@@ -2,7 +2,8 @@
 //!
 //! Before: the store has pages to keep. After: each part is of one chunk, and so of one slot.
 //! Threads: any; only the end of a write waits. Units: pages.
-//! Promise: the parts are the run, in order and without gaps. The cluster keeps no page of a write that nobody ended.
+//! Promise: the parts are the run, in order and without gaps. The cluster keeps no page of a write of one chunk that
+//! nobody ended.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -100,8 +100,8 @@ impl Link {
         self.stream.fd()
     }
 
-    /// Receives what has come, and never waits. Returns whether this many replies are complete: then [`Link::receive`]
-    /// does not wait either.
+    /// Receives what has come of short replies, and never waits. Returns whether this many are complete: then
+    /// [`Link::receive`] does not wait either.
     ///
     /// # Errors
     /// The connection is broken, or the bytes received are no reply. It must not be used again.
@@ -109,6 +109,9 @@ impl Link {
         loop {
             if self.parse(count)?.0.len() == count {
                 return Ok(true);
+            }
+            if self.len >= READ_BYTES {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "the server's reply is too long"));
             }
             self.make_room()?;
             match self.stream.receive_now(&mut self.buffer[self.len..])? {

@@ -315,7 +315,10 @@ impl Store for RemoteStore {
         watch: &dyn Fn(BorrowedFd<'_>),
     ) -> GetOutcome {
         let seal = self.sealing.get();
-        let read = |value: &[u8]| seal.restores(key, handle, value, out);
+        let read = |value: &[u8]| {
+            let found = seal.restores(key, handle, value, out);
+            found.then(|| self.share.budget().saw(1, value.len() as u64)).is_some()
+        };
         match self.begun.now(&name::key(key, handle), watch, read) {
             Some(true) => GetOutcome::Found,
             Some(false) | None => GetOutcome::Busy,

@@ -278,7 +278,7 @@ fn read_unasked(tls: &mut ClientConnection, socket: &mut TcpStream) -> io::Resul
 
 /// Reads the bytes of records that have come. Returns the error `WouldBlock` if none of them is complete.
 fn read_now(tls: &mut ClientConnection, socket: &mut TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
-    loop {
+    for _ in 0..UNASKED {
         match tls.reader().read(buffer) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             read => return read,
@@ -288,6 +288,7 @@ fn read_now(tls: &mut ClientConnection, socket: &mut TcpStream, buffer: &mut [u8
         }
         tls.process_new_packets().map_err(invalid)?;
     }
+    Err(invalid("the server sends records without end"))
 }
 
 /// Returns the time left until the deadline.

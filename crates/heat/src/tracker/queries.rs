@@ -65,7 +65,8 @@ impl Tracker {
         };
         let of = self.units.pages_of(unit);
         let has_cold = match self.units.inside(unit) {
-            Some(Inside::Sampled(sampled)) => sampled.tally.is_uneven(),
+            // All blocks may be above half of the hottest.
+            Some(Inside::Sampled(sampled)) => sampled.tally.is_uneven() && levels.len() > 1,
             Some(Inside::Scanned(scanned)) => scanned.is_uneven(of),
             None => false,
         };

@@ -7,6 +7,7 @@
 //!
 //! To hand the fault to another thread costs two wake-ups, on other CPUs, which take as long as a reply does.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -55,18 +56,24 @@ pub(crate) fn ends(
         pending.begun = None;
         return false;
     };
-    let mut bytes = [0; PAGE_SIZE];
-    let outcome = tier.store.get_begun(key, word.handle(), &mut bytes, watch);
+    let (mut bytes, is_awaited) = ([0; PAGE_SIZE], Cell::new(false));
+    let watch = |fd: BorrowedFd<'_>| {
+        is_awaited.set(true);
+        watch(fd);
+    };
+    let outcome = tier.store.get_begun(key, word.handle(), &mut bytes, &watch);
     if outcome == GetOutcome::Found {
         let copy = Copy { key, word, bytes, store: &*tier.store };
         if let Some((served, interval)) = resolve(vm, region, page, pending, memory, &copy, times) {
-            if served == Served::Restored {
+            if matches!(served, Served::Restored | Served::Filled { .. }) {
                 vm.stats().add(Counter::FaultFile, 1);
+            }
+            if served == Served::Restored {
                 slow::restored_one(vm, view, region, page, interval);
             }
             return true;
         }
-    } else if pending.begun.is_some_and(|begun| begun.elapsed() < SOON) {
+    } else if is_awaited.get() && pending.begun.is_some_and(|begun| begun.elapsed() < SOON) {
         return false;
     }
     pending.begun = None;

@@ -69,7 +69,9 @@ pub(crate) struct Places {
     /// Nothing is moved until this turn.
     rests_until: u64,
     rests: u64,
+    /// When a plan was last made, and when it was last time for one.
     last: Instant,
+    turned: Instant,
     /// What is still to be done of the last plan.
     moves: VecDeque<Move>,
     joins: VecDeque<UnitId>,
@@ -132,13 +134,14 @@ impl Places {
         let next = UnitId { region: 0, unit: 0 };
         let (moves, joins) = Default::default();
         let (turns, rests_until, rests) = (0, 0, 0);
-        Self { vm, tiers, units: HashMap::new(), next, turns, rests_until, rests, last: Instant::now(), moves, joins }
+        let (last, turned) = (Instant::now(), Instant::now());
+        Self { vm, tiers, units: HashMap::new(), next, turns, rests_until, rests, last, turned, moves, joins }
     }
 
     /// A cycle has ended. Is it time for [`Self::turn`]? After each cycle over all memory, and where these are too rare
     /// for all moves to be made up for, after others, too.
     pub(crate) fn is_due(&self, is_coarse: bool) -> bool {
-        is_coarse || self.last.elapsed().as_secs_f64() >= LONGEST
+        is_coarse || self.turned.elapsed().as_secs_f64() >= LONGEST
     }
 
     /// Looks and decides. [`Self::work`] moves.
@@ -147,6 +150,7 @@ impl Places {
     /// The kernel lets us look at no page.
     pub(crate) fn turn(&mut self) -> io::Result<()> {
         self.turns += 1;
+        self.turned = Instant::now();
         if self.turns < self.rests_until {
             return Ok(());
         }

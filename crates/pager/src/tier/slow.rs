@@ -23,7 +23,7 @@ use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::FaultKind;
 
-use super::slow_queue::{Ahead, Work};
+use super::slow_queue::{Ahead, Caller, Work};
 use crate::fault::resolve::{resolve, settle, target};
 use crate::fault::stages::Times;
 use crate::fault::stall::PendingFault;
@@ -117,9 +117,9 @@ fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
     let Some((region, page, memory)) = target(vm, view, pending) else { return true };
     let was_slow = region.is_slow(page);
     if was_slow && pending.fault.kind == FaultKind::Missing && region.granule_pages() == 1 {
-        let with = request_ahead(vm, view, &region, page);
+        let with = request_ahead(vm, view, &region, page, Caller::Slow);
         if !with.is_empty() {
-            vm.mail.slow.cluster().read_in_order(&region, page);
+            read_in_order(vm, &region, page, Caller::Slow);
             if came_with(vm, &region, page, with, pending, &times, &memory) {
                 vm.stats().add(Counter::FaultFile, 1);
                 return true;
@@ -134,25 +134,34 @@ fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
         && was_slow
         && region.granule_pages() == 1
     {
-        request_beside(vm, view, &region, page, interval);
+        request_beside(vm, view, &region, page, interval, Caller::Slow);
     }
     resolved.is_some()
 }
 
-/// A page that a thread waited for came alone: has those requested that are wanted next.
+/// A fault worker restored a page that came alone: has those requested that are wanted next.
 pub(crate) fn restored_one(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, interval: Duration) {
-    let pages = request_ahead(vm, view, region, page);
+    let pages = request_ahead(vm, view, region, page, Caller::Fault);
     if pages.is_empty() {
-        return request_beside(vm, view, region, page, interval);
+        return request_beside(vm, view, region, page, interval, Caller::Fault);
     }
-    vm.mail.slow.cluster().read_in_order(region, page);
+    read_in_order(vm, region, page, Caller::Fault);
     vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages, is_guess: false });
 }
 
+/// The page was read by a thread that reads in order.
+fn read_in_order(vm: &Vm, region: &Region, page: PageIdx, caller: Caller) {
+    if let Some(mut cluster) = vm.mail.slow.cluster(caller) {
+        cluster.read_in_order(region, page);
+    }
+}
+
 /// If pages that are near each other are wanted together, has the others of this one requested.
-fn request_beside(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, interval: Duration) {
+fn request_beside(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, interval: Duration, caller: Caller) {
     let is_tight = vm.mail.throttle.is_tight();
-    let beside = vm.mail.slow.cluster().restored(region, page, interval, is_tight, Instant::now());
+    let Some(mut cluster) = vm.mail.slow.cluster(caller) else { return };
+    let beside = cluster.restored(region, page, interval, is_tight, Instant::now());
+    drop(cluster);
     // The most urgent are requested first.
     for pages in beside.into_iter().rev().filter(|pages| !pages.is_empty()) {
         vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages, is_guess: true });
@@ -160,12 +169,12 @@ fn request_beside(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, int
 }
 
 /// If the thread reads memory in order, has the next pages requested. Returns those to request with its page.
-fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx) -> PageRange {
+fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, caller: Caller) -> PageRange {
     let unit_end = |page: PageIdx| PageIdx((page.0 + 1).next_multiple_of(PAGES_PER_UNIT));
     let is_far = |page| region.is_slow_and_free(PageIdx(page));
     let none = PageRange::of(page, 0);
     let credits = vm.readahead_credits();
-    let asked = vm.mail.slow.requested(region.number, page.0, region.pages().0, is_far);
+    let asked = vm.mail.slow.requested((region.number, page.0), region.pages().0, is_far, caller);
     let Some((with, mut more)) = asked.filter(|(with, more)| with.count() + more.count() <= credits) else {
         return none;
     };

@@ -43,6 +43,22 @@ pub(crate) struct Ahead {
     pub is_guess: bool,
 }
 
+/// The kind of worker that decides what is read next. A fault worker does not wait for a slow worker that decides now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Caller {
+    Slow,
+    Fault,
+}
+
+impl Caller {
+    fn lock<T>(self, mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+        match self {
+            Self::Slow => Some(mutex.lock().unwrap_or_else(PoisonError::into_inner)),
+            Self::Fault => mutex.try_lock().ok(),
+        }
+    }
+}
+
 /// Faults that wait for a disk.
 #[derive(Debug)]
 pub struct SlowQueue {
@@ -128,18 +144,17 @@ impl SlowQueue {
     /// The pages to request after a fault on this page, as [`Readahead::request`] has it.
     pub(crate) fn requested(
         &self,
-        region: u32,
-        page: u64,
+        (region, page): (u32, u64),
         pages: u64,
         is_far: impl Fn(u64) -> bool,
+        caller: Caller,
     ) -> Option<(PageRange, PageRange)> {
-        let mut readahead = self.readahead.lock().unwrap_or_else(PoisonError::into_inner);
-        readahead.request(region, page, pages, is_far)
+        caller.lock(&self.readahead)?.request(region, page, pages, is_far)
     }
 
     /// Decides which pages are wanted together.
-    pub(crate) fn cluster(&self) -> MutexGuard<'_, Cluster> {
-        self.cluster.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn cluster(&self, caller: Caller) -> Option<MutexGuard<'_, Cluster>> {
+        caller.lock(&self.cluster)
     }
 
     /// Does this page continue an order in which pages are read, so that it comes with others?

@@ -3,13 +3,12 @@
 //! Before: reclaim put pages into RAM, and they were not touched since. After: they are in the first slow store that
 //! took them, and RAM has space again. Threads: one task per VM that has a slow store. It may wait for that store. A
 //! fault waits for it only on the one page whose word it is changing (`shift`).
-//! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: two runs' bytes, while a pass is under way.
+//! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: three runs' bytes, while a pass is under way.
 //! Promise: a spill costs time, never bytes. A page that no slow store takes stays in RAM, and that is reported once. A
 //! store that does not take a run in time gets shorter ones, until each is over in time; and none while it still writes
 //! one that was given up.
 //!
-//! One run is under way at a time. While the store works on it, the next one is read; while it works on that, the words
-//! of the one before are changed.
+//! While a store works on a run, the next one is read, and the words of the one before are changed.
 //!
 //! A clock tells a page's age: a pass marks every far word it meets (`Word::marked`), and every move of the page makes
 //! a word without the mark. A page whose word is still marked on the next pass, at least `spill_after` later, is old.
@@ -303,7 +302,12 @@ impl SpillWorker {
                 break;
             }
         }
-        (next, moved + self.flush(region))
+        // A write has only so long, and the next words may not go: then nothing would wait for it.
+        if !self.run.words.is_empty() {
+            return (next, moved + self.flush(region));
+        }
+        let stored = self.stored();
+        (next, moved + self.commit(stored))
     }
 
     /// Returns whether this page is to go. Then its word and bytes are at the end of the run.
@@ -345,10 +349,7 @@ impl SpillWorker {
     /// Sends the run, after the one that is under way has been stored, whose words are changed meanwhile. Returns how
     /// many of these were moved.
     fn flush(&mut self, region: &Arc<Region>) -> u64 {
-        if self.run.words.is_empty() {
-            return 0;
-        }
-        let stored = self.stored();
+        let stored = if self.run.words.is_empty() { None } else { self.stored() };
         self.send(region);
         self.commit(stored)
     }
@@ -356,13 +357,14 @@ impl SpillWorker {
     /// Sends the run to the first store that does not rest; if there is none, its pages stay where they are.
     fn send(&mut self, region: &Arc<Region>) {
         let ready = self.targets.iter().position(|target| target.rest_until.is_none());
-        let Some(target) = ready else { return self.run.words.clear() };
+        let Some(target) = ready.filter(|_| !self.run.words.is_empty()) else { return self.run.words.clear() };
         let (vm, slow) = (self.vm.clone(), self.targets[target].tier.store.clone());
         if slow.must_recover() {
             // A write that was given up is still under way: one more would wait behind it.
             self.run.words.clear();
             return self.rest(target, PutOutcome::Busy);
         }
+        self.run.words.truncate(self.targets[target].run); // It may have been read for another store.
         let run = std::mem::replace(&mut self.run, std::mem::take(&mut self.spare));
         let count = run.words.len();
         let (first, bytes, blobs) = (region.key(PageIdx(run.first)), &run.bytes[..count], &run.blobs[..count]);

@@ -25,7 +25,8 @@ pub struct Tier {
     pub name: &'static str,
     /// The store.
     pub store: Arc<dyn Store>,
-    /// The same store, if it may wait for a disk or a network: then slow workers and spill ask it, and no fault worker.
+    /// The same store, if it may wait for a disk or a network: then slow workers and spill ask it. A fault worker only
+    /// begins to ask it.
     overdue: Option<Arc<Overdue>>,
 }
 
