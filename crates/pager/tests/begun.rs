@@ -85,16 +85,22 @@ impl Store for Network {
         true
     }
 
-    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, _: &dyn Fn(BorrowedFd<'_>)) -> GetOutcome {
-        match self.replies {
-            Replies::Nothing => return GetOutcome::Busy,
-            Replies::Pages if self.under_way.lock().expect("no panic").remove(&key).is_some() => {}
-            _ => {
-                self.under_way.lock().expect("no panic").remove(&key);
-                return GetOutcome::Busy;
-            }
+    fn get_begun(
+        &self,
+        key: PageKey,
+        handle: Handle,
+        out: &mut PageBytes,
+        watch: &dyn Fn(BorrowedFd<'_>),
+    ) -> GetOutcome {
+        let mut under_way = self.under_way.lock().expect("no panic");
+        if self.replies == Replies::Nothing {
+            under_way.get(&key).into_iter().for_each(|(ours, _)| watch(ours.as_fd()));
+            return GetOutcome::Busy;
         }
-        self.inner.get(key, handle, out)
+        match (under_way.remove(&key), self.replies) {
+            (Some(_), Replies::Pages) => self.inner.get(key, handle, out),
+            _ => GetOutcome::Busy,
+        }
     }
 
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {

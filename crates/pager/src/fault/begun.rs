@@ -63,7 +63,7 @@ pub(crate) fn ends(
     };
     let outcome = tier.store.get_begun(key, word.handle(), &mut bytes, &watch);
     if outcome == GetOutcome::Found {
-        let copy = Copy { key, word, bytes, store: &*tier.store };
+        let copy = Came { key, word, bytes, store: &*tier.store };
         if let Some((served, interval)) = resolve(vm, region, page, pending, memory, &copy, times) {
             if matches!(served, Served::Restored | Served::Filled { .. }) {
                 vm.stats().add(Counter::FaultFile, 1);
@@ -83,20 +83,20 @@ pub(crate) fn ends(
 
 /// A page that was read, as the only one of its store.
 #[derive(Debug)]
-struct Copy<'a> {
+struct Came<'a> {
     key: PageKey,
     word: Word,
     bytes: PageBytes,
     store: &'a dyn Store,
 }
 
-impl StoreOf for Copy<'_> {
+impl StoreOf for Came<'_> {
     fn store_of(&self, word: Word) -> Option<&dyn Store> {
         (word.store() == self.word.store()).then_some(self)
     }
 }
 
-impl Store for Copy<'_> {
+impl Store for Came<'_> {
     fn put(&self, _: PageKey, _: &PageBytes) -> PutOutcome {
         PutOutcome::Busy
     }
