@@ -151,6 +151,9 @@ impl StoreUsage {
     }
 }
 
+/// Gets the descriptor that has input when a reply comes, as [`Store::begin`] says.
+pub type OnReply<'a> = &'a dyn Fn(BorrowedFd<'_>);
+
 /// Waits until the pages of a [`Store::begin_put`] are stored, and appends each one's outcome.
 pub type Ending = Box<dyn FnOnce(&mut Vec<PutOutcome>) + Send>;
 
@@ -178,20 +181,14 @@ pub trait Store: Send + Sync + std::fmt::Debug {
 
     /// This page is about to be got. A store on a network sends the request now, if it can do so without waiting;
     /// before that `watch` gets the descriptor that has input when the reply comes. Returns whether it was sent.
-    fn begin(&self, _key: PageKey, _handle: Handle, _watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+    fn begin(&self, _key: PageKey, _handle: Handle, _watch: OnReply<'_>) -> bool {
         false
     }
 
     /// The same as [`Store::get`] after [`Store::begin`] sent the request, but never waits. `Busy`: the reply is not
     /// there, and `watch` got its descriptor again; or it is not the page, which [`Store::get`] asks for again. A store
     /// that can do this never uses a handle of a page again.
-    fn get_begun(
-        &self,
-        _key: PageKey,
-        _handle: Handle,
-        _out: &mut PageBytes,
-        _watch: &dyn Fn(BorrowedFd<'_>),
-    ) -> GetOutcome {
+    fn get_begun(&self, _key: PageKey, _handle: Handle, _out: &mut PageBytes, _watch: OnReply<'_>) -> GetOutcome {
         GetOutcome::Busy
     }
 

@@ -116,8 +116,6 @@ fn memory_that_is_unplugged_returns_to_the_pool_while_its_vm_runs_on() {
         return;
     }
     let Some(pooled) = Pooled::start("quarantine_ms = 50\n", 128) else { return };
-    // Otherwise the VM is put where zeroed memory is, and shares files with its DIMM.
-    pooled.settled(128);
     // Some of it is far when it goes.
     plug_and_unplug(&pooled, 32 * MIB, 64 * MIB, Some(48 * MIB));
 }
@@ -130,7 +128,6 @@ fn a_qemu_on_base_pages_is_held_to_a_limit_and_its_dimm_returns_to_the_pool() {
         return;
     }
     let Some(pooled) = Pooled::of("quarantine_ms = 50\n", 128, PoolPages::Base) else { return };
-    pooled.settled(128);
     plug_and_unplug(&pooled, 32 * MIB, 64 * MIB, Some(48 * MIB));
 }
 
@@ -179,6 +176,9 @@ fn a_qemu_on_demand_has_what_its_firmware_touches_and_so_has_its_dimm() {
 fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
     let daemon = pooled.daemon();
     let page = pooled.host.page();
+    let all: u64 = pooled.stat().nodes.iter().map(|node| node.reserved_bytes).sum();
+    // Otherwise the VM is put where zeroed memory is, and shares files with its DIMM.
+    pooled.settled(all / MIB);
     let mut command = bare(pooled, "dimms", &format!("{}M,slots=2,maxmem=4G", base / MIB), page.files());
     command.args(["-qmp", "stdio"]).stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = command.spawn().expect("QEMU starts");
@@ -198,7 +198,6 @@ fn plug_and_unplug(pooled: &Pooled, base: u64, dimm: u64, limit: Option<u64>) {
     qmp("qmp_capabilities", json!({}));
     // What is freed, QEMU unmaps after a grace period that only passes while the machine runs.
     qmp("cont", json!({}));
-    let all: u64 = pooled.stat().nodes.iter().map(|node| node.reserved_bytes).sum();
     let used = || pooled.stat().nodes.iter().map(|node| node.used_bytes).sum::<u64>();
     until("it is attached", || daemon.api.vm("dimms").is_ok() && used() == base);
     for (round, engine_dies) in [false, true].into_iter().enumerate() {

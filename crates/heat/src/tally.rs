@@ -52,18 +52,17 @@ impl Tally {
         sum(&self.touched) / sum(&self.watched).max(1.0)
     }
 
-    /// Pearson's statistic: how much these blocks differ. By chance alone it is on average the number of blocks, less
-    /// one.
-    fn apart(&self, blocks: &[usize]) -> f64 {
-        let share = self.share(blocks);
+    /// Pearson's statistic: how much the blocks differ. By chance alone it is 7 on average, one less than the blocks.
+    fn apart(&self) -> f64 {
+        let share = self.share(&ALL);
         let chance = share * (1.0 - share);
         let of = |block: &usize| f64::from(self.watched[*block]) * (self.share(&[*block]) - share).powi(2) / chance;
-        if chance > 0.0 { blocks.iter().map(of).sum() } else { 0.0 }
+        if chance > 0.0 { ALL.iter().map(of).sum() } else { 0.0 }
     }
 
     /// Are some blocks hotter than others, and not only by chance?
     pub fn is_uneven(&self) -> bool {
-        self.apart(&ALL) > UNEVEN
+        self.apart() > UNEVEN
     }
 
     /// The share of the hottest block.
@@ -77,16 +76,16 @@ impl Tally {
             return Told::Blocks;
         }
         let few = self.watched.iter().sum::<f32>() < TWO_SAMPLES;
-        if few && self.apart(&ALL) > MAYBE_UNEVEN { Told::Maybe } else { Told::Nothing }
+        if few && self.apart() > MAYBE_UNEVEN { Told::Maybe } else { Told::Nothing }
     }
 
     /// All pages: those of hot blocks, with the share of them that is touched, then the others. By shares of their own,
     /// cold blocks would change places by chance.
     pub fn levels(&self) -> Vec<(f64, PageMap)> {
         let pages = |of: &[usize]| PageMap(std::array::from_fn(|word| if of.contains(&word) { u64::MAX } else { 0 }));
-        let hottest = self.hottest();
+        let (is_uneven, hottest) = (self.is_uneven(), self.hottest());
         let (hot, rest): (Vec<usize>, Vec<usize>) =
-            ALL.iter().partition(|block| !self.is_uneven() || self.share(&[**block]) > hottest / 2.0);
+            ALL.iter().partition(|block| !is_uneven || self.share(&[**block]) > hottest / 2.0);
         let levels = [hot, rest].into_iter().filter(|blocks| !blocks.is_empty());
         levels.map(|blocks| (self.share(&blocks), pages(&blocks))).collect()
     }

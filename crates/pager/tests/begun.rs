@@ -5,12 +5,13 @@ mod common;
 
 use std::collections::HashMap;
 use std::io::{self, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use ballast_base::store::OnReply;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_page::copies::store_number;
@@ -69,7 +70,7 @@ impl Store for Network {
         self.inner.put(key, bytes)
     }
 
-    fn begin(&self, key: PageKey, _: Handle, watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+    fn begin(&self, key: PageKey, _: Handle, watch: OnReply<'_>) -> bool {
         let (ours, mut servers) = UnixStream::pair().expect("sockets");
         watch(ours.as_fd());
         let servers = match self.replies {
@@ -85,13 +86,7 @@ impl Store for Network {
         true
     }
 
-    fn get_begun(
-        &self,
-        key: PageKey,
-        handle: Handle,
-        out: &mut PageBytes,
-        watch: &dyn Fn(BorrowedFd<'_>),
-    ) -> GetOutcome {
+    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
         let mut under_way = self.under_way.lock().expect("no panic");
         if self.replies == Replies::Nothing {
             under_way.get(&key).into_iter().for_each(|(ours, _)| watch(ours.as_fd()));

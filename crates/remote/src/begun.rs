@@ -6,9 +6,10 @@
 //! Promise: a request that nobody reads costs its connection and nothing else. A reply that is no value says nothing:
 //! the page is asked for again, in the usual way.
 
-use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use ballast_base::store::OnReply;
 
 use crate::cluster::Cluster;
 use crate::link::Link;
@@ -39,7 +40,7 @@ impl Begun {
 
     /// Sends a request for the value of this key, if a connection to its node is there and takes it at once. Before
     /// that `watch` gets the descriptor that has input when the reply comes. Returns whether the request was sent.
-    pub fn begin(&self, cluster: &Cluster, name: Vec<u8>, watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+    pub fn begin(&self, cluster: &Cluster, name: Vec<u8>, watch: OnReply<'_>) -> bool {
         {
             let mut requests = self.requests();
             // Those that nobody waits for any more: their connections are closed, because each will bring a reply.
@@ -78,7 +79,7 @@ impl Begun {
     }
 
     /// The same, if the reply is there; never waits. Otherwise `watch` gets the descriptor again.
-    pub fn now<T>(&self, name: &[u8], watch: &dyn Fn(BorrowedFd<'_>), read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+    pub fn now<T>(&self, name: &[u8], watch: OnReply<'_>, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let mut request = self.take(name)?;
         let there = request.link.has_received(1);
         if matches!(there, Ok(false)) {

@@ -11,10 +11,11 @@
 //! connection could not be opened in time, and quick reads do not lower that of writes.
 
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use ballast_base::store::OnReply;
 
 use crate::link::{Access, Link};
 use crate::refusal::Addr;
@@ -146,7 +147,7 @@ impl Node {
 
     /// Sends commands by an idle connection, if there is one and it takes them at once; `watch` gets its descriptor
     /// before. Never waits for the server. The caller passes the connection to [`Node::end`], or closes it.
-    pub fn begin(&self, commands: &Commands, watch: &dyn Fn(BorrowedFd<'_>)) -> Option<Link> {
+    pub fn begin(&self, commands: &Commands, watch: OnReply<'_>) -> Option<Link> {
         let mut link = self.kept(Instant::now())?;
         watch(link.fd());
         link.send_at_once(commands).is_ok().then_some(link)

@@ -175,7 +175,6 @@ pub struct Sent {
     link: Link,
     /// Commands before the `WAIT`.
     parts: usize,
-    waits: usize,
     begun: Instant,
     timeout: Duration,
 }
@@ -194,47 +193,44 @@ pub fn send_as_made(
     let (node, begun) = (cluster.node(&at), Instant::now());
     let timeout = node.timeout(Kind::Write);
     let until = begun + timeout;
-    let mut unknown = false;
-    let mut send = || -> io::Result<(Link, usize, usize)> {
-        let mut link = node.take(Kind::Write, &cluster.options().access, begun, until)?;
-        unknown = true;
-        let mut parts = 0;
-        let mut send = || {
-            while values.len() < keys.len() {
-                let from = values.len();
-                make(values);
-                let keys_of_part = (from..values.len()).collect();
-                let round = Round { at: at.clone(), keys: keys_of_part, one_by_one: false, asking: false };
-                link.send(&commands(Verb::Set { values, replicas: 0 }, keys, &round, Duration::ZERO), until)?;
-                parts += 1;
-            }
-            let mut wait = Commands::default();
-            add_wait(&mut wait, replicas, until.saturating_duration_since(Instant::now()) / 2);
-            link.send(&wait, until)?;
-            Ok(wait.count())
-        };
-        let waits = send().inspect_err(|error| node.note(Kind::Write, begun, timeout, Some(error)))?;
-        Ok((link, parts, waits))
+    let failed = |error: &io::Error, unknown| {
+        cluster.refresh();
+        Failed { full: false, why: broken(&at, error), unknown }
     };
-    match send() {
-        Ok((link, parts, waits)) => Ok(Sent { node, link, parts, waits, begun, timeout }),
-        Err(error) => {
-            cluster.refresh();
-            Err(Failed { full: false, why: broken(&at, &error), unknown })
+    let link = node.take(Kind::Write, &cluster.options().access, begun, until);
+    let mut link = link.map_err(|error| failed(&error, false))?;
+    let mut parts = 0;
+    let mut send = || {
+        while values.len() < keys.len() {
+            let from = values.len();
+            make(values);
+            let round =
+                Round { at: at.clone(), keys: (from..values.len()).collect(), one_by_one: false, asking: false };
+            link.send(&commands(Verb::Set { values, replicas: 0 }, keys, &round, Duration::ZERO), until)?;
+            parts += 1;
         }
+        let mut wait = Commands::default();
+        add_wait(&mut wait, replicas, until.saturating_duration_since(Instant::now()) / 2);
+        link.send(&wait, until)
+    };
+    if let Err(error) = send() {
+        node.note(Kind::Write, begun, timeout, Some(&error));
+        return Err(failed(&error, true));
     }
+    Ok(Sent { node, link, parts, begun, timeout })
 }
 
 impl Sent {
     /// Waits for the replies. `keys` and `values` are those that were sent: if their slot has moved, they are sent
     /// again.
     pub fn end(self, cluster: &Cluster, replicas: u32, keys: &[Vec<u8>], values: &Values) -> Result<(), Failed> {
-        let Self { node, link, parts, waits, begun, timeout } = self;
+        let Self { node, link, parts, begun, timeout } = self;
         let (at, verb) = (&node.addr, Verb::Set { values, replicas });
         let mut unknown = true;
         let kept = node.end(link, Kind::Write, begun, timeout, |link| {
             // The caller may come late. What is there by then is in time.
-            let replies = link.receive(parts + waits, (begun + timeout).max(Instant::now() + READ))?;
+            let replies =
+                link.receive(parts + usize::from(replicas > 0), (begun + timeout).max(Instant::now() + READ))?;
             // A command that got an error was not executed.
             unknown = (0..parts).any(|part| replies.get(part).error().is_none());
             let error = (0..parts).find_map(|part| {

@@ -7,20 +7,18 @@
 //! Promise: `Stored` means that an `OK` and a `WAIT` for the replicas arrived in one pipeline on one connection.
 //! `Absent` means that every node that might have the page was asked (`loss`).
 //!
-//! *No index.* The handle is the page's generation, and both form the key. Generations are ticks of the clock that all
-//! processes of the host share, and a generation is never drawn ahead of that clock. So no two runs of pages have the
-//! same generation, even in different engines of this VM, and the last one used need not be stored. A write that a dead
-//! engine left with a server thus never replaces a page of another engine.
+//! *No index.* The handle is the page's generation (`generation`), and both form the key. No two runs of pages have the
+//! same generation, even in different engines of this VM. A write that a dead engine left with a server thus never
+//! replaces a page of another engine.
 
 use std::collections::HashSet;
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_base::PageIdx;
-use ballast_base::store::{Ending, Recovered};
+use ballast_base::store::{Ending, OnReply, Recovered};
 use ballast_base::wire::VmId;
 use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob};
 
@@ -303,17 +301,11 @@ impl Store for RemoteStore {
         outcome[0]
     }
 
-    fn begin(&self, key: PageKey, handle: Handle, watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
         self.begun.begin(&self.cluster, name::key(key, handle), watch)
     }
 
-    fn get_begun(
-        &self,
-        key: PageKey,
-        handle: Handle,
-        out: &mut PageBytes,
-        watch: &dyn Fn(BorrowedFd<'_>),
-    ) -> GetOutcome {
+    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
         let seal = self.sealing.get();
         let read = |value: &[u8]| {
             let found = seal.restores(key, handle, value, out);

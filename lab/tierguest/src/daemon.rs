@@ -44,7 +44,8 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Returns what its API says of the VM: its state, or another resource of it.
+    /// Returns what its API says of the VM: its state, or another resource of it. The API's own client would bring an
+    /// asynchronous runtime into a program that small guests load.
     pub fn vm(&self, what: &str) -> Result<serde_json::Value> {
         let mut api = UnixStream::connect(self.dir.join("api.sock"))?;
         let path = format!("/v1/vms/vm/{what}");

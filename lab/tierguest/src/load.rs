@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::clusters::Clusters;
 use crate::heat::random;
 
 const EVERY: Duration = Duration::from_millis(100);
@@ -131,18 +132,15 @@ impl Load for Roads {
     }
 }
 
-/// Values of a point, and clusters.
+/// Values of a point.
 const VALUES: usize = 16;
-const CLUSTERS: usize = 8;
 type Point = [f32; VALUES];
 
 /// k-means: each pass assigns each point to its nearest cluster.
 struct Kmeans {
     points: Vec<Point>,
     at: usize,
-    centres: [Point; CLUSTERS],
-    /// Sums and numbers of the points so far of this pass.
-    sums: [(Point, u32); CLUSTERS],
+    clusters: Clusters<VALUES>,
 }
 
 fn point(number: usize) -> Point {
@@ -153,29 +151,19 @@ fn point(number: usize) -> Point {
 impl Kmeans {
     fn new(mib: usize) -> Self {
         let points: Vec<Point> = (0..(mib << 20) / size_of::<Point>()).map(point).collect();
-        let centres = std::array::from_fn(|cluster| points[cluster]);
-        Self { points, at: 0, centres, sums: Default::default() }
+        let clusters = Clusters::new(std::array::from_fn(|cluster| points[cluster]));
+        Self { points, at: 0, clusters }
     }
 }
 
 impl Load for Kmeans {
     fn work(&mut self) -> Result<()> {
         let end = (self.at + self.points.len() / PIECES).min(self.points.len());
-        for point in &self.points[self.at..end] {
-            let far =
-                |centre: &Point| -> f32 { centre.iter().zip(point).map(|(one, other)| (one - other).powi(2)).sum() };
-            let distances = self.centres.each_ref().map(far);
-            let nearest = (0..CLUSTERS).min_by(|one, other| distances[*one].total_cmp(&distances[*other])).unwrap_or(0);
-            let (sum, count) = &mut self.sums[nearest];
-            sum.iter_mut().zip(point).for_each(|(sum, value)| *sum += value);
-            *count += 1;
-        }
+        self.points[self.at..end].iter().for_each(|point| self.clusters.add(point));
         self.at = end;
         if end == self.points.len() {
-            for (centre, (sum, count)) in self.centres.iter_mut().zip(&self.sums) {
-                *centre = sum.map(|sum| sum / (*count).max(1) as f32);
-            }
-            (self.at, self.sums) = (0, Default::default());
+            self.clusters.end_pass();
+            self.at = 0;
         }
         Ok(())
     }

@@ -17,6 +17,7 @@
 //! `tier-guest: `. Threads: one; the measured program is a process. Units: in each key.
 
 mod check;
+mod clusters;
 mod daemon;
 mod gups;
 mod heat;

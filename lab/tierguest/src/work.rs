@@ -12,6 +12,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::clusters::Clusters;
 use crate::heat::{Kind, random};
 
 /// Edges of a vertex, two in a word.
@@ -19,9 +20,8 @@ const DEGREE: usize = 8;
 /// Nuclides read for one cross section, and words read of each.
 const NUCLIDES: usize = 12;
 const SECTIONS: usize = 6;
-/// Words of a point of k-means, and clusters.
+/// Words of a point of k-means.
 const VALUES: usize = 8;
-const CLUSTERS: usize = 8;
 
 /// Memory whose accesses are counted.
 pub struct Counted<'a> {
@@ -141,22 +141,13 @@ fn passes(memory: &Counted<'_>, ready: &dyn Fn()) {
     for word in 0..points * VALUES {
         (memory.word)(word * 8).store(value(&mut state), Ordering::Relaxed);
     }
-    let mut centres: [[u64; VALUES]; CLUSTERS] = std::array::from_fn(|_| std::array::from_fn(|_| value(&mut state)));
+    let centres = std::array::from_fn(|_| std::array::from_fn(|_| value(&mut state) as f32));
+    let mut clusters = Clusters::<VALUES>::new(centres);
     ready();
     loop {
-        let mut sums = [([0u64; VALUES], 0u64); CLUSTERS];
         for point in 0..points {
-            let values: [u64; VALUES] = std::array::from_fn(|at| memory.get(point * VALUES + at));
-            let far = |centre: &[u64; VALUES]| -> u64 {
-                centre.iter().zip(values).map(|(one, other)| one.abs_diff(other).pow(2)).sum()
-            };
-            let nearest = (0..CLUSTERS).min_by_key(|cluster| far(&centres[*cluster])).unwrap_or(0);
-            let (sum, count) = &mut sums[nearest];
-            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
-            *count += 1;
+            clusters.add(&std::array::from_fn(|at| memory.get(point * VALUES + at) as f32));
         }
-        for (centre, (sum, count)) in centres.iter_mut().zip(&sums).filter(|(_, (_, count))| *count > 0) {
-            *centre = sum.map(|sum| sum / count);
-        }
+        clusters.end_pass();
     }
 }

@@ -57,18 +57,16 @@ impl Tracker {
     pub fn warmth(&self, unit: UnitId) -> Option<Warmth> {
         let touches = self.units.entry(unit)?.touches() & ((1 << RATE_CYCLES) - 1);
         let all = PageMap::first(self.units.pages_of(unit));
-        let levels = match self.units.inside(unit) {
-            None => vec![(1.0, all)],
-            Some(Inside::Sampled(sampled)) if sampled.tally.is_uneven() => sampled.tally.levels(),
-            Some(Inside::Sampled(sampled)) => vec![(sampled.estimate.share, all)],
-            Some(Inside::Scanned(scanned)) => scanned.by_touches(),
-        };
-        let of = self.units.pages_of(unit);
-        let has_cold = match self.units.inside(unit) {
-            // All blocks may be above half of the hottest.
-            Some(Inside::Sampled(sampled)) => sampled.tally.is_uneven() && levels.len() > 1,
-            Some(Inside::Scanned(scanned)) => scanned.is_uneven(of),
-            None => false,
+        let (levels, has_cold) = match self.units.inside(unit) {
+            None => (vec![(1.0, all)], false),
+            Some(Inside::Sampled(sampled)) if sampled.tally.is_uneven() => {
+                let levels = sampled.tally.levels();
+                // All blocks may be above half of the hottest.
+                let has_cold = levels.len() > 1;
+                (levels, has_cold)
+            }
+            Some(Inside::Sampled(sampled)) => (vec![(sampled.estimate.share, all)], false),
+            Some(Inside::Scanned(scanned)) => (scanned.by_touches(), scanned.is_uneven(self.units.pages_of(unit))),
         };
         Some(Warmth { rate: f64::from(touches.count_ones()) / f64::from(RATE_CYCLES), levels, has_cold })
     }

@@ -14,7 +14,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::store::Recovered;
+use ballast_base::store::{OnReply, Recovered};
 use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_page::copies::StoreOf;
 use ballast_page::outcome::Served;
@@ -48,7 +48,7 @@ pub(crate) fn ends(
     (region, page): (&Arc<Region>, PageIdx),
     pending: &mut PendingFault,
     memory: &RegionView<'_>,
-    (times, watch): (&Times, &dyn Fn(BorrowedFd<'_>)),
+    (times, watch): (&Times, OnReply<'_>),
 ) -> bool {
     let (word, key) = (region.word(page), region.key(page));
     let Some(tier) = vm.stores.get(word.store()).filter(|_| word.state() == State::Far && region.is_slow(page)) else {

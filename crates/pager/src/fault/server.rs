@@ -285,10 +285,9 @@ impl FaultServer {
         let view = self.view.clone();
         let _serving = view.serving();
         let Some((region, page, memory)) = target(vm, &view, pending) else { return true };
-        let notify = self.notify.clone();
-        let watch = |fd: BorrowedFd<'_>| drop(notify.watch(fd));
         if pending.begun.is_some() {
             let times = self.sampler.start();
+            let watch = |fd: BorrowedFd<'_>| drop(self.notify.watch(fd));
             return begun::ends(vm, &view, (&region, page), pending, &memory, (&times, &watch));
         }
         let mut touch = None;
@@ -320,6 +319,7 @@ impl FaultServer {
         if vm.stores.has_slow() && region.is_slow(page) {
             let word = region.word(page);
             let is_one = is_missing && granule.pages() == 1 && word.state() == State::Far;
+            let watch = |fd: BorrowedFd<'_>| drop(self.notify.watch(fd));
             if is_one
                 && !vm.mail.slow.is_in_order(region.number, page.0)
                 && vm.stores.begin(region.key(page), word, &watch)

@@ -7,11 +7,10 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_base::store::{Ending, Recovered};
+use ballast_base::store::{Ending, OnReply, Recovered};
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
 /// Tells operators something: a kind of event, and a sentence.
@@ -120,17 +119,11 @@ impl Store for Overdue {
         outcome
     }
 
-    fn begin(&self, key: PageKey, handle: Handle, watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
         self.store.begin(key, handle, watch)
     }
 
-    fn get_begun(
-        &self,
-        key: PageKey,
-        handle: Handle,
-        out: &mut PageBytes,
-        watch: &dyn Fn(BorrowedFd<'_>),
-    ) -> GetOutcome {
+    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
         let outcome = self.store.get_begun(key, handle, out, watch);
         if outcome == GetOutcome::Found {
             self.was_asked(key, handle, outcome);

@@ -91,7 +91,7 @@ pub(crate) struct SpillWorker {
     next_short: Instant,
     /// The run that is being read, and the one that a store is about to have.
     run: SpillRun,
-    under_way: Option<UnderWay>,
+    under_way: Option<(Sent, Ending)>,
     /// The buffers of the one before.
     spare: SpillRun,
 }
@@ -119,11 +119,10 @@ struct SpillRun {
 }
 
 /// A run that was sent to a store.
-struct UnderWay {
+struct Sent {
     region: Arc<Region>,
     run: SpillRun,
     target: usize,
-    ending: Ending,
 }
 
 /// The worker is over, also by a panic: reclaim should not count on it.
@@ -248,10 +247,8 @@ impl SpillWorker {
     /// moved. No run is under way afterwards.
     fn walk(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
         let walked = self.walk_on(from, take, quota);
-        let last = self.stored();
-        let last = self.commit(last);
-        let (end, moved) = walked?;
-        Ok((end, moved + last))
+        let last = self.finish();
+        walked.map(|(end, moved)| (end, moved + last))
     }
 
     fn walk_on(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
@@ -306,8 +303,7 @@ impl SpillWorker {
         if !self.run.words.is_empty() {
             return (next, moved + self.flush(region));
         }
-        let stored = self.stored();
-        (next, moved + self.commit(stored))
+        (next, moved + self.finish())
     }
 
     /// Returns whether this page is to go. Then its word and bytes are at the end of the run.
@@ -354,6 +350,12 @@ impl SpillWorker {
         self.commit(stored)
     }
 
+    /// Waits for the run that is under way, and changes its words. Returns how many.
+    fn finish(&mut self) -> u64 {
+        let stored = self.stored();
+        self.commit(stored)
+    }
+
     /// Sends the run to the first store that does not rest; if there is none, its pages stay where they are.
     fn send(&mut self, region: &Arc<Region>) {
         let ready = self.targets.iter().position(|target| target.rest_until.is_none());
@@ -370,18 +372,17 @@ impl SpillWorker {
         let (first, bytes, blobs) = (region.key(PageIdx(run.first)), &run.bytes[..count], &run.blobs[..count]);
         // The store may punch emptied space, too.
         let ending = blocking(|| vm.state.beside(|| slow.begin_put(first, bytes, blobs)));
-        self.under_way = Some(UnderWay { region: region.clone(), run, target, ending });
+        self.under_way = Some((Sent { region: region.clone(), run, target }, ending));
     }
 
     /// Waits until the run that is under way is stored or refused. A store that refused it rests.
-    fn stored(&mut self) -> Option<(UnderWay, Vec<PutOutcome>)> {
-        let mut under_way = self.under_way.take()?;
-        let ending = std::mem::replace(&mut under_way.ending, Box::new(|_| ()));
-        let mut outcomes = Vec::with_capacity(under_way.run.words.len());
+    fn stored(&mut self) -> Option<(Sent, Vec<PutOutcome>)> {
+        let (sent, ending) = self.under_way.take()?;
+        let mut outcomes = Vec::with_capacity(sent.run.words.len());
         let vm = self.vm.clone();
         blocking(|| vm.state.beside(|| ending(&mut outcomes)));
         let refused = outcomes.iter().rfind(|outcome| !matches!(outcome, PutOutcome::Stored(_))).copied();
-        let target = &mut self.targets[under_way.target];
+        let target = &mut self.targets[sent.target];
         if refused == Some(PutOutcome::Busy) {
             (target.run, target.taken) = ((target.run / 2).max(SHORTEST_RUN), 0);
         } else if refused.is_none() && outcomes.len() >= target.run {
@@ -391,18 +392,18 @@ impl SpillWorker {
             }
         }
         match refused {
-            Some(outcome) => self.rest(under_way.target, outcome),
+            Some(outcome) => self.rest(sent.target, outcome),
             None => {
                 target.said = false;
                 vm.mail.spill.set_helps(true);
             }
         }
-        Some((under_way, outcomes))
+        Some((sent, outcomes))
     }
 
     /// Changes the words of a run's pages that were stored. Returns how many.
-    fn commit(&mut self, stored: Option<(UnderWay, Vec<PutOutcome>)>) -> u64 {
-        let Some((UnderWay { region, mut run, target, .. }, outcomes)) = stored else { return 0 };
+    fn commit(&mut self, stored: Option<(Sent, Vec<PutOutcome>)>) -> u64 {
+        let Some((Sent { region, mut run, target }, outcomes)) = stored else { return 0 };
         let (vm, Tier { number, store: slow, .. }) = (&self.vm, &self.targets[target].tier);
         let copies = run.bytes.iter().zip(run.blobs.iter().map(Vec::as_slice));
         let mut moved = 0;

@@ -5,11 +5,10 @@
 //! Promise: a store that cannot be opened loses nothing: its pages wait.
 
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use ballast_base::store::{RAM_STORE, Recovered, StoreSet};
+use ballast_base::store::{OnReply, RAM_STORE, Recovered, StoreSet};
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
 use crate::tier::overdue::{Overdue, Tell};
@@ -116,7 +115,7 @@ impl Stores {
     }
 
     /// The page of this word, which is far, is about to be got: see [`Store::begin`].
-    pub fn begin(&self, key: PageKey, word: Word, watch: &dyn Fn(BorrowedFd<'_>)) -> bool {
+    pub fn begin(&self, key: PageKey, word: Word, watch: OnReply<'_>) -> bool {
         self.get(word.store()).is_some_and(|tier| tier.store.begin(key, word.handle(), watch))
     }
 
