@@ -34,6 +34,8 @@ struct Hint {
     is_claimed: bool,
     region: u32,
     pages: PageRange,
+    /// The node of the guest for whose balloon the agent took it since the report.
+    held_of: Option<u32>,
 }
 
 /// Result of a report.
@@ -71,7 +73,7 @@ impl Hints {
                 known += pages.count();
                 if runs.len() < MOST_RUNS {
                     let is_claimed = run.level == COLD && run.kind != Kind::Other;
-                    runs.push(Hint { level: run.level, order, is_claimed, region, pages });
+                    runs.push(Hint { level: run.level, order, is_claimed, region, pages, held_of: None });
                 }
             }
             tally.rejected += u64::from(run.count) - known;
@@ -80,6 +82,19 @@ impl Hints {
         }
         runs.sort_unstable_by(|one, other| other.cmp(one));
         (Self { runs }, tally)
+    }
+
+    /// Adds pages that the agent took since the report, for the balloon of this node. They go first.
+    pub fn hold(&mut self, node: u32, taken: Vec<Run>, places: &Places) {
+        let taken = taken.into_iter().map(|run| Run { kind: Kind::Free, level: COLD, ..run });
+        let held = Self::new(taken.collect(), places).0.runs;
+        let room = MOST_RUNS.saturating_sub(self.runs.len());
+        self.runs.extend(held.into_iter().take(room).map(|hint| Hint { held_of: Some(node), ..hint }));
+    }
+
+    /// Forgets those of this node: the guest is to have some of them back.
+    pub fn forget_held(&mut self, node: u32) {
+        self.runs.retain(|hint| hint.held_of != Some(node));
     }
 
     /// Propose up to about `want` pages into `out`, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones
@@ -213,6 +228,22 @@ mod tests {
         let mut out = Vec::new();
         hints.pick(table, want, pick, &mut out);
         out.iter().map(|run| (run.pages.start().0, run.pages.count())).collect()
+    }
+
+    #[test]
+    fn what_the_agent_holds_goes_first_until_the_guest_is_to_have_it_back() {
+        let (mut hints, _) = Hints::new(vec![run(100, 2, Kind::Free, COLD)], &places());
+        let taken = |page| vec![run(page, 2, Kind::Anon, 9), run(page, 2, Kind::Anon, 9), run(1, 9, Kind::Free, COLD)];
+        hints.hold(0, taken(110), &places());
+        hints.hold(1, taken(120), &places());
+        let table = Table(RefCell::new(vec![Some(0); PAGES as usize]), 1);
+        assert_eq!(pick(&mut hints, &table, 1, Pick::Cold), [(20, 1)]);
+        hints.forget_held(1);
+        assert_eq!(pick(&mut hints, &table, 9, Pick::Cold), [(10, 2), (0, 2)], "each once, and none that is not its");
+        (0..2).for_each(|_| {
+            hints.hold(0, (0..MOST_RUNS as u64).map(|_| run(100, 1, Kind::Free, 0)).collect(), &places())
+        });
+        assert!(hints.runs.len() <= MOST_RUNS);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use ballast_base::guest::GuestRange;
 use ballast_base::{PAGE_SIZE, PageIdx, PageRange};
 use ballast_guest::Run;
 use ballast_guest::message::MAX_PIECES;
+use ballast_handover::state_file::StateFile;
 
 /// A part of guest-physical memory that lies in one region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -34,6 +35,13 @@ pub(crate) struct Places {
 }
 
 impl Places {
+    /// The pieces of the guest-physical addresses that the VMM stated.
+    pub fn of(state: &StateFile) -> Self {
+        let records = state.regions();
+        let known = (0..).zip(&records).filter(|(_, record)| !record.removed);
+        Self::new(known.map(|(number, record)| (number, state.guest_ranges(number, record))))
+    }
+
     /// The pieces of these regions: number, and guest-physical ranges.
     pub fn new(regions: impl Iterator<Item = (u32, Vec<GuestRange>)>) -> Self {
         let pages = |bytes: u64| bytes / PAGE_SIZE as u64;

@@ -198,7 +198,7 @@ impl AgentWorker {
         });
         link.hello();
         // Another process may map the guest's memory at other addresses.
-        self.places = self.told_places();
+        self.places = Places::of(&self.vm.state);
         (self.pause, self.tick_at) = (POLL, now);
         self.told.set_port(true);
         let mut shown = self.told.show();
@@ -317,9 +317,15 @@ impl AgentWorker {
             }
             ToHost::Report { number, last, runs } => return self.report(number, last, runs, now),
             ToHost::Proof(runs) => return self.proof(&runs),
-            // A page that the agent holds is zeros that are not touched. It is reported as cold and evicted as such. An
-            // agent may be killed before a message of it is read, and then the guest uses the page.
-            ToHost::Taken { .. } => {}
+            // A page that the agent holds is zeros that are not touched. It goes first, but is copied out as any other:
+            // an agent may be killed before a message of it is read, and then the guest uses the page.
+            ToHost::Taken { node, runs } => {
+                self.bucket.charge(runs.len() as u64 * 16);
+                if self.told.is_reporting() {
+                    self.told.hints().hold(node, runs, &self.places);
+                    self.vm.mail.reclaim.notify();
+                }
+            }
             // There was no request.
             ToHost::Free { .. } => return None,
         }
@@ -375,17 +381,9 @@ impl AgentWorker {
         all
     }
 
-    /// The pieces of the guest-physical addresses that the VMM stated.
-    fn told_places(&self) -> Places {
-        let state = &self.vm.state;
-        let records = state.regions();
-        let known = (0..).zip(&records).filter(|(_, record)| !record.removed);
-        Places::new(known.map(|(number, record)| (number, state.guest_ranges(number, record))))
-    }
-
     /// Once a second.
     fn tick(&mut self, now: Instant) {
-        let mut places = self.told_places();
+        let mut places = Places::of(&self.vm.state);
         places.take_after(&self.places);
         self.places = places;
         self.judge(now);
@@ -409,10 +407,12 @@ impl AgentWorker {
             link.channel.send(&ToGuest::Prove { nonce: link.nonce, pieces: open }.frame(link.session));
         }
         for (node, pages) in self.told.balloon() {
-            if link.balloon.get(&node).copied().unwrap_or(0) != pages
-                && link.channel.send(&ToGuest::Balloon { node, pages }.frame(link.session))
-            {
+            let before = link.balloon.get(&node).copied().unwrap_or(0);
+            if before != pages && link.channel.send(&ToGuest::Balloon { node, pages }.frame(link.session)) {
                 link.balloon.insert(node, pages);
+                if pages < before {
+                    self.told.hints().forget_held(node);
+                }
             }
         }
         let mut pages: Vec<u64> =
