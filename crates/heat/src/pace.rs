@@ -1,7 +1,9 @@
-//! Pace: how often tracking may run. The period adapts until the cost is within a budget.
+//! Pace: how often tracking may run.
 //!
-//! Before: a cycle reported its cost. After: the next cycle starts one period after it did. Promise: pure; the period
-//! stays within its bounds and changes by at most a factor of four at a time.
+//! Before: a cycle reported its cost. After: the next one starts so much later that the cost is within a budget. For
+//! cycles over all memory, which cost about the same each time, there is a period that adapts ([`Pace`]); a cycle over
+//! chosen units pays for itself ([`Paid`]). Promise: pure; the period stays within its bounds and changes by at most a
+//! factor of four at a time.
 
 use std::time::Duration;
 
@@ -74,12 +76,61 @@ impl Pace {
     }
 }
 
+/// Cycles whose costs differ much: after each there is a pause until its own cost is within the budget.
+#[derive(Clone, Copy, Debug)]
+pub struct Paid {
+    longest: Duration,
+    budget: Budget,
+    spent: Budget,
+}
+
+impl Paid {
+    /// Nothing is spent yet.
+    pub fn new(longest: Duration, budget: Budget) -> Self {
+        Self { longest, budget, spent: Budget { cpu: 0.0, guest: 0.0 } }
+    }
+
+    /// Cost of the last cycle, as shares of the time that it has to pay for it.
+    pub fn spent(&self) -> Budget {
+        self.spent
+    }
+
+    /// Records the cost of a cycle. Returns the time from its start to the next one, `least` or more.
+    pub fn record(&mut self, cost: Cost, least: Duration) -> Duration {
+        let pays = |spent: Duration, budget: f64| match budget > 0.0 {
+            true => Duration::try_from_secs_f64(spent.as_secs_f64() / (AIM * budget)).unwrap_or(self.longest),
+            false => self.longest,
+        };
+        let time =
+            pays(cost.cpu, self.budget.cpu).max(pays(cost.guest, self.budget.guest)).min(self.longest).max(least);
+        let over = |spent: Duration| spent.as_secs_f64() / time.as_secs_f64().max(1e-3);
+        self.spent = Budget { cpu: over(cost.cpu), guest: over(cost.guest) };
+        time
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
     const BUDGET: Budget = Budget { cpu: 0.02, guest: 0.01 };
+
+    #[test]
+    fn a_cycle_pays_for_itself_and_a_cheap_one_after_a_dear_one_waits_no_longer_for_that() {
+        let mut paid = Paid::new(Duration::from_secs(60), BUDGET);
+        let least = Duration::from_millis(100);
+        let mut after = |guest_ms| {
+            let cost = Cost { cpu: Duration::ZERO, guest: Duration::from_millis(guest_ms), faults: 0 };
+            let time = paid.record(cost, least);
+            (time, paid.spent().guest)
+        };
+        for (guest_ms, ms) in [(450, 50_000), (9, 1000), (0, 100)] {
+            let (time, spent) = after(guest_ms);
+            assert!(time.abs_diff(Duration::from_millis(ms)) < Duration::from_millis(1) && spent <= 0.01, "{time:?}");
+        }
+        assert_eq!(after(9000).0, Duration::from_secs(60), "the longest");
+    }
 
     proptest! {
         #[test]

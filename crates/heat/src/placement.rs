@@ -15,8 +15,10 @@ use std::collections::HashSet;
 use crate::size_policy::{self, Candidate};
 use crate::source::{PageMap, UnitId};
 
-/// Memory that is in fast memory counts as this much warmer: two units that are nearly as warm do not change places.
+/// Memory that is in fast memory counts as this much warmer, by a factor and by a value: two units that are nearly as
+/// warm do not change places, nor two that are both nearly cold, where a move would never pay.
 const STAYS: f64 = 1.25;
+const PAYS: f64 = 0.05;
 /// Units are joined only while hot memory is below this part of the limit, so that they are not split again at once.
 const ROOMY: (u64, u64) = (15, 16);
 /// Most units joined by one plan: the kernel copies a unit for it, which takes milliseconds.
@@ -88,7 +90,7 @@ impl Item<'_> {
 
     /// The value by which it competes.
     fn weight(&self) -> f64 {
-        if 2 * self.fast() >= self.pages.count() { self.value * STAYS } else { self.value }
+        if 2 * self.fast() >= self.pages.count() { self.value * STAYS + PAYS } else { self.value }
     }
 }
 

@@ -15,6 +15,8 @@ const KEPT: f32 = 0.75;
 const UNEVEN: f64 = 33.0;
 /// They may differ, and a second sample is worth its cost: one of 20 even units.
 const MAYBE_UNEVEN: f64 = 14.0;
+/// Pages of a sample.
+const SAMPLE: f64 = 32.0;
 /// Weight of the pages of two samples: with these, a unit that is not known to be uneven gets no third one at once.
 const TWO_SAMPLES: f32 = 48.0;
 
@@ -50,6 +52,13 @@ impl Tally {
     fn share(&self, blocks: &[usize]) -> f64 {
         let sum = |pages: &[f32; BLOCKS]| blocks.iter().map(|block| f64::from(pages[*block])).sum::<f64>();
         sum(&self.touched) / sum(&self.watched).max(1.0)
+    }
+
+    /// The share of all pages that is probably touched, if it was this share of other units before anything was known
+    /// of this one: that weighs as much as a sample. By samples alone, equal units would change places by chance.
+    pub fn expected(&self, of_others: f64) -> f64 {
+        let sum = |pages: &[f32; BLOCKS]| f64::from(pages.iter().sum::<f32>());
+        (sum(&self.touched) + of_others * SAMPLE) / (sum(&self.watched) + SAMPLE)
     }
 
     /// Pearson's statistic: how much the blocks differ. By chance alone it is 7 on average, one less than the blocks.
@@ -112,6 +121,15 @@ mod tests {
             tally.push(watched, touched);
         }
         tally
+    }
+
+    #[test]
+    fn what_is_expected_of_a_unit_begins_with_what_others_have_and_ends_with_its_own_samples() {
+        let mut rng = SplitMix64::new(2);
+        assert_eq!(Tally::default().expected(0.2), 0.2);
+        let one = sampled(1, [1.0; BLOCKS], &mut rng).expected(0.2);
+        let many = sampled(40, [1.0; BLOCKS], &mut rng).expected(0.2);
+        assert!((one - 0.6).abs() < 0.01 && many > 0.8, "{one} {many}");
     }
 
     #[test]

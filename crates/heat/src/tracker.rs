@@ -26,7 +26,7 @@ use crate::entry::RECENT;
 use crate::generations::{GENERATIONS, Generations, Promotion};
 use crate::inside::Inside;
 use crate::moment::Moment;
-use crate::pace::{Budget, Pace};
+use crate::pace::{Budget, Pace, Paid};
 use crate::quota::Quota;
 use crate::record::Frame;
 use crate::sample::SplitMix64;
@@ -109,7 +109,7 @@ pub struct Tracker {
     pub(crate) generations: Generations,
     subpages: Subpages,
     coarse: Pace,
-    fine: Pace,
+    fine: Paid,
     /// What fine cycles cost.
     quota: Quota,
     next_coarse: Duration,
@@ -136,7 +136,6 @@ pub struct Tracker {
 impl Tracker {
     /// Knows nothing. `seed` decides which pages are sampled.
     pub fn new(settings: Settings, seed: u64) -> Self {
-        let pace = |shortest, longest| Pace::new(shortest, longest, settings.budget);
         let mut quota = Quota::default();
         if settings.is_placed {
             quota.expect_told();
@@ -146,8 +145,8 @@ impl Tracker {
             units: Units::default(),
             generations: Generations::new(settings.promotion),
             subpages: Subpages::new(settings.subpages, SplitMix64::new(seed)),
-            coarse: pace(settings.period, settings.longest_period),
-            fine: pace(settings.period, settings.longest_period),
+            coarse: Pace::new(settings.period, settings.longest_period, settings.budget),
+            fine: Paid::new(settings.longest_period, settings.budget),
             quota,
             next_coarse: Duration::ZERO,
             next_fine: Duration::ZERO,
@@ -205,7 +204,7 @@ impl Tracker {
             let watch = Watch { coarse: self.units.present().collect(), fine: Vec::new() };
             return match watch.coarse.is_empty() {
                 true => Step::Rest(period),
-                false => Step::Watch { phase: Phase::Coarse, watch, window: self.window(self.settings.coarse_share) },
+                false => Step::Watch { phase: Phase::Coarse, watch, window: self.coarse_window() },
             };
         }
         let window = self.fine_window();
@@ -240,6 +239,15 @@ impl Tracker {
     /// The window of a cycle that may take this part of the period. A longer one would see everything touched.
     fn window(&self, share: f64) -> Duration {
         self.coarse.period().min(self.settings.longest_period).mul_f64(share)
+    }
+
+    /// The window of a coarse cycle. Where memory is placed it stays as short as in the shortest period: a guest whose
+    /// cycles are dear touches much, and in a longer window the cold units, too; the rest is left to fine cycles.
+    fn coarse_window(&self) -> Duration {
+        match self.settings.is_placed {
+            true => self.settings.period.mul_f64(self.settings.coarse_share),
+            false => self.window(self.settings.coarse_share),
+        }
     }
 
     /// The window of a fine cycle.
@@ -320,8 +328,8 @@ impl Tracker {
                 self.quota.learn(report, |unit| units.pages_of(unit));
                 self.learn_window(report);
                 self.subpages.end_batch();
-                self.fine.record(report.cost);
-                self.next_fine = (self.begun + self.fine.period().max(self.subpages.interval())).max(now);
+                let pays = self.fine.record(report.cost, self.subpages.interval());
+                self.next_fine = (self.begun + pays).max(now);
             }
         }
     }

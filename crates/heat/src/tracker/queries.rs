@@ -58,14 +58,15 @@ impl Tracker {
         let touches = self.units.entry(unit)?.touches() & ((1 << RATE_CYCLES) - 1);
         let all = PageMap::first(self.units.pages_of(unit));
         let (levels, has_cold) = match self.units.inside(unit) {
-            None => (vec![(1.0, all)], false),
+            // As warm as others turned out to be: it must not displace pages that scans found hot.
+            None => (vec![(self.quota.share(), all)], false),
             Some(Inside::Sampled(sampled)) if sampled.tally.is_uneven() => {
                 let levels = sampled.tally.levels();
                 // All blocks may be above half of the hottest.
                 let has_cold = levels.len() > 1;
                 (levels, has_cold)
             }
-            Some(Inside::Sampled(sampled)) => (vec![(sampled.estimate.share, all)], false),
+            Some(Inside::Sampled(sampled)) => (vec![(sampled.tally.expected(self.quota.share()), all)], false),
             Some(Inside::Scanned(scanned)) => (scanned.by_touches(), scanned.is_uneven(self.units.pages_of(unit))),
         };
         Some(Warmth { rate: f64::from(touches.count_ones()) / f64::from(RATE_CYCLES), levels, has_cold })

@@ -46,10 +46,11 @@ impl Input {
     /// Listens to a descriptor until its next input, under this number. It may be known already, under any number.
     pub fn add_once(&self, fd: BorrowedFd<'_>, number: u64) -> io::Result<()> {
         let once = EventFlags::IN.union(EventFlags::ONESHOT);
-        let (data, again) = (EventData::new_u64(number), EventData::new_u64(number));
-        match epoll::add(&self.epoll, fd, data, once) {
-            Err(rustix::io::Errno::EXIST) => Ok(epoll::modify(&self.epoll, fd, again, once)?),
-            added => Ok(added?),
+        let (again, data) = (EventData::new_u64(number), EventData::new_u64(number));
+        // Nearly always it is known.
+        match epoll::modify(&self.epoll, fd, again, once) {
+            Err(rustix::io::Errno::NOENT) => Ok(epoll::add(&self.epoll, fd, data, once)?),
+            changed => Ok(changed?),
         }
     }
 
