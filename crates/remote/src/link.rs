@@ -39,6 +39,8 @@ pub struct Link {
 
 /// Bytes read from the kernel at a time.
 const READ_BYTES: usize = 64 << 10;
+/// Reads of a call that never waits. A server that sends as fast as it is read would keep it.
+const READS: usize = 8;
 
 impl Link {
     /// Connects and authenticates.
@@ -100,17 +102,18 @@ impl Link {
         self.stream.fd()
     }
 
-    /// Receives what has come of short replies, and never waits. Returns whether this many are complete: then
-    /// [`Link::receive`] does not wait either.
+    /// Receives what has come of short replies, and never waits; there may be more to read. Returns whether this many
+    /// are complete: then [`Link::receive`] does not wait either.
     ///
     /// # Errors
     /// The connection is broken, or the bytes received are no reply. It must not be used again.
     pub fn has_received(&mut self, count: usize) -> io::Result<bool> {
-        loop {
+        for _ in 0..READS {
             if self.parse(count)?.0.len() == count {
                 return Ok(true);
             }
-            if self.len >= READ_BYTES {
+            // An array is parsed from its start each time.
+            if self.len >= READ_BYTES || self.len > 0 && self.buffer[0] == b'*' {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "the server's reply is too long"));
             }
             self.make_room()?;
@@ -120,6 +123,7 @@ impl Link {
                 Some(read) => self.len += read,
             }
         }
+        Ok(self.parse(count)?.0.len() == count)
     }
 
     /// Reads this many replies, which must be all that are outstanding.

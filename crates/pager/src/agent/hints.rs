@@ -10,6 +10,8 @@
 //! 4.4: *free memory first*). A free page is copied out like any other: only the guest says that its bytes are not
 //! needed, and that may change at any moment.
 
+use std::collections::BTreeMap;
+
 use ballast_base::{PageIdx, PageRange};
 use ballast_guest::run::COLD;
 use ballast_guest::{Kind, Run};
@@ -54,6 +56,8 @@ pub(crate) struct Tally {
 pub(crate) struct Hints {
     /// The next one is the last element.
     runs: Vec<Hint>,
+    /// Pages that the agent named as taken since the report, by node.
+    named: BTreeMap<u32, u64>,
 }
 
 impl Hints {
@@ -81,20 +85,29 @@ impl Hints {
             tally.free += if run.kind == Kind::Free { known } else { 0 };
         }
         runs.sort_unstable_by(|one, other| other.cmp(one));
-        (Self { runs }, tally)
+        (Self { runs, named: BTreeMap::new() }, tally)
     }
 
-    /// Adds pages that the agent took since the report, for the balloon of this node. They go first.
-    pub fn hold(&mut self, node: u32, taken: Vec<Run>, places: &Places) {
+    /// Adds pages that the agent took since the report, for the balloon of this node, which is to have `most`. They go
+    /// first. It can hold no more, so what it names beyond that is ignored: each page named costs a look.
+    pub fn hold(&mut self, (node, most): (u32, u64), taken: Vec<Run>, places: &Places) {
         let taken = taken.into_iter().map(|run| Run { kind: Kind::Free, level: COLD, ..run });
         let held = Self::new(taken.collect(), places).0.runs;
         let room = MOST_RUNS.saturating_sub(self.runs.len());
-        self.runs.extend(held.into_iter().take(room).map(|hint| Hint { held_of: Some(node), ..hint }));
+        let named = self.named.entry(node).or_default();
+        for hint in held.into_iter().take(room) {
+            let pages = PageRange::of(hint.pages.start(), most.saturating_sub(*named)).before(hint.pages.end());
+            *named += pages.count();
+            if !pages.is_empty() {
+                self.runs.push(Hint { pages, held_of: Some(node), ..hint });
+            }
+        }
     }
 
     /// Forgets those of this node: the guest is to have some of them back.
     pub fn forget_held(&mut self, node: u32) {
         self.runs.retain(|hint| hint.held_of != Some(node));
+        self.named.remove(&node);
     }
 
     /// Propose up to about `want` pages into `out`, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones
@@ -234,16 +247,34 @@ mod tests {
     fn what_the_agent_holds_goes_first_until_the_guest_is_to_have_it_back() {
         let (mut hints, _) = Hints::new(vec![run(100, 2, Kind::Free, COLD)], &places());
         let taken = |page| vec![run(page, 2, Kind::Anon, 9), run(page, 2, Kind::Anon, 9), run(1, 9, Kind::Free, COLD)];
-        hints.hold(0, taken(110), &places());
-        hints.hold(1, taken(120), &places());
+        hints.hold((0, 8), taken(110), &places());
+        hints.hold((1, 8), taken(120), &places());
         let table = Table(RefCell::new(vec![Some(0); PAGES as usize]), 1);
         assert_eq!(pick(&mut hints, &table, 1, Pick::Cold), [(20, 1)]);
         hints.forget_held(1);
         assert_eq!(pick(&mut hints, &table, 9, Pick::Cold), [(10, 2), (0, 2)], "each once, and none that is not its");
         (0..2).for_each(|_| {
-            hints.hold(0, (0..MOST_RUNS as u64).map(|_| run(100, 1, Kind::Free, 0)).collect(), &places())
+            hints.hold((0, 8), (0..MOST_RUNS as u64).map(|_| run(100, 1, Kind::Free, 0)).collect(), &places())
         });
         assert!(hints.runs.len() <= MOST_RUNS);
+    }
+
+    #[test]
+    fn an_agent_that_says_again_and_again_that_it_took_all_memory_names_no_more_than_it_is_to_hold() {
+        let (mut hints, _) = Hints::new(Vec::new(), &places());
+        let table = Table(RefCell::new(vec![Some(0); PAGES as usize]), 1);
+        let all = || vec![run(100, 9, Kind::Free, COLD), run(110, 9, Kind::Free, COLD)];
+        let named = |hints: &mut Hints, most: u64| {
+            (0..100).for_each(|_| hints.hold((0, most), all(), &places()));
+            pick(hints, &table, 99, Pick::Cold)
+        };
+        assert_eq!(named(&mut hints, 0), [], "it was asked for nothing");
+        let first = named(&mut hints, 3);
+        assert_eq!(first.iter().map(|(_, pages)| pages).sum::<u64>(), 3, "{first:?}");
+        assert_eq!(named(&mut hints, 3), [], "those were named");
+        assert_eq!(named(&mut hints, 5).iter().map(|(_, pages)| pages).sum::<u64>(), 2, "it is to hold more");
+        hints.forget_held(0);
+        assert_eq!(named(&mut hints, 1).iter().map(|(_, pages)| pages).sum::<u64>(), 1, "it took others");
     }
 
     #[test]

@@ -321,8 +321,8 @@ impl AgentWorker {
             // an agent may be killed before a message of it is read, and then the guest uses the page.
             ToHost::Taken { node, runs } => {
                 self.bucket.charge(runs.len() as u64 * 16);
-                if self.told.is_reporting() {
-                    self.told.hints().hold(node, runs, &self.places);
+                if let Some(most) = link.balloon.get(&node).filter(|_| self.told.is_reporting()) {
+                    self.told.hints().hold((node, *most), runs, &self.places);
                     self.vm.mail.reclaim.notify();
                 }
             }
