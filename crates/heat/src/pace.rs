@@ -117,7 +117,7 @@ mod tests {
     const BUDGET: Budget = Budget { cpu: 0.02, guest: 0.01 };
 
     #[test]
-    fn a_cycle_pays_for_itself_and_a_cheap_one_after_a_dear_one_waits_no_longer_for_that() {
+    fn a_cycle_pays_for_itself_and_a_cheap_one_after_an_expensive_one_waits_no_longer_for_that() {
         let mut paid = Paid::new(Duration::from_secs(60), BUDGET);
         let least = Duration::from_millis(100);
         let mut after = |guest_ms| {

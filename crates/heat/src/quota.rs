@@ -21,6 +21,9 @@ const TOLD: f64 = 0.25;
 /// much as the full scan of such a unit (300 us here: each gap between its pages is mapped by a call of its own).
 const SPARSE: f64 = 0.2;
 
+/// Share of a window that threads may wait, in sum: as if the guest had one.
+const WAITS: f64 = 0.25;
+
 /// The cost of fine scans.
 #[derive(Clone, Copy, Debug)]
 pub struct Quota {
@@ -115,6 +118,11 @@ pub struct Allowance {
 }
 
 impl Allowance {
+    /// Threads of the guest may wait for a part of this window, else they touch less in it than they would.
+    pub fn within(self, window: Duration) -> Self {
+        Self { guest: self.guest.min(window.as_secs_f64() * WAITS), ..self }
+    }
+
     /// The cycle must have started within this time: its first units are watched from the beginning.
     pub fn starting_within(self, time: Duration) -> Self {
         Self { start: time.as_secs_f64(), ..self }
@@ -186,5 +194,7 @@ mod tests {
         let mut short =
             Quota::default().allowance(BUDGET, Duration::from_secs(9)).starting_within(Duration::from_millis(3));
         assert_eq!((0..).take_while(|_| short.charge(1.0, true)).count(), 10, "a sample takes 0.3 ms to start");
+        let mut short = Quota::default().allowance(BUDGET, Duration::from_secs(9)).within(Duration::from_millis(3));
+        assert_eq!((0..).take_while(|_| short.charge(50.0, false)).count(), 2, "0.75 ms are 125 faults of 6 us");
     }
 }

@@ -14,13 +14,13 @@
 mod cycle_log;
 mod queries;
 mod replay;
+mod steps;
 #[cfg(test)]
 mod tests;
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::Pages;
 use crate::chance::Counts;
 use crate::entry::RECENT;
 use crate::generations::{GENERATIONS, Generations, Promotion};
@@ -33,7 +33,7 @@ use crate::sample::SplitMix64;
 use crate::source::{CycleReport, PageMap, Phase, Seen, UnitId, Watch};
 use crate::subpage::{Limits, Subpages, Verdict};
 use crate::tally::Told;
-use crate::units::{self, Surveyed, Units};
+use crate::units::Units;
 use cycle_log::CycleLog;
 
 /// A fine scan is forgotten after this time.
@@ -166,93 +166,6 @@ impl Tracker {
     /// The settings it was made with.
     pub fn settings(&self) -> &Settings {
         &self.settings
-    }
-
-    /// What to do now. A step to watch lasts until its report is absorbed.
-    pub fn next(&mut self, now: Duration, pages: &dyn Pages) -> Step {
-        if self.begin_survey(now, pages) {
-            units::survey(pages).for_each(|part| self.survey(now, &part));
-        }
-        self.step(now)
-    }
-
-    /// Returns whether all units must be surveyed before [`Self::step`], because a coarse cycle is due.
-    pub fn begin_survey(&mut self, now: Duration, pages: &dyn Pages) -> bool {
-        let is_due = now >= self.next_coarse;
-        if is_due {
-            self.units.layout((0..pages.regions()).map(|region| pages.len(region)).collect::<Vec<_>>().into_iter());
-        }
-        is_due
-    }
-
-    /// Take in a part of the survey.
-    pub fn survey(&mut self, now: Duration, part: &Surveyed) {
-        self.units.survey(part, Moment::at(now), self.generations.youngest());
-    }
-
-    /// A coarse cycle was planned, which took this long: the period may grow until that, too, is within the budget.
-    pub fn planned(&mut self, took: Duration) {
-        self.coarse.allow(took);
-    }
-
-    /// The same as [`Self::next`], of what was surveyed.
-    pub fn step(&mut self, now: Duration) -> Step {
-        if now >= self.next_coarse {
-            self.begun = now;
-            let period = self.coarse.period();
-            self.next_coarse = now + period;
-            let watch = Watch { coarse: self.units.present().collect(), fine: Vec::new() };
-            return match watch.coarse.is_empty() {
-                true => Step::Rest(period),
-                false => Step::Watch { phase: Phase::Coarse, watch, window: self.coarse_window() },
-            };
-        }
-        let window = self.fine_window();
-        // It must end before the next coarse cycle.
-        let fits = |at: Duration| !window.is_zero() && at + window <= self.next_coarse;
-        if !self.subpages.is_idle() && now >= self.next_fine && fits(now) {
-            let units = &self.units;
-            let mut allowance = self.quota.allowance(self.settings.budget, self.coarse.period());
-            if self.settings.is_placed {
-                allowance = allowance.starting_within(window);
-            }
-            let unknown = self.quota.share();
-            let pages_of = |unit| if units.present_pages(unit) > 0 { units.pages_of(unit) } else { 0 };
-            // As many units as in a whole window.
-            let whole = self.window(self.settings.fine_share);
-            let fine = self.subpages.batch(whole, pages_of, |unit, watched| {
-                let share = units.inside(unit).map_or(unknown, |inside| inside.share().share);
-                // The first ones tell what a unit costs.
-                let is_known = self.fine_cycles > 0 || !self.settings.is_placed;
-                is_known && allowance.charge(watched as f64 * share, watched < units.pages_of(unit))
-            });
-            if !fine.is_empty() {
-                self.begun = now;
-                return Step::Watch { phase: Phase::Fine, watch: Watch { coarse: Vec::new(), fine }, window };
-            }
-        }
-        let next_fine = self.next_fine.max(now + Duration::from_millis(1));
-        let until = if !self.subpages.is_idle() && fits(next_fine) { next_fine } else { self.next_coarse };
-        Step::Rest(until - now)
-    }
-
-    /// The window of a cycle that may take this part of the period. A longer one would see everything touched.
-    fn window(&self, share: f64) -> Duration {
-        self.coarse.period().min(self.settings.longest_period).mul_f64(share)
-    }
-
-    /// The window of a coarse cycle. Where memory is placed it stays as short as in the shortest period: a guest whose
-    /// cycles are dear touches much, and in a longer window the cold units, too; the rest is left to fine cycles.
-    fn coarse_window(&self) -> Duration {
-        match self.settings.is_placed {
-            true => self.settings.period.mul_f64(self.settings.coarse_share),
-            false => self.window(self.settings.coarse_share),
-        }
-    }
-
-    /// The window of a fine cycle.
-    fn fine_window(&self) -> Duration {
-        self.window(self.settings.fine_share).min(self.fine_most)
     }
 
     /// Where memory is placed: a window in which much of what is watched is touched tells nothing apart, and costs

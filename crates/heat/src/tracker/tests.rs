@@ -1,10 +1,10 @@
 //! The tracker, driven as its worker does, on a made-up clock, by scripted sources.
 
 use super::*;
-use crate::AccessSource;
 use crate::record::Recording;
 use crate::scripted::Scripted;
 use crate::source::Cost;
+use crate::{AccessSource, Pages};
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -213,6 +213,30 @@ fn a_recording_replays_to_the_same_heat() {
     assert_eq!(crate::heat(&replayed, now, 16), crate::heat(&tracker, now, 16));
     let late = Recording::decode(&tracker.cycles_after(now, tracker.version() - 2, "scripted")).expect("whole");
     assert_eq!(late.cycles().count(), 2);
+}
+
+#[test]
+fn where_plans_take_the_rest_of_each_period_there_is_a_fine_cycle_between_two_coarse_ones() {
+    let mut tracker = Tracker::new(Settings { is_placed: true, ..Settings::default() }, 1);
+    let (mut now, mut phases) = (Duration::ZERO, Vec::new());
+    while phases.len() < 20 {
+        match tracker.next(now, &Guest(64)) {
+            Step::Rest(pause) => now += pause,
+            Step::Watch { phase, watch, window } => {
+                let seen = |fine: &crate::source::FineWatch| {
+                    (fine.unit, Seen::Fine { watched: fine.pages, touched: PageMap::first(1) })
+                };
+                let coarse = watch.coarse.iter().map(|unit| (*unit, Seen::Coarse { touched: true }));
+                let units = coarse.chain(watch.fine.iter().map(seen)).collect();
+                now += window;
+                tracker.absorb(now, phase, &CycleReport { units, ..CycleReport::default() });
+                // Memory is moved.
+                now += if phase == Phase::Coarse { Duration::from_secs(3) } else { Duration::ZERO };
+                phases.push(phase);
+            }
+        }
+    }
+    assert_eq!(phases.iter().filter(|phase| **phase == Phase::Fine).count(), 10, "{phases:?}");
 }
 
 #[test]
