@@ -131,7 +131,7 @@ fn a_guest_with_tiers_moves_what_is_hot_to_the_fast_one_and_the_host_is_told() {
     daemon.api.patch_vm("guest", &balloon(0, 0)).expect("it has an agent");
     until("the guest has that part back", || held(0) == 0);
 
-    // What it holds is zeros, and goes first, also before the next report.
+    // What it holds is zeros, and goes first.
     let limit = daemon.vm("guest").resident_bytes - 64 * MIB;
     daemon.api.set_limit("guest", Some(limit)).expect("limit");
     until("it is within its limit", || daemon.vm("guest").resident_bytes <= limit);

@@ -45,7 +45,7 @@ fn park() -> ! {
     }
 }
 
-/// Each fault asks for it, and a system call for that costs the guest as much as one more look-up.
+/// Each fault asks for it, so it is not asked of the kernel each time.
 fn this_thread() -> u32 {
     thread_local! {
         static NUMBER: u32 = rustix::thread::gettid().as_raw_nonzero().get() as u32;

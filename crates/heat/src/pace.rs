@@ -81,29 +81,32 @@ impl Pace {
 pub struct Paid {
     longest: Duration,
     budget: Budget,
+    /// When the last one began.
+    begun: Option<Duration>,
     spent: Budget,
 }
 
 impl Paid {
     /// Nothing is spent yet.
     pub fn new(longest: Duration, budget: Budget) -> Self {
-        Self { longest, budget, spent: Budget { cpu: 0.0, guest: 0.0 } }
+        Self { longest, budget, begun: None, spent: Budget { cpu: 0.0, guest: 0.0 } }
     }
 
-    /// Cost of the last cycle, as shares of the time that it has to pay for it.
+    /// Cost of the last cycle, as shares of the time since the one before began; of the first, of the pause after it.
     pub fn spent(&self) -> Budget {
         self.spent
     }
 
-    /// Records the cost of a cycle. Returns the time from its start to the next one, `least` or more.
-    pub fn record(&mut self, cost: Cost, least: Duration) -> Duration {
+    /// Records the cost of a cycle that began then. Returns the time from its start to the next one, `least` or more.
+    pub fn record(&mut self, begun: Duration, cost: Cost, least: Duration) -> Duration {
         let pays = |spent: Duration, budget: f64| match budget > 0.0 {
             true => Duration::try_from_secs_f64(spent.as_secs_f64() / (AIM * budget)).unwrap_or(self.longest),
             false => self.longest,
         };
         let time =
             pays(cost.cpu, self.budget.cpu).max(pays(cost.guest, self.budget.guest)).min(self.longest).max(least);
-        let over = |spent: Duration| spent.as_secs_f64() / time.as_secs_f64().max(1e-3);
+        let since = self.begun.replace(begun).map_or(time, |before| begun.saturating_sub(before));
+        let over = |spent: Duration| spent.as_secs_f64() / since.as_secs_f64().max(1e-3);
         self.spent = Budget { cpu: over(cost.cpu), guest: over(cost.guest) };
         time
     }
@@ -119,17 +122,18 @@ mod tests {
     #[test]
     fn a_cycle_pays_for_itself_and_a_cheap_one_after_an_expensive_one_waits_no_longer_for_that() {
         let mut paid = Paid::new(Duration::from_secs(60), BUDGET);
-        let least = Duration::from_millis(100);
-        let mut after = |guest_ms| {
+        let (least, mut begun) = (Duration::from_millis(100), Duration::ZERO);
+        let mut sum = 0;
+        for (guest_ms, ms) in [(450, 50_000), (9, 1000), (0, 100), (9, 1000)] {
             let cost = Cost { cpu: Duration::ZERO, guest: Duration::from_millis(guest_ms), faults: 0 };
-            let time = paid.record(cost, least);
-            (time, paid.spent().guest)
-        };
-        for (guest_ms, ms) in [(450, 50_000), (9, 1000), (0, 100)] {
-            let (time, spent) = after(guest_ms);
-            assert!(time.abs_diff(Duration::from_millis(ms)) < Duration::from_millis(1) && spent <= 0.01, "{time:?}");
+            let time = paid.record(begun, cost, least);
+            assert!(time.abs_diff(Duration::from_millis(ms)) < Duration::from_millis(1), "{time:?}");
+            (begun, sum) = (begun + time, sum + guest_ms);
         }
-        assert_eq!(after(9000).0, Duration::from_secs(60), "the longest");
+        assert!(Duration::from_millis(sum) <= begun.mul_f64(BUDGET.guest), "{begun:?}");
+        assert!((paid.spent().guest - 0.09).abs() < 0.001, "9 ms in the 100 ms since the last began: {paid:?}");
+        let cost = Cost { cpu: Duration::ZERO, guest: Duration::from_secs(9), faults: 0 };
+        assert_eq!(paid.record(begun, cost, least), Duration::from_secs(60), "the longest");
     }
 
     proptest! {

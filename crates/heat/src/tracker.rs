@@ -52,7 +52,7 @@ pub struct Settings {
     pub period: Duration,
     /// Longest, beyond what planning alone takes of the budget.
     pub longest_period: Duration,
-    /// Part of the period in which all units are watched as wholes.
+    /// Part of the period in which all units are watched as wholes; where memory is placed, of the shortest period.
     pub coarse_share: f64,
     /// Part of the period in which chosen units are watched page by page, after that. 0: never.
     pub fine_share: f64,
@@ -62,8 +62,8 @@ pub struct Settings {
     pub budget: Budget,
     /// How a touched unit is promoted.
     pub promotion: Promotion,
-    /// Memory is placed by its warmth, so it matters which is hotter, not for how long it was idle: fine windows are as
-    /// short as they may be without missing hot pages, and samples tell blocks apart.
+    /// Memory is placed by its warmth, so it matters which is hotter, not for how long it was idle: coarse windows stay
+    /// short, fine ones are as short as they may be without missing hot pages, and samples tell blocks apart.
     pub is_placed: bool,
 }
 
@@ -241,7 +241,7 @@ impl Tracker {
                 self.quota.learn(report, |unit| units.pages_of(unit));
                 self.learn_window(report);
                 self.subpages.end_batch();
-                let pays = self.fine.record(report.cost, self.subpages.interval());
+                let pays = self.fine.record(self.begun, report.cost, self.subpages.interval());
                 self.next_fine = (self.begun + pays).max(now);
             }
         }

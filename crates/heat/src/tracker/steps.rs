@@ -12,7 +12,7 @@ use crate::moment::Moment;
 use crate::source::{FineWatch, Phase, Watch};
 use crate::units::{self, Surveyed};
 
-/// A rest that ends at once.
+/// The shortest rest.
 const SHORT: Duration = Duration::from_millis(1);
 
 impl Tracker {
@@ -73,10 +73,11 @@ impl Tracker {
         now >= self.next_fine && self.may_be_fine(now)
     }
 
-    /// May a fine cycle begin then? It must end before the next coarse cycle, unless there was none since the last.
+    /// May a fine cycle begin then? It must end before the next coarse cycle, unless there was none since the last one,
+    /// and that was not long ago.
     fn may_be_fine(&self, at: Duration) -> bool {
         let window = self.fine_window();
-        let is_starved = self.cycles > 0 && self.fine_cycles == self.fine_before[0];
+        let is_starved = self.fine_cycles == self.fine_before[0] && self.is_fresh(at);
         !self.subpages.is_idle() && !window.is_zero() && (at + window <= self.next_coarse || is_starved)
     }
 

@@ -2,8 +2,8 @@
 //!
 //! Before: a guest has reported the heat and the contents of its memory. After: the reclaim worker takes candidates
 //! from here, each run once a report.
-//! Units: pages of regions. Promise: a bounded number of runs; no page twice in a report; proposed pages are in the
-//! file, Resident and unlocked, as with any other source.
+//! Units: pages of regions. Promise: a bounded number of runs; no page twice in a report, but once more if the agent
+//! takes it for the balloon later; proposed pages are in the file, Resident and unlocked, as with any other source.
 //!
 //! Within a level of heat the agent names free pages first, then those that are least likely to be accessed soon, of
 //! these the clean ones of files, which the guest could read again, then dirty ones, then programs' (Blowfish, section
@@ -89,19 +89,24 @@ impl Hints {
     }
 
     /// Adds pages that the agent took since the report, for the balloon of this node, which is to have `most`. They go
-    /// first. It can hold no more, so what it names beyond that is ignored: each page named costs a look.
-    pub fn hold(&mut self, (node, most): (u32, u64), taken: Vec<Run>, places: &Places) {
+    /// first. It can hold no more, nor more than there is, so what it names beyond that is ignored: each page named
+    /// costs a look. Returns whether any was added.
+    pub fn hold(&mut self, (node, most): (u32, u64), taken: Vec<Run>, places: &Places) -> bool {
         let taken = taken.into_iter().map(|run| Run { kind: Kind::Free, level: COLD, ..run });
         let held = Self::new(taken.collect(), places).0.runs;
         let room = MOST_RUNS.saturating_sub(self.runs.len());
+        let of_all = places.pages().saturating_sub(self.named.values().sum());
         let named = self.named.entry(node).or_default();
+        let (mut left, before) = (most.saturating_sub(*named).min(of_all), self.runs.len());
         for hint in held.into_iter().take(room) {
-            let pages = PageRange::of(hint.pages.start(), most.saturating_sub(*named)).before(hint.pages.end());
+            let pages = PageRange::of(hint.pages.start(), left).before(hint.pages.end());
+            left -= pages.count();
             *named += pages.count();
             if !pages.is_empty() {
                 self.runs.push(Hint { pages, held_of: Some(node), ..hint });
             }
         }
+        self.runs.len() > before
     }
 
     /// Forgets those of this node: the guest is to have some of them back.
@@ -253,9 +258,9 @@ mod tests {
         assert_eq!(pick(&mut hints, &table, 1, Pick::Cold), [(20, 1)]);
         hints.forget_held(1);
         assert_eq!(pick(&mut hints, &table, 9, Pick::Cold), [(10, 2), (0, 2)], "each once, and none that is not its");
-        (0..2).for_each(|_| {
-            hints.hold((0, 8), (0..MOST_RUNS as u64).map(|_| run(100, 1, Kind::Free, 0)).collect(), &places())
-        });
+        for _ in 0..2 {
+            hints.hold((0, 8), (0..MOST_RUNS as u64).map(|_| run(100, 1, Kind::Free, 0)).collect(), &places());
+        }
         assert!(hints.runs.len() <= MOST_RUNS);
     }
 
@@ -265,16 +270,21 @@ mod tests {
         let table = Table(RefCell::new(vec![Some(0); PAGES as usize]), 1);
         let all = || vec![run(100, 9, Kind::Free, COLD), run(110, 9, Kind::Free, COLD)];
         let named = |hints: &mut Hints, most: u64| {
-            (0..100).for_each(|_| hints.hold((0, most), all(), &places()));
+            for _ in 0..100 {
+                hints.hold((0, most), all(), &places());
+            }
             pick(hints, &table, 99, Pick::Cold)
         };
         assert_eq!(named(&mut hints, 0), [], "it was asked for nothing");
+        assert!(!hints.hold((0, 0), all(), &places()));
         let first = named(&mut hints, 3);
         assert_eq!(first.iter().map(|(_, pages)| pages).sum::<u64>(), 3, "{first:?}");
         assert_eq!(named(&mut hints, 3), [], "those were named");
         assert_eq!(named(&mut hints, 5).iter().map(|(_, pages)| pages).sum::<u64>(), 2, "it is to hold more");
         hints.forget_held(0);
         assert_eq!(named(&mut hints, 1).iter().map(|(_, pages)| pages).sum::<u64>(), 1, "it took others");
+        let added = (0..1000).filter(|node| hints.hold((*node, u64::MAX), all(), &places())).count();
+        assert_eq!(added, 4, "more nodes have no more than all of its memory, and these runs are 18 of 64 pages");
     }
 
     #[test]

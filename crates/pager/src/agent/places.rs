@@ -83,6 +83,11 @@ impl Places {
         (self.pieces.len() as u32, self.pieces.iter().filter(|(_, proved)| *proved).count() as u32)
     }
 
+    /// How many pages there are, proved or not.
+    pub fn pages(&self) -> u64 {
+        self.pieces.iter().map(|(piece, _)| piece.count).sum()
+    }
+
     /// The place of a page of the guest's, proved or not: the number of its piece, region and page.
     pub fn expected(&self, page: u64) -> Option<(usize, u32, PageIdx)> {
         let at = self.pieces.partition_point(|(piece, _)| piece.page <= page).checked_sub(1)?;

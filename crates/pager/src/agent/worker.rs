@@ -317,12 +317,12 @@ impl AgentWorker {
             }
             ToHost::Report { number, last, runs } => return self.report(number, last, runs, now),
             ToHost::Proof(runs) => return self.proof(&runs),
-            // A page that the agent holds is zeros that are not touched. It goes first, but is copied out as any other:
-            // an agent may be killed before a message of it is read, and then the guest uses the page.
+            // Zeros go first, but are copied out as any page: if the agent was killed since, the guest uses them.
             ToHost::Taken { node, runs } => {
                 self.bucket.charge(runs.len() as u64 * 16);
-                if let Some(most) = link.balloon.get(&node).filter(|_| self.told.is_reporting()) {
-                    self.told.hints().hold((node, *most), runs, &self.places);
+                if let Some(most) = link.balloon.get(&node).filter(|_| self.told.is_reporting())
+                    && self.told.hints().hold((node, *most), runs, &self.places)
+                {
                     self.vm.mail.reclaim.notify();
                 }
             }
