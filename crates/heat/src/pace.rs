@@ -18,6 +18,14 @@ pub struct Budget {
     pub guest: f64,
 }
 
+impl Budget {
+    /// What this costs as shares of a time.
+    fn spent(cost: Cost, time: Duration) -> Self {
+        let share = |spent: Duration| spent.as_secs_f64() / time.as_secs_f64();
+        Self { cpu: share(cost.cpu), guest: share(cost.guest) }
+    }
+}
+
 /// A period under a budget.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
@@ -60,8 +68,7 @@ impl Pace {
 
     /// Record the cost of a cycle, and set the period to the next.
     pub fn record(&mut self, cost: Cost) {
-        let over = |spent: Duration| spent.as_secs_f64() / self.period.as_secs_f64();
-        self.spent = Budget { cpu: over(cost.cpu), guest: over(cost.guest) };
+        self.spent = Budget::spent(cost, self.period);
         let share = |spent: f64, budget: f64| if budget > 0.0 { spent / budget } else { f64::INFINITY };
         let load = share(self.spent.cpu, self.budget.cpu).max(share(self.spent.guest, self.budget.guest));
         let factor = (load / AIM).clamp(0.8, 4.0);
@@ -106,8 +113,7 @@ impl Paid {
         let time =
             pays(cost.cpu, self.budget.cpu).max(pays(cost.guest, self.budget.guest)).min(self.longest).max(least);
         let since = self.begun.replace(begun).map_or(time, |before| begun.saturating_sub(before));
-        let over = |spent: Duration| spent.as_secs_f64() / since.as_secs_f64().max(1e-3);
-        self.spent = Budget { cpu: over(cost.cpu), guest: over(cost.guest) };
+        self.spent = Budget::spent(cost, since.max(Duration::from_millis(1)));
         time
     }
 }

@@ -16,8 +16,8 @@ use crate::size_policy::{self, Candidate};
 use crate::source::{PageMap, UnitId};
 
 /// Memory that is in fast memory counts as this much warmer, by a factor and by a value: two units that are nearly as
-/// warm do not change places, nor cold ones by the chance of stray accesses (an eighth of the scans that see a page of
-/// 32 touched is 0.004). A unit of which a fiftieth is hot is worth more than that.
+/// warm do not change places, nor do cold ones by the chance of stray accesses (one of 32 pages, in one of eight scans,
+/// is 0.004). A unit of which a fiftieth is hot is worth more than that.
 const STAYS: f64 = 1.25;
 const PAYS: f64 = 0.01;
 /// Units are joined only while hot memory is below this part of the limit, so that they are not split again at once.

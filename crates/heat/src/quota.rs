@@ -20,8 +20,7 @@ const TOLD: f64 = 0.25;
 /// If a smaller share of their pages is touched, a sample of a unit would only lead to a full scan. The sample costs as
 /// much as the full scan of such a unit (300 us here: each gap between its pages is mapped by a call of its own).
 const SPARSE: f64 = 0.2;
-
-/// Share of a window that threads may wait, in sum: as if the guest had one.
+/// Share of a window that threads may wait in sum, as if the guest had one thread.
 const WAITS: f64 = 0.25;
 
 /// The cost of fine scans.
