@@ -152,7 +152,7 @@ impl StoreUsage {
 }
 
 /// Gets the descriptor that has input when a reply comes, as [`Store::begin`] says.
-pub type OnReply<'a> = &'a dyn Fn(BorrowedFd<'_>);
+pub type OnReply<'a> = &'a (dyn Fn(BorrowedFd<'_>) + Sync);
 
 /// Waits until the pages of a [`Store::begin_put`] are stored, and appends each one's outcome.
 pub type Ending = Box<dyn FnOnce(&mut Vec<PutOutcome>) + Send>;
@@ -179,15 +179,15 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// handle is safe to get; one that was never returned gives `Absent` or `Corrupt`.
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome;
 
-    /// This page is about to be got. A store on a network sends the request now, if it can do so without waiting;
-    /// before that `watch` gets the descriptor that has input when the reply comes. Returns whether it was sent.
+    /// This page is about to be got. A store on a disk or a network sends the request now, if it can do so without
+    /// waiting; before that `watch` gets the descriptor that has input when the reply comes. Returns whether it was
+    /// sent.
     fn begin(&self, _key: PageKey, _handle: Handle, _watch: OnReply<'_>) -> bool {
         false
     }
 
     /// The same as [`Store::get`] after [`Store::begin`] sent the request, but never waits. `Busy`: the reply is not
-    /// there, and `watch` got its descriptor again; or it is not the page, which [`Store::get`] asks for again. A store
-    /// that can do this never uses a handle of a page again.
+    /// there, and `watch` got its descriptor again; or it is not the page, which [`Store::get`] asks for again.
     fn get_begun(&self, _key: PageKey, _handle: Handle, _out: &mut PageBytes, _watch: OnReply<'_>) -> GetOutcome {
         GetOutcome::Busy
     }

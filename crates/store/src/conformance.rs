@@ -4,6 +4,8 @@
 //! Threads: one check uses four. Units: budgets are bytes; about 5000 pages are put in all.
 //! Promise: a failed check panics with a sentence that says which promise of [`Store`] was broken.
 
+use std::os::fd::BorrowedFd;
+
 use ballast_base::wire::VmId;
 use ballast_base::{PAGE_SIZE, PageIdx};
 
@@ -16,6 +18,7 @@ use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store
 /// If the store breaks a promise.
 pub fn run(make: &dyn Fn() -> Box<dyn Store>) {
     every_kind_of_page_comes_back_as_often_as_it_is_asked_for(&*make());
+    a_page_that_was_begun_comes_back_or_is_busy(&*make());
     a_run_comes_back_as_a_run_and_page_by_page(&*make());
     another_key_never_gets_the_bytes(&*make());
     a_freed_handle_never_answers_with_another_pages_bytes(&*make());
@@ -117,6 +120,36 @@ fn every_kind_of_page_comes_back_as_often_as_it_is_asked_for(store: &dyn Store) 
         store.free(key(0, page), *handle);
     }
     must_be_empty(store, bytes_when_new);
+}
+
+fn a_page_that_was_begun_comes_back_or_is_busy(store: &dyn Store) {
+    let samples = samples();
+    let handles: Vec<Handle> = (0u64..).zip(&samples).map(|(page, bytes)| stored(store, key(0, page), bytes)).collect();
+    let begun = |page: u64, handle| {
+        let (watch, mut out) = (|_: BorrowedFd<'_>| (), [0x5a; PAGE_SIZE]);
+        match store.get_begun(key(0, page), handle, &mut out, &watch) {
+            GetOutcome::Found => Some(out),
+            GetOutcome::Busy => None,
+            other => panic!("page {page}: what was begun is {other:?}"),
+        }
+    };
+    for ((page, bytes), handle) in (0u64..).zip(&samples).zip(&handles) {
+        assert!(begun(page, *handle).is_none(), "page {page} came and was not begun");
+        if store.begin(key(0, page), *handle, &|_| ()) {
+            let out = (0..TRIES).find_map(|_| begun(page, *handle));
+            assert!(out.is_none_or(|out| out == *bytes), "page {page} came with other bytes than were put");
+        }
+        // Of those that are under way, too.
+        store.begin(key(0, page), *handle, &|_| ());
+        must_hold(store, key(0, page), *handle, bytes);
+        store.begin(key(0, page), *handle, &|_| ());
+        store.free(key(0, page), *handle);
+        let handle = stored(store, key(0, page), &pages::mixed(page + 1000));
+        let out = (0..TRIES).find_map(|_| begun(page, handle));
+        assert!(out.is_none_or(|out| out == pages::mixed(page + 1000)), "page {page} came with bytes of before");
+        must_hold(store, key(0, page), handle, &pages::mixed(page + 1000));
+        store.free(key(0, page), handle);
+    }
 }
 
 fn a_run_comes_back_as_a_run_and_page_by_page(store: &dyn Store) {

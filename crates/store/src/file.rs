@@ -2,7 +2,7 @@
 //!
 //! Before: `Store::put` brings a page, or `put_run` up to 2 MiB of them. After: a same-filled page has become a handle
 //! and nothing else; any other page is in a block of the file, its checksum in the index.
-//! Threads: any; each has an io_uring of its own (see `disk`). Several processes may use one file, as with `RamStore`.
+//! Threads: any; each has an io_uring of its own (see `disk`), and so has a read that no thread waits for (`begun`). Several processes may use one file, as with `RamStore`.
 //! Units: a block is 4096 bytes, an area 512 blocks. Disk space is charged and returned in areas: `tidy` punches
 //! emptied areas, and the next put does so, too, except for 16 MiB. A query of the usage reads counters and never waits
 //! for the disk.
@@ -20,6 +20,7 @@
 //! dead process left *with the kernel* may reach the disk after the process's death; `recover` waits for it before it
 //! frees anything.
 
+mod begun;
 mod blocks;
 mod disk;
 mod layout;
@@ -32,6 +33,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ballast_base::format::Format;
+use ballast_base::store::OnReply;
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_handover::arena::{MAX_SLABS, WORD_FILE_DEV, WORD_FILE_INO, WORD_TODAY};
 use ballast_sys::direct::{self, DirectFile};
@@ -309,7 +311,18 @@ impl Store for FileStore {
         }
     }
 
+    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
+        self.inner.begin(key, handle, watch)
+    }
+
+    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
+        self.inner.get_begun(key, handle, out, watch)
+    }
+
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        if self.inner.end_begun(key, handle, out) {
+            return GetOutcome::Found;
+        }
         let mut outcome = [GetOutcome::Busy];
         self.inner.get_run(key, &[handle], std::slice::from_mut(out), &mut outcome);
         outcome[0]

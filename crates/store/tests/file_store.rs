@@ -7,12 +7,12 @@
 //! Promise: no sleeps, no timing. Where the directory knows no direct I/O, or io_uring is off, tests are skipped.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ballast_base::wire::VmId;
@@ -25,6 +25,7 @@ use ballast_store::{
 use ballast_sys::memfd;
 use ballast_testvm::fuse::Fuse;
 use proptest::prelude::*;
+use rustix::event::{PollFd, PollFlags, poll};
 
 const MIB: u64 = 1 << 20;
 const EIO: i32 = 5;
@@ -120,6 +121,99 @@ fn the_file_store_passes_the_conformance_kit() {
     if made(4 * MIB).is_some() {
         conformance::run(&|| Box::new(made(4 * MIB).expect("a second one").store));
     }
+}
+
+/// Begins to read a page. Returns a descriptor that has input when it is read, or `None` if it was not begun.
+fn begin(store: &FileStore, page: u64, handle: Handle) -> Option<OwnedFd> {
+    let fd = Mutex::new(None);
+    let watch = |watched: BorrowedFd<'_>| *fd.lock().expect("no panic") = watched.try_clone_to_owned().ok();
+    let is_begun = store.begin(key(page), handle, &watch);
+    is_begun.then(|| fd.into_inner().expect("no panic").expect("a descriptor"))
+}
+
+fn get_begun(store: &FileStore, page: u64, handle: Handle) -> (GetOutcome, PageBytes) {
+    let mut out = [0x77; PAGE_SIZE];
+    (store.get_begun(key(page), handle, &mut out, &|_| ()), out)
+}
+
+fn wait_for(fd: &OwnedFd) {
+    poll(&mut [PollFd::new(fd, PollFlags::IN)], None).expect("poll");
+}
+
+#[test]
+fn a_page_that_was_begun_is_there_when_its_descriptor_has_input() {
+    let Some(made) = made(4 * MIB) else { return };
+    let handles = put_run(&made.store, 0, &run_of(0..64));
+    for (page, handle) in (0u64..).zip(&handles) {
+        let Some(fd) = begin(&made.store, page, *handle) else { return skip("io_uring", "no read was begun") };
+        wait_for(&fd);
+        assert_eq!(get_begun(&made.store, page, *handle), (GetOutcome::Found, pages::incompressible(page)));
+        assert_eq!(get_begun(&made.store, page, *handle).0, GetOutcome::Busy, "it was taken");
+    }
+}
+
+#[test]
+fn a_page_that_was_begun_is_not_read_again_by_a_thread_that_waits_for_it() {
+    let Some(made) = made(4 * MIB) else { return };
+    let handle = put(&made.store, 5, &pages::incompressible(5));
+    if begin(&made.store, 5, handle).is_none() {
+        return skip("io_uring", "no read was begun");
+    }
+    made.faults.fail_reads(1, DiskFault::Errno(EIO));
+    let (outcome, out) = get(&made.store, 5, handle);
+    assert!(outcome == GetOutcome::Found && out == pages::incompressible(5), "{outcome:?}");
+    assert_eq!(get(&made.store, 5, handle).0, GetOutcome::Busy, "this is the read that fails");
+    must_hold(&made.store, 5, handle, &pages::incompressible(5));
+}
+
+#[test]
+fn bytes_that_were_read_before_a_block_was_written_again_are_not_found() {
+    let Some(made) = made(4 * MIB) else { return };
+    for turn in 0..200 {
+        let handle = put(&made.store, 5, &pages::incompressible(turn));
+        let Some(fd) = begin(&made.store, 5, handle) else { return skip("io_uring", "no read was begun") };
+        wait_for(&fd);
+        made.store.free(key(5), handle);
+        let again = put(&made.store, 5, &pages::incompressible(turn + 1000));
+        assert_eq!(get_begun(&made.store, 5, handle).0, GetOutcome::Busy, "its page was freed");
+        assert_eq!(get_begun(&made.store, 5, again).0, GetOutcome::Busy, "it was not begun");
+        must_hold(&made.store, 5, again, &pages::incompressible(turn + 1000));
+        made.store.free(key(5), again);
+    }
+    must_be_empty(&made);
+}
+
+#[test]
+fn reads_that_never_end_are_few_and_cost_no_page() {
+    let Some(made) = made(4 * MIB) else { return };
+    let handles = put_run(&made.store, 0, &run_of(0..32));
+    made.faults.fail_reads(32, DiskFault::Late);
+    let begun: Vec<bool> =
+        (0u64..).zip(&handles).map(|(page, handle)| begin(&made.store, page, *handle).is_some()).collect();
+    if !begun[0] {
+        return skip("io_uring", "no read was begun");
+    }
+    let count = begun.iter().filter(|begun| **begun).count();
+    assert!(count < begun.len(), "all {count} were begun");
+    made.faults.forget();
+    for (page, handle) in (0u64..).zip(&handles) {
+        assert_eq!(get_begun(&made.store, page, *handle).0, GetOutcome::Busy);
+        must_hold_and_free(&made.store, page, *handle);
+    }
+    must_be_empty(&made);
+}
+
+#[test]
+fn a_read_that_was_begun_and_comes_short_or_damaged_is_not_found_and_the_next_one_is() {
+    let Some(made) = made(4 * MIB) else { return };
+    let handle = put(&made.store, 5, &pages::incompressible(5));
+    made.faults.fail_reads(1, DiskFault::Short(512));
+    let Some(fd) = begin(&made.store, 5, handle) else { return skip("io_uring", "no read was begun") };
+    wait_for(&fd);
+    assert_eq!(get_begun(&made.store, 5, handle).0, GetOutcome::Busy);
+    made.faults.fail_reads(1, DiskFault::Errno(EIO));
+    assert!(begin(&made.store, 5, handle).is_none());
+    must_hold(&made.store, 5, handle, &pages::incompressible(5));
 }
 
 #[test]

@@ -2,14 +2,15 @@
 //!
 //! Before: `store` has an extent to write, or one to read, and a buffer of its own. After: the caller has the buffer
 //! again, and the kernel's result. If it gave up the wait, the buffer stays here until the kernel is done with it.
-//! Threads: a ring belongs to the thread that made it. Units: offsets and lengths are bytes.
+//! Threads: a ring belongs to the thread that made it, or any thread may have it ([`Ring::for_any_thread`]). Units:
+//! offsets and lengths are bytes.
 //! Promise: memory that the kernel may still read or write is never freed: transfers own their buffer and their file,
-//! and a ring that is dropped while the kernel works leaks those buffers instead.
+//! and a ring that is dropped while the kernel works leaks those buffers instead, and closes the files.
 
 use std::alloc::Layout;
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -105,7 +106,7 @@ struct Flight {
     late: Option<Late>,
 }
 
-/// One thread's ring.
+/// A ring.
 pub struct Ring {
     uring: IoUring,
     flights: Vec<Option<Flight>>,
@@ -132,6 +133,21 @@ impl Ring {
             .build(transfers)
             .or_else(|_| IoUring::new(transfers))?;
         Ok(Self { uring, flights: (0..transfers).map(|_| None).collect() })
+    }
+
+    /// The same for any thread, and for several after each other. A transfer's end is noted by the thread that
+    /// submitted it, when it next waits for the kernel or leaves it: others wait for that.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn for_any_thread(transfers: u32) -> io::Result<Self> {
+        Ok(Self { uring: IoUring::new(transfers)?, flights: (0..transfers).map(|_| None).collect() })
+    }
+
+    /// Has input when a transfer is over. Only of a ring for any thread.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the descriptor is open as long as the ring, which is borrowed.
+        unsafe { BorrowedFd::borrow_raw(self.uring.as_raw_fd()) }
     }
 
     /// Begin a transfer; the kernel learns of it at the next `submit` or `wait`.
@@ -168,27 +184,39 @@ impl Ring {
     /// Wait for a transfer. Returns it with the bytes that this start of it has done, or the error. Returns `None` if
     /// it is not over within `timeout`: then `abandon` it, or wait again.
     pub fn wait(&mut self, ticket: &Ticket, timeout: Duration) -> Option<(Transfer, io::Result<usize>)> {
+        self.wait_until_over(ticket, timeout);
+        self.now(ticket)
+    }
+
+    /// Wait for a transfer, for `timeout` at most, and leave it.
+    pub fn wait_until_over(&mut self, ticket: &Ticket, timeout: Duration) {
         let deadline = Instant::now() + timeout;
-        loop {
-            self.reap();
-            let over = self.flights.get_mut(ticket.0)?;
-            if let Some(result) = over.as_ref().and_then(|flight| flight.result) {
-                let flight = over.take()?;
-                let result = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
-                return Some((ManuallyDrop::into_inner(flight.transfer), result));
-            }
+        let is_under_way = |ring: &Self| {
+            ring.flights.get(ticket.0).is_some_and(|flight| flight.as_ref().is_some_and(|over| over.result.is_none()))
+        };
+        self.reap();
+        while is_under_way(self) {
             let left = deadline.saturating_duration_since(Instant::now());
             let time = Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
             let args = SubmitArgs::new().timespec(&time);
             // These errors are not the transfer's: timeout, a signal, no memory to submit now. The deadline bounds them
             // all.
             if self.uring.submitter().submit_with_args(1, &args).is_err() && left.is_zero() {
-                self.reap();
-                if self.flights.get(ticket.0)?.as_ref().is_some_and(|flight| flight.result.is_none()) {
-                    return None;
-                }
+                return self.reap();
             }
+            self.reap();
         }
+    }
+
+    /// The same, without a wait and, unless transfers were abandoned, without a system call. On a ring of one thread it
+    /// sees only what was over when that thread last waited.
+    pub fn now(&mut self, ticket: &Ticket) -> Option<(Transfer, io::Result<usize>)> {
+        self.reap();
+        let over = self.flights.get_mut(ticket.0)?;
+        let result = over.as_ref().and_then(|flight| flight.result)?;
+        let flight = over.take()?;
+        let result = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
+        Some((ManuallyDrop::into_inner(flight.transfer), result))
     }
 
     /// Stop waiting for this transfer. When it is over, which a later call on this ring notices, `late` is called.
@@ -225,6 +253,20 @@ impl Ring {
         }
         for late in late {
             late();
+        }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        self.reap();
+        for flight in self.flights.drain(..).flatten() {
+            let Transfer { file, buffer, .. } = ManuallyDrop::into_inner(flight.transfer);
+            if flight.result.is_none() {
+                // The kernel has the file open by itself. What was never submitted never will be.
+                std::mem::forget(buffer);
+            }
+            drop(file);
         }
     }
 }
@@ -338,5 +380,39 @@ mod tests {
         assert!(ring.wait(&ticket, Duration::ZERO).is_none());
         drop(ring);
         drop(writer);
+    }
+
+    #[test]
+    fn a_ring_that_is_dropped_while_the_kernel_reads_keeps_no_file_open() {
+        let Some(mut ring) = ring() else { return };
+        let (reader, writer) = rustix::pipe::pipe().expect("pipe");
+        let reader = Arc::new(reader.into());
+        let mut read = transfer(&reader, Direction::Read, 0, &[0; 8]);
+        read.offset = u64::MAX;
+        let ticket = ring.start(read).expect("room");
+        assert!(ring.wait(&ticket, Duration::ZERO).is_none());
+        drop(ring);
+        assert_eq!(Arc::strong_count(&reader), 1);
+        drop(writer);
+    }
+
+    #[test]
+    fn a_ring_for_any_thread_tells_by_its_descriptor_what_another_thread_takes() {
+        let mut ring = match Ring::for_any_thread(1) {
+            Ok(ring) => ring,
+            Err(error) => return skip("io_uring", error),
+        };
+        let (reader, writer) = rustix::pipe::pipe().expect("pipe");
+        let mut read = transfer(&Arc::new(reader.into()), Direction::Read, 0, &[0; 8]);
+        read.offset = u64::MAX;
+        let ticket = ring.start(read).expect("room");
+        ring.submit();
+        assert!(ring.now(&ticket).is_none());
+        rustix::io::write(&writer, &[7; 8]).expect("write");
+        rustix::event::poll(&mut [rustix::event::PollFd::new(&ring.fd(), rustix::event::PollFlags::IN)], None)
+            .expect("poll");
+        let taken = std::thread::spawn(move || ring.now(&ticket)).join().expect("no panic");
+        let (transfer, result) = taken.expect("over");
+        assert_eq!((result.expect("read"), &transfer.buffer.as_slice()[..8]), (8, &[7; 8][..]));
     }
 }

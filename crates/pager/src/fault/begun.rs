@@ -1,4 +1,4 @@
-//! Begun: faults whose pages are on their way from a store on a network.
+//! Begun: faults whose pages are on their way from a store on a disk or a network.
 //!
 //! Before: a fault worker had the store send the request, without waiting. After: the reply came, and the page is
 //! mapped; or it did not come within [`SOON`], and a slow worker waits for it.
@@ -7,15 +7,16 @@
 //!
 //! To hand the fault to another thread costs two wake-ups, on other CPUs, which take as long as a reply does.
 
-use std::cell::Cell;
 use std::collections::VecDeque;
+use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use ballast_base::PageIdx;
 use ballast_base::store::{OnReply, Recovered};
-use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_page::copies::StoreOf;
 use ballast_page::outcome::Served;
 use ballast_page::page_state::{State, Word};
@@ -50,30 +51,28 @@ pub(crate) fn ends(
     memory: &RegionView<'_>,
     (times, watch): (&Times, OnReply<'_>),
 ) -> bool {
-    let (word, key) = (region.word(page), region.key(page));
+    let word = region.word(page);
     let Some(tier) = vm.stores.get(word.store()).filter(|_| word.state() == State::Far && region.is_slow(page)) else {
         // Another thread has brought it back.
         pending.begun = None;
         return false;
     };
-    let (mut bytes, is_awaited) = ([0; PAGE_SIZE], Cell::new(false));
+    let is_awaited = AtomicBool::new(false);
     let watch = |fd: BorrowedFd<'_>| {
-        is_awaited.set(true);
+        is_awaited.store(true, Ordering::Relaxed);
         watch(fd);
     };
-    let outcome = tier.store.get_begun(key, word.handle(), &mut bytes, &watch);
-    if outcome == GetOutcome::Found {
-        let copy = Came { key, word, bytes, store: &*tier.store };
-        if let Some((served, interval)) = resolve(vm, region, page, pending, memory, &copy, times) {
-            if matches!(served, Served::Restored | Served::Filled { .. }) {
-                vm.stats().add(Counter::FaultFile, 1);
-            }
-            if served == Served::Restored {
-                slow::restored_one(vm, view, region, page, interval);
-            }
-            return true;
+    let store = Begun { number: tier.number, store: &*tier.store, watch: &watch };
+    if let Some((served, interval)) = resolve(vm, region, page, pending, memory, &store, times) {
+        if matches!(served, Served::Restored | Served::Filled { .. }) {
+            vm.stats().add(Counter::FaultFile, 1);
         }
-    } else if is_awaited.get() && pending.begun.is_some_and(|begun| begun.elapsed() < SOON) {
+        if served == Served::Restored {
+            slow::restored_one(vm, view, region, page, interval);
+        }
+        return true;
+    }
+    if is_awaited.into_inner() && pending.begun.is_some_and(|begun| begun.elapsed() < SOON) {
         return false;
     }
     pending.begun = None;
@@ -81,33 +80,32 @@ pub(crate) fn ends(
     true
 }
 
-/// A page that was read, as the only one of its store.
-#[derive(Debug)]
-struct Came<'a> {
-    key: PageKey,
-    word: Word,
-    bytes: PageBytes,
+/// A store whose pages were asked for: it returns those whose replies are there.
+struct Begun<'a> {
+    number: u8,
     store: &'a dyn Store,
+    watch: OnReply<'a>,
 }
 
-impl StoreOf for Came<'_> {
-    fn store_of(&self, word: Word) -> Option<&dyn Store> {
-        (word.store() == self.word.store()).then_some(self)
+impl fmt::Debug for Begun<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.store.fmt(f)
     }
 }
 
-impl Store for Came<'_> {
+impl StoreOf for Begun<'_> {
+    fn store_of(&self, word: Word) -> Option<&dyn Store> {
+        (word.store() == self.number).then_some(self)
+    }
+}
+
+impl Store for Begun<'_> {
     fn put(&self, _: PageKey, _: &PageBytes) -> PutOutcome {
         PutOutcome::Busy
     }
 
-    /// The handle is of this one copy for ever ([`Store::get_begun`]), whatever happened to the page since it was read.
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        if (key, handle) != (self.key, self.word.handle()) {
-            return GetOutcome::Busy;
-        }
-        *out = self.bytes;
-        GetOutcome::Found
+        self.store.get_begun(key, handle, out, self.watch)
     }
 
     fn free(&self, key: PageKey, handle: Handle) {

@@ -5,7 +5,7 @@
 //! Threads: the worker that visits it, one at a time; a page's faults always come through the same userfaultfd
 //! (`shard`). It never waits: if another thread has locked the page, its store is busy, or the fault throttle holds it
 //! back, the server puts the fault aside and tries it again on a later visit. A fault on a page whose bytes are on a
-//! disk goes to the slow workers; one on a page on its way from a network stays here for a while (`begun`). A fault of
+//! disk or a network is begun here, and goes to the slow workers if its bytes do not come soon (`begun`). A fault of
 //! a thread that reads memory in order waits for up to 16 pages of readahead, which are restored first.
 //! Promise: every fault that was read is served or, if this engine dies first, raised again by its successor's wake.
 //! The thread is in the list of the VM's state file while it is here.
@@ -320,8 +320,9 @@ impl FaultServer {
             let word = region.word(page);
             let is_one = is_missing && granule.pages() == 1 && word.state() == State::Far;
             let watch = |fd: BorrowedFd<'_>| drop(self.notify.watch(fd));
+            let is_far = |page| region.is_slow_and_free(PageIdx(page));
             if is_one
-                && !vm.mail.slow.is_in_order(region.number, page.0)
+                && !vm.mail.slow.is_in_order(region.number, page.0, is_far)
                 && vm.stores.begin(region.key(page), word, &watch)
             {
                 pending.begun = Some(Instant::now());

@@ -158,9 +158,9 @@ impl SlowQueue {
     }
 
     /// Does this page continue an order in which pages are read, so that it comes with others?
-    pub(crate) fn is_in_order(&self, region: u32, page: u64) -> bool {
+    pub(crate) fn is_in_order(&self, region: u32, page: u64, is_far: impl Fn(u64) -> bool) -> bool {
         // If it is being changed, a page of this VM is asked for by another worker at this moment.
-        self.readahead.try_lock().map_or(true, |readahead| readahead.is_in_order(region, page))
+        self.readahead.try_lock().map_or(true, |readahead| readahead.is_in_order(region, page, is_far))
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {

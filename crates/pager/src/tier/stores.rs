@@ -192,6 +192,14 @@ impl Store for LateStore {
         self.store().map_or(GetOutcome::Busy, |store| store.get(key, handle, out))
     }
 
+    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
+        self.store().is_some_and(|store| store.begin(key, handle, watch))
+    }
+
+    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
+        self.store().map_or(GetOutcome::Busy, |store| store.get_begun(key, handle, out, watch))
+    }
+
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
         match self.store() {
             Some(store) => store.put_run(first, pages, outcomes),

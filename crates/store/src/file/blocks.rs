@@ -14,8 +14,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ballast_base::PageIdx;
+use ballast_base::store::OnReply;
 use ballast_handover::arena::WORD_TODAY;
 
+use super::begun::Begun;
 use super::disk::{self, Disk, Moved, PIECE_BLOCKS};
 use super::layout::AREA_BLOCKS;
 use super::limits::{self, Limits, Refusal};
@@ -63,6 +65,7 @@ pub(super) struct Inner {
     pub(super) allocator: Allocator,
     pub(super) disk: Disk,
     pub(super) limits: Limits,
+    begun: Begun,
     /// Blocks that could not be read.
     unread: Mutex<HashMap<u64, Unread>>,
     /// Their number: nearly always 0.
@@ -99,9 +102,9 @@ pub(super) fn page_after(first: PageKey, index: usize) -> PageKey {
 
 impl Inner {
     pub(super) fn new(allocator: Allocator, disk: Disk, limits: Limits) -> Self {
-        let (unread, unread_count, late) = Default::default();
+        let (begun, unread, unread_count, late) = Default::default();
         let next_write = RandomState::new().hash_one(0).into();
-        Self { allocator, disk, limits, unread, unread_count, late, next_write }
+        Self { allocator, disk, limits, begun, unread, unread_count, late, next_write }
     }
 
     pub(super) fn count(&self, counter: Counter) {
@@ -382,6 +385,38 @@ impl Inner {
             }
         }
         moved
+    }
+
+    /// See [`crate::Store::begin`].
+    pub(super) fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
+        let Named::Blob { place, tag } = Named::by(handle) else { return false };
+        self.find(key, place, tag).is_ok() && self.begun.begin(&self.disk, (key, handle), block_of(place), watch)
+    }
+
+    /// See [`crate::Store::get_begun`].
+    pub(super) fn get_begun(
+        &self,
+        key: PageKey,
+        handle: Handle,
+        out: &mut PageBytes,
+        watch: OnReply<'_>,
+    ) -> GetOutcome {
+        let found = self.begun.now((key, handle), watch, |page| self.check(key, handle, page, out));
+        found.map_or(GetOutcome::Busy, |()| GetOutcome::Found)
+    }
+
+    /// The same, and waits for a read that was begun. Returns whether it brought the page.
+    pub(super) fn end_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> bool {
+        self.begun.end((key, handle), |page| self.check(key, handle, page, out)).is_some()
+    }
+
+    /// Are these the bytes of this page, as it is in the file now? The block may have been another's when it was read.
+    fn check(&self, key: PageKey, handle: Handle, page: &PageBytes, out: &mut PageBytes) -> Option<()> {
+        let Named::Blob { place, tag } = Named::by(handle) else { return None };
+        let header = self.find(key, place, tag).ok().filter(|header| codec::is_raw_page(key, *header, page))?;
+        self.was_unreadable(block_of(place));
+        *out = *page;
+        Some(())
     }
 
     /// Forget a page.

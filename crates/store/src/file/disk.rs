@@ -215,6 +215,16 @@ fn wait(
 }
 
 impl Disk {
+    /// How a test ordered the next transfer to fail.
+    pub(crate) fn fault(&self, direction: Direction) -> Option<DiskFault> {
+        self.faults.as_ref().and_then(|faults| faults.next(direction))
+    }
+
+    /// Did a test order that there are none?
+    pub(crate) fn has_no_rings(&self) -> bool {
+        self.faults.as_ref().is_some_and(|faults| faults.no_rings.load(Ordering::Relaxed))
+    }
+
     fn begin(
         &self,
         transfers: &mut Transfers,
@@ -222,7 +232,7 @@ impl Disk {
         mut transfer: Transfer,
     ) -> Result<Begun, io::Error> {
         let mut takes = Duration::ZERO;
-        match self.faults.as_ref().and_then(|faults| faults.next(direction)) {
+        match self.fault(direction) {
             Some(DiskFault::Errno(errno)) => {
                 transfers.put_back(transfer.buffer);
                 return Err(io::Error::from_raw_os_error(errno));
@@ -357,8 +367,7 @@ impl Disk {
                 moved.resize_with(pieces.len(), || Moved::Unbegun);
                 break;
             }
-            let refused = self.faults.as_ref().is_some_and(|faults| faults.no_rings.load(Ordering::Relaxed));
-            let ring = if refused { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(()) };
+            let ring = if self.has_no_rings() { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(()) };
             let with_ring = |transfers: &mut Transfers| {
                 let begin = |(index, (block, pages)): (usize, &(u64, usize))| {
                     let bytes = pages * PAGE_SIZE;
