@@ -187,7 +187,8 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     }
 
     /// The same as [`Store::get`] after [`Store::begin`] sent the request, but never waits. `Busy`: the reply is not
-    /// there, and `watch` got its descriptor again; or it is not the page, which [`Store::get`] asks for again.
+    /// there, and `watch` got its descriptor again; or it is not the page, which [`Store::get`] asks for again. The
+    /// caller has the page locked, as for [`Store::get`]: the handle may be another's than when it was begun.
     fn get_begun(&self, _key: PageKey, _handle: Handle, _out: &mut PageBytes, _watch: OnReply<'_>) -> GetOutcome {
         GetOutcome::Busy
     }

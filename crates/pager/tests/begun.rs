@@ -1,5 +1,5 @@
-//! Pages of a store on a network: the fault worker has them when the reply comes, and a slow worker if none does.
-//! Against the real kernel. Needs root (userfaultfd).
+//! Pages of a store on a disk or a network: the fault worker has them when the reply comes, and a slow worker if none
+//! does. Against the real kernel. Needs root (userfaultfd).
 
 mod common;
 

@@ -2,7 +2,8 @@
 //!
 //! Before: `Store::put` brings a page, or `put_run` up to 2 MiB of them. After: a same-filled page has become a handle
 //! and nothing else; any other page is in a block of the file, its checksum in the index.
-//! Threads: any; each has an io_uring of its own (see `disk`), and so has a read that no thread waits for (`begun`). Several processes may use one file, as with `RamStore`.
+//! Threads: any; each has an io_uring of its own (see `disk`), and so has a read that was begun (`begun`).
+//! Several processes may use one file, as with `RamStore`.
 //! Units: a block is 4096 bytes, an area 512 blocks. Disk space is charged and returned in areas: `tidy` punches
 //! emptied areas, and the next put does so, too, except for 16 MiB. A query of the usage reads counters and never waits
 //! for the disk.
@@ -320,7 +321,7 @@ impl Store for FileStore {
     }
 
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        if self.inner.end_begun(key, handle, out) {
+        if self.inner.wait_for_begun(key, handle, out) {
             return GetOutcome::Found;
         }
         let mut outcome = [GetOutcome::Busy];

@@ -135,8 +135,8 @@ impl Ring {
         Ok(Self { uring, flights: (0..transfers).map(|_| None).collect() })
     }
 
-    /// The same for any thread, and for several after each other. A transfer's end is noted by the thread that
-    /// submitted it, when it next waits for the kernel or leaves it: others wait for that.
+    /// The same for any thread, and for several after each other. The kernel posts the end of a transfer in the thread
+    /// that submitted it, when that waits or leaves the kernel: others see it after that.
     ///
     /// # Errors
     /// As above.
@@ -176,9 +176,10 @@ impl Ring {
         Ok(Ticket(free))
     }
 
-    /// Submit the started transfers to the kernel. `wait` submits those again that it cannot take now.
-    pub fn submit(&mut self) {
-        let _ = self.uring.submit();
+    /// Submit the started transfers to the kernel. Returns false if it took none; `wait` submits those again that it
+    /// cannot take now.
+    pub fn submit(&mut self) -> bool {
+        self.uring.submit().is_ok_and(|count| count > 0)
     }
 
     /// Wait for a transfer. Returns it with the bytes that this start of it has done, or the error. Returns `None` if
@@ -208,8 +209,8 @@ impl Ring {
         }
     }
 
-    /// The same, without a wait and, unless transfers were abandoned, without a system call. On a ring of one thread it
-    /// sees only what was over when that thread last waited.
+    /// Returns a transfer that is over, as `wait` does, or `None`. It makes no system call, unless transfers were
+    /// abandoned. On a ring of one thread it sees only what was over when that thread last waited.
     pub fn now(&mut self, ticket: &Ticket) -> Option<(Transfer, io::Result<usize>)> {
         self.reap();
         let over = self.flights.get_mut(ticket.0)?;

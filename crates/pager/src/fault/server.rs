@@ -28,7 +28,7 @@ use super::follow::Follow;
 use super::forgotten::Forgotten;
 use super::readahead::{self, Readahead};
 use super::resolve::{resolve, settle, target};
-use super::stages::Sampler;
+use super::stages::{Sampler, Times};
 use super::stall::PendingFault;
 use super::throttle::{MOST_WAIT, Waiter};
 use crate::run::queue::Next;
@@ -285,8 +285,8 @@ impl FaultServer {
         let view = self.view.clone();
         let _serving = view.serving();
         let Some((region, page, memory)) = target(vm, &view, pending) else { return true };
-        if pending.begun.is_some() {
-            let times = self.sampler.start();
+        if let Some(begun) = pending.begun {
+            let times = Times::begun(begun);
             let watch = |fd: BorrowedFd<'_>| drop(self.notify.watch(fd));
             return begun::ends(vm, &view, (&region, page), pending, &memory, (&times, &watch));
         }

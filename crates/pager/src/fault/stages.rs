@@ -52,6 +52,11 @@ impl Times {
         Self { taken_up: Some(Instant::now()), ..Self::default() }
     }
 
+    /// A fault whose page was asked for at this time.
+    pub fn begun(at: Instant) -> Self {
+        Self { taken_up: Some(at), found: Cell::new(Some(at)), fetched: Cell::default() }
+    }
+
     /// The stores, as the fault sees them: the first look-up ends the stage.
     pub fn stores<'a, S>(&'a self, stores: &'a S) -> TimedStores<'a, S> {
         TimedStores { stores, times: self }

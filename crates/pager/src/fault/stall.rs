@@ -21,7 +21,7 @@ pub(crate) struct PendingFault {
     pub since: Instant,
     /// The fault throttle keeps it waiting.
     pub throttled: bool,
-    /// Since when its page is on its way from a store on a network, and no slow worker has the fault.
+    /// Since when its page is on its way from a disk or a network, and no slow worker has the fault.
     pub begun: Option<Instant>,
 }
 

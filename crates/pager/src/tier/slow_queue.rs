@@ -16,7 +16,7 @@ use crate::run::pool::Notifier;
 use crate::vm::stats::Stats;
 use crate::vm::view::View;
 
-/// Most reads of one VM that are under way at a time.
+/// Most reads of one VM that threads wait for at a time.
 pub const WORKERS: usize = 4;
 
 /// Workers that read ahead at a time. The others are there for faults.

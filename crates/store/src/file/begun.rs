@@ -1,12 +1,15 @@
 //! Begun: reads of single blocks that were handed to the kernel, and whose bytes are taken later.
 //!
-//! Before: a fault worker met a page of the file. After: it has the bytes when they are there ([`Begun::now`]), and
-//! serves other faults meanwhile; or a slow worker waits for them ([`Begun::end`]) and reads nothing twice.
-//! Threads: any; only `end` waits. Units: one block a read, each on a ring of its own, so that no thread waits for
-//! another's.
-//! Promise: a read that nobody takes, or that never ends, costs its ring and its buffer. All of them together are
-//! bounded, for a store and for the process; beyond that nothing is begun.
+//! Before: a fault worker met a page of the file. After: it takes the bytes when they are there ([`BegunReads::now`]),
+//! and serves other faults meanwhile; or a slow worker waits for them ([`BegunReads::wait_for`]).
+//! Threads: any; only `wait_for` waits for the device. Units: one block a read, each on a ring of its own.
+//! Promise: a device that is not quick is not asked here for a while: a slow worker reads its pages. The reads under
+//! way are bounded, for a store and for the process; beyond that none is begun.
+//!
+//! The kernel posts the end of a read in the thread that submitted it. If that one is stuck in the memory of another
+//! VM, or sleeps until the file system has found the block, the device looks slow from here.
 
+use std::cell::RefCell;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,16 +25,29 @@ use crate::{Handle, PageBytes, PageKey};
 /// Reads under way at a time, of one store and of all.
 const MOST: usize = 8;
 const MOST_OF_ALL: usize = 256;
-/// Readers that wait for their next read.
-const MOST_IDLE: usize = 32;
+/// Rings that a thread keeps for its next reads. The others are any thread's.
+const KEPT: usize = 16;
+/// Entries of a ring. It has one read at a time; but from them the kernel concludes how many threads may do what it
+/// cannot do at once, for all rings of a thread. They take no more memory than one.
+const ENTRIES: u32 = 32;
 
-/// How long a slow worker waits for a read that a fault worker began: a disk's seek. A thread that is stuck in another
-/// VM's memory notes no end, so after this the block is read once more.
-const SEEK: Duration = Duration::from_millis(20);
+/// A read that is not over after this is late: no thread waits for it any more, and the page is read once more.
+const LATE: Duration = Duration::from_millis(10);
+/// To hand a read to the kernel takes some 15 us. If it took this long, the thread slept.
+const SLEPT: Duration = Duration::from_millis(2);
+/// For how long nothing is begun after either.
+const REST: Duration = Duration::from_secs(1);
+/// How long a store that is closed waits for its reads. The buffer of one that is not over then is never freed.
+const LAST_WAIT: Duration = Duration::from_millis(20);
 
-/// Readers that exist, and those of them that are idle.
-static READERS: AtomicUsize = AtomicUsize::new(0);
-static IDLE: Mutex<Vec<(Reader, Buffer)>> = Mutex::new(Vec::new());
+/// How many rings there are.
+static RINGS: AtomicUsize = AtomicUsize::new(0);
+static IDLE: Mutex<Vec<(OneRead, Buffer)>> = Mutex::new(Vec::new());
+
+thread_local! {
+    /// Those that this thread used last: their descriptors are in its epoll set, and in few others.
+    static OWN: RefCell<Vec<(OneRead, Buffer)>> = const { RefCell::new(Vec::new()) };
+}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -39,49 +55,62 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// A ring for one read at a time.
 #[derive(Debug)]
-struct Reader(Ring);
+struct OneRead(Box<Ring>);
 
-impl Reader {
+impl OneRead {
     /// An idle one, or a new one if there may be one more.
     fn get() -> io::Result<(Self, Buffer)> {
-        if let Some(idle) = lock(&IDLE).pop() {
+        if let Some(idle) = OWN.with_borrow_mut(Vec::pop).or_else(|| lock(&IDLE).pop()) {
             return Ok(idle);
         }
-        let full = |readers| (readers < MOST_OF_ALL).then_some(readers + 1);
-        if READERS.fetch_update(Ordering::AcqRel, Ordering::Acquire, full).is_err() {
+        let one_more = |rings| (rings < MOST_OF_ALL).then_some(rings + 1);
+        if RINGS.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_err() {
             return Err(io::ErrorKind::WouldBlock.into());
         }
-        let made = Ring::for_any_thread(1).and_then(|ring| Ok((ring, Buffer::new(PAGE_SIZE)?)));
-        let (ring, buffer) = made.inspect_err(|_| _ = READERS.fetch_sub(1, Ordering::AcqRel))?;
-        Ok((Self(ring), buffer))
+        let made = Ring::for_any_thread(ENTRIES).and_then(|ring| Ok((ring, Buffer::new(PAGE_SIZE)?)));
+        let (ring, buffer) = made.inspect_err(|_| _ = RINGS.fetch_sub(1, Ordering::AcqRel))?;
+        Ok((Self(Box::new(ring)), buffer))
     }
 
-    fn put_back(self, buffer: Buffer) {
-        let mut idle = lock(&IDLE);
-        if idle.len() < MOST_IDLE {
-            idle.push((self, buffer));
-        }
+    /// It is idle. A thread that `is_next` begins the next read, too.
+    fn put_back(self, buffer: Buffer, is_next: bool) {
+        let idle = (self, buffer);
+        let left = OWN.with_borrow_mut(|own| {
+            if !is_next || own.len() >= KEPT {
+                return Some(idle);
+            }
+            own.push(idle);
+            None
+        });
+        lock(&IDLE).extend(left);
     }
 }
 
-impl Drop for Reader {
+impl Drop for OneRead {
     fn drop(&mut self) {
-        READERS.fetch_sub(1, Ordering::AcqRel);
+        RINGS.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
 /// The reads of one store.
 #[derive(Debug, Default)]
-pub(super) struct Begun {
-    reads: Mutex<Vec<Read>>,
-    /// Their number: nearly always 0.
+pub(super) struct BegunReads {
+    inner: Mutex<Reads>,
+    /// How many there are: nearly always 0.
     count: AtomicUsize,
 }
 
+#[derive(Debug, Default)]
+struct Reads {
+    under_way: Vec<UnderWay>,
+    /// Nothing is begun before this.
+    rests_until: Option<Instant>,
+}
+
 #[derive(Debug)]
-struct Read {
+struct UnderWay {
     page: (PageKey, Handle),
-    reader: Reader,
+    ring: OneRead,
     ticket: Ticket,
     since: Instant,
     /// A test ordered that it takes at least this long.
@@ -90,59 +119,77 @@ struct Read {
     is_abandoned: bool,
 }
 
-impl Read {
-    /// Its bytes, or `None` if they are not what was asked for; the read itself if it is not over.
-    fn take<T>(mut self, read: impl FnOnce(&PageBytes) -> Option<T>) -> Result<Option<T>, Self> {
+impl UnderWay {
+    /// What `check` makes of the bytes, if they are a whole block; the read itself if it is not over.
+    fn take<T>(mut self, is_next: bool, check: impl FnOnce(&PageBytes) -> Option<T>) -> Result<Option<T>, Self> {
         if self.since.elapsed() < self.takes {
             return Err(self);
         }
-        let Some((transfer, result)) = self.reader.0.now(&self.ticket) else { return Err(self) };
+        let Some((transfer, result)) = self.ring.0.now(&self.ticket) else { return Err(self) };
         let is_whole = result.is_ok_and(|bytes| bytes == PAGE_SIZE);
-        let taken = transfer.buffer.as_slice().as_chunks().0.first().filter(|_| is_whole).and_then(read);
-        self.reader.put_back(transfer.buffer);
+        let taken = transfer.buffer.as_slice().as_chunks().0.first().filter(|_| is_whole).and_then(check);
+        self.ring.put_back(transfer.buffer, is_next);
         Ok(taken)
     }
 }
 
-impl Begun {
-    fn push(&self, reads: &mut Vec<Read>, read: Read) {
-        reads.push(read);
-        self.count.store(reads.len(), Ordering::Release);
+impl BegunReads {
+    /// The reads, with the number for those who look without the lock. To be called after each change.
+    fn counted(&self, reads: &Reads) {
+        self.count.store(reads.under_way.len(), Ordering::Release);
     }
 
-    fn remove(&self, page: (PageKey, Handle)) -> Option<Read> {
+    fn push(&self, read: UnderWay) {
+        let mut reads = lock(&self.inner);
+        reads.under_way.push(read);
+        self.counted(&reads);
+    }
+
+    fn remove(&self, page: (PageKey, Handle)) -> Option<UnderWay> {
         if self.count.load(Ordering::Acquire) == 0 {
             return None;
         }
-        let mut reads = lock(&self.reads);
-        let at = reads.iter().position(|read| read.page == page && !read.is_abandoned)?;
-        let read = reads.swap_remove(at);
-        self.count.store(reads.len(), Ordering::Release);
+        let mut reads = lock(&self.inner);
+        let at = reads.under_way.iter().position(|read| read.page == page && !read.is_abandoned)?;
+        let read = reads.under_way.swap_remove(at);
+        self.counted(&reads);
         Some(read)
     }
 
-    /// Begins to read the block of this page. Before that `watch` gets the descriptor that has input when it is read.
-    /// Returns whether it was begun, now or before. Never waits: what the kernel cannot do at once it does elsewhere.
-    pub fn begin(&self, disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> bool {
-        let mut reads = lock(&self.reads);
-        for read in std::mem::take(&mut *reads) {
-            // A page whose thread is gone: nobody came for it, and nobody will.
-            let is_abandoned = read.is_abandoned || read.since.elapsed() > SEEK;
-            if !is_abandoned {
-                reads.push(read);
-            } else if let Err(read) = read.take(|_| Some(())) {
-                reads.push(Read { is_abandoned, ..read });
+    fn rest(&self) {
+        lock(&self.inner).rests_until = Some(Instant::now() + REST);
+    }
+
+    /// Releases what was read for nobody.
+    fn release(&self) {
+        let mut reads = lock(&self.inner);
+        let unwanted: Vec<UnderWay> = reads.under_way.extract_if(.., |read| read.is_abandoned).collect();
+        self.counted(&reads);
+        drop(reads);
+        for read in unwanted {
+            if let Err(read) = read.take(false, |_| Some(())) {
+                self.push(read);
             }
         }
-        self.count.store(reads.len(), Ordering::Release);
-        if let Some(read) = reads.iter().find(|read| read.page == page && !read.is_abandoned) {
-            watch(read.reader.0.fd());
+    }
+
+    /// Begins to read the block of this page. Before that `watch` gets the descriptor that has input when it is read.
+    /// Returns whether it was begun, now or before. Does not wait for the device, unless the file system must ask it
+    /// where the block is.
+    pub fn begin(&self, disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> bool {
+        if self.count.load(Ordering::Acquire) > 0 {
+            self.release();
+        }
+        let reads = lock(&self.inner);
+        if let Some(read) = reads.under_way.iter().find(|read| read.page == page && !read.is_abandoned) {
+            watch(read.ring.0.fd());
             return true;
         }
-        let is_full = reads.len() >= MOST;
+        let rests = reads.rests_until.is_some_and(|until| Instant::now() < until);
+        let may_begin = !rests && reads.under_way.len() < MOST;
         drop(reads);
         // Two threads that begin the same page read it twice.
-        !is_full && self.start(disk, page, block, watch).is_some()
+        may_begin && self.start(disk, page, block, watch).is_some()
     }
 
     fn start(&self, disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> Option<()> {
@@ -156,59 +203,73 @@ impl Begun {
             Some(DiskFault::Takes(time)) => (PAGE_SIZE, time),
             Some(DiskFault::Errno(_)) => return None,
         };
-        let (mut reader, buffer) = Reader::get().ok()?;
+        let (mut ring, buffer) = OneRead::get().ok()?;
         let (file, offset) = (Arc::clone(&disk.file), block * PAGE_SIZE as u64);
         let transfer = Transfer { file, direction: Direction::Read, offset, buffer, done: 0, end };
         // It has room: it has nothing else to do.
-        let ticket = reader.0.start(transfer).ok()?;
-        watch(reader.0.fd());
-        reader.0.submit();
-        let read = Read { page, reader, ticket, since: Instant::now(), takes, is_abandoned: false };
-        self.push(&mut lock(&self.reads), read);
+        let ticket = ring.0.start(transfer).ok()?;
+        watch(ring.0.fd());
+        let since = Instant::now();
+        if !ring.0.submit() {
+            return None;
+        }
+        self.push(UnderWay { page, ring, ticket, since, takes, is_abandoned: false });
+        if since.elapsed() > SLEPT {
+            self.rest();
+        }
         Some(())
     }
 
-    /// What `read` makes of the bytes of a page that was begun, if they are there. Otherwise `watch` gets the descriptor
-    /// again. Never waits.
+    /// What `check` makes of the bytes of a page that was begun, if they are there. Otherwise `watch` gets the
+    /// descriptor again. Never waits.
     pub fn now<T>(
         &self,
         page: (PageKey, Handle),
         watch: OnReply<'_>,
-        read: impl FnOnce(&PageBytes) -> Option<T>,
+        check: impl FnOnce(&PageBytes) -> Option<T>,
     ) -> Option<T> {
-        match self.remove(page)?.take(read) {
+        match self.remove(page)?.take(true, check) {
             Ok(taken) => taken,
             Err(read) => {
-                watch(read.reader.0.fd());
-                self.push(&mut lock(&self.reads), read);
+                watch(read.ring.0.fd());
+                self.push(read);
                 None
             }
         }
     }
 
-    /// The same, and waits for them for a while. `None` too if nothing was begun.
-    pub fn end<T>(&self, page: (PageKey, Handle), read: impl FnOnce(&PageBytes) -> Option<T>) -> Option<T> {
-        let mut under_way = self.remove(page)?;
-        if under_way.takes < SEEK {
-            under_way.reader.0.wait_until_over(&under_way.ticket, SEEK);
-            std::thread::sleep(under_way.takes.saturating_sub(under_way.since.elapsed()));
+    /// The same, and waits for them until they are late. `None` too if nothing was begun.
+    pub fn wait_for<T>(&self, page: (PageKey, Handle), check: impl FnOnce(&PageBytes) -> Option<T>) -> Option<T> {
+        let mut read = self.remove(page)?;
+        if read.takes < LATE {
+            read.ring.0.wait_until_over(&read.ticket, LATE.saturating_sub(read.since.elapsed()));
+            std::thread::sleep(read.takes.saturating_sub(read.since.elapsed()));
         }
-        match under_way.take(read) {
+        match read.take(false, check) {
             Ok(taken) => taken,
             Err(read) => {
-                self.push(&mut lock(&self.reads), Read { is_abandoned: true, ..read });
+                self.rest();
+                self.push(UnderWay { is_abandoned: true, ..read });
                 None
             }
+        }
+    }
+
+    /// The page was freed: it came in another way, or nobody wants it any more.
+    pub fn forget(&self, page: (PageKey, Handle)) {
+        if let Some(read) = self.remove(page)
+            && let Err(read) = read.take(false, |_| Some(()))
+        {
+            self.push(UnderWay { is_abandoned: true, ..read });
         }
     }
 }
 
-impl Drop for Begun {
-    /// Waits a moment for reads that are under way: the memory of one that is not over then is not freed any more.
+impl Drop for BegunReads {
     fn drop(&mut self) {
-        let until = Instant::now() + SEEK;
-        for read in self.reads.get_mut().unwrap_or_else(PoisonError::into_inner) {
-            read.reader.0.wait_until_over(&read.ticket, until.saturating_duration_since(Instant::now()));
+        let until = Instant::now() + LAST_WAIT;
+        for read in &mut self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).under_way {
+            read.ring.0.wait_until_over(&read.ticket, until.saturating_duration_since(Instant::now()));
         }
     }
 }

@@ -17,7 +17,7 @@ use ballast_base::PageIdx;
 use ballast_base::store::OnReply;
 use ballast_handover::arena::WORD_TODAY;
 
-use super::begun::Begun;
+use super::begun::BegunReads;
 use super::disk::{self, Disk, Moved, PIECE_BLOCKS};
 use super::layout::AREA_BLOCKS;
 use super::limits::{self, Limits, Refusal};
@@ -65,7 +65,7 @@ pub(super) struct Inner {
     pub(super) allocator: Allocator,
     pub(super) disk: Disk,
     pub(super) limits: Limits,
-    begun: Begun,
+    begun: BegunReads,
     /// Blocks that could not be read.
     unread: Mutex<HashMap<u64, Unread>>,
     /// Their number: nearly always 0.
@@ -406,14 +406,14 @@ impl Inner {
     }
 
     /// The same, and waits for a read that was begun. Returns whether it brought the page.
-    pub(super) fn end_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> bool {
-        self.begun.end((key, handle), |page| self.check(key, handle, page, out)).is_some()
+    pub(super) fn wait_for_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> bool {
+        self.begun.wait_for((key, handle), |page| self.check(key, handle, page, out)).is_some()
     }
 
     /// Are these the bytes of this page, as it is in the file now? The block may have been another's when it was read.
     fn check(&self, key: PageKey, handle: Handle, page: &PageBytes, out: &mut PageBytes) -> Option<()> {
         let Named::Blob { place, tag } = Named::by(handle) else { return None };
-        let header = self.find(key, place, tag).ok().filter(|header| codec::is_raw_page(key, *header, page))?;
+        self.find(key, place, tag).ok().filter(|header| codec::is_raw_page(key, *header, page))?;
         self.was_unreadable(block_of(place));
         *out = *page;
         Some(())
@@ -431,6 +431,7 @@ impl Inner {
                 if self.find(key, place, tag).is_err() {
                     return;
                 }
+                self.begun.forget((key, handle));
                 if self.was_unreadable(block_of(place)) {
                     self.uncount(Counter::LiveBlocks);
                     self.retire_block(place);
