@@ -11,14 +11,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ballast_base::store::OnReply;
+use ballast_base::store::{FILE_STORE, OnReply};
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_needs::skip;
 use ballast_page::copies::store_number;
 use ballast_pager::tier::stores::Tier;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
-use ballast_store::{GetOutcome, Handle, NullStore, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
+use ballast_store::{
+    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, NullStore, PageBytes, PageKey,
+    PutOutcome, Recovered, Store, StoreUsage,
+};
 use common::third::THIRD;
 use common::{Rig, until};
 
@@ -27,6 +31,7 @@ const SOON: Duration = Duration::from_millis(10);
 const RAM: Bytes = Bytes(32 * MIB);
 const LIMIT: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
+const EIO: i32 = 5;
 
 /// How the server of a store replies to requests that were begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,33 +122,78 @@ impl Store for Network {
     }
 }
 
+fn is_in(rig: &Rig, store: u8, page: u64) -> bool {
+    store_number(rig.vm.region(0).expect("region").word(PageIdx(page))) == Some(store)
+}
+
+/// Has most pages go to this store, and no more after that. Returns one of each 64 KiB there, in no order: none comes
+/// with another.
+fn make_far(rig: &Rig, store: u8) -> Vec<u64> {
+    rig.squeeze(LIMIT);
+    until("what is far is there", || {
+        let far = rig.vm.stats().get(Counter::Far);
+        far > (RAM.0 - LIMIT.0) / PAGE_SIZE as u64 / 2
+            && (0..rig.pages).filter(|page| is_in(rig, store, *page)).count() as u64 * 10 > far * 9
+    });
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    rig.set_limit(None);
+    let windows = rig.pages / 16;
+    (0..windows).map(|at| at * 2531 % windows * 16).filter(|page| is_in(rig, store, *page)).collect()
+}
+
+/// Three threads touch these pages.
+fn touch(rig: &Rig, pages: &[u64], store: u8) {
+    std::thread::scope(|scope| {
+        let read = |pages: &[u64]| assert!(pages.iter().all(|page| rig.holds(*page, 1)), "a byte was lost");
+        pages.chunks(pages.len() / 3 + 1).for_each(|pages| drop(scope.spawn(move || read(pages))));
+    });
+    until("all are back", || !pages.iter().any(|page| is_in(rig, store, *page)));
+}
+
+#[test]
+fn pages_of_a_file_come_back_right_whether_reads_that_were_begun_are_late_short_or_fail() {
+    let faults = Arc::new(DiskFaults::default());
+    let options = FileOptions { faults: Some(faults.clone()), ..FileOptions::new(Budget::new(AMPLE)) };
+    let store = match FileStore::create(&std::env::temp_dir(), options) {
+        Ok((store, _, _)) => Arc::new(store),
+        Err(error) => return skip("disk", error),
+    };
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![Tier::slow(FILE_STORE, "file store", store)], SOON);
+    rig.fill_all();
+    for _ in 0..3 {
+        let pages = make_far(&rig, FILE_STORE);
+        assert!(pages.len() > 50);
+        // As many quick reads as others: no block fails so often that its page is given up.
+        for fault in [
+            DiskFault::Takes(Duration::from_millis(1)),
+            DiskFault::Short(512),
+            DiskFault::Takes(Duration::from_millis(5)),
+            DiskFault::Errno(EIO),
+            DiskFault::Late,
+            DiskFault::Takes(Duration::from_millis(15)),
+        ] {
+            faults.fail_reads(6, DiskFault::Takes(Duration::ZERO));
+            faults.fail_reads(4, fault);
+        }
+        touch(&rig, &pages, FILE_STORE);
+        faults.forget();
+        rig.check_census();
+        rig.vm.hold(Hold::Shared, None);
+        rig.check_bytes();
+    }
+}
+
 #[test]
 fn a_fault_worker_has_a_page_when_its_reply_comes_and_a_slow_worker_gets_it_if_none_does() {
     for replies in [Replies::Pages, Replies::Nothing, Replies::Refusals, Replies::HangsUp] {
         let store = Arc::new(Network::new(replies));
         let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![Tier::slow(THIRD, "network", store.clone())], SOON);
         rig.fill_all();
-        let region = rig.vm.region(0).expect("region");
-        let is_far = |page: &u64| store_number(region.word(PageIdx(*page))) == Some(THIRD);
-        rig.squeeze(LIMIT);
-        until("what is far is there", || {
-            let far = rig.vm.stats().get(Counter::Far);
-            far > (RAM.0 - LIMIT.0) / PAGE_SIZE as u64 / 2
-                && (0..rig.pages).filter(is_far).count() as u64 * 10 > far * 9
-        });
-        rig.vm.hold(Hold::Shared, Some("test".into()));
-        rig.wait_for_quarantine();
-        rig.set_limit(None);
-        // A page of each 64 KiB, in no order: none comes with another.
-        let windows = rig.pages / 16;
-        let pages: Vec<u64> = (0..windows).map(|at| at * 2531 % windows * 16).filter(is_far).collect();
+        let pages = make_far(&rig, THIRD);
         let counts = || [&store.begun, &store.got].map(|count| count.load(Ordering::Acquire));
         let before = counts();
-        std::thread::scope(|scope| {
-            let read = |pages: &[u64]| assert!(pages.iter().all(|page| rig.holds(*page, 1)), "a byte was lost");
-            pages.chunks(pages.len() / 3 + 1).for_each(|pages| drop(scope.spawn(move || read(pages))));
-        });
-        until("all are back", || !pages.iter().any(is_far));
+        touch(&rig, &pages, THIRD);
         let (begun, got, far) = (counts()[0] - before[0], counts()[1] - before[1], pages.len() as u64);
         assert!(far > 50 && begun * 2 > far, "{replies:?}: {begun} requests for {far} pages");
         match replies {
