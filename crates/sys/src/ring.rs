@@ -2,8 +2,8 @@
 //!
 //! Before: `store` has an extent to write, or one to read, and a buffer of its own. After: the caller has the buffer
 //! again, and the kernel's result. If it gave up the wait, the buffer stays here until the kernel is done with it.
-//! Threads: a ring belongs to the thread that made it, or any thread may have it ([`Ring::for_any_thread`]). Units:
-//! offsets and lengths are bytes.
+//! Threads: a ring belongs to the thread that made it, or any thread may have it ([`Ring::for_any_thread`]), for one
+//! transfer at a time. Units: offsets and lengths are bytes.
 //! Promise: memory that the kernel may still read or write is never freed: transfers own their buffer and their file,
 //! and a ring that is dropped while the kernel works leaks those buffers instead, and closes the files.
 
@@ -135,13 +135,15 @@ impl Ring {
         Ok(Self { uring, flights: (0..transfers).map(|_| None).collect() })
     }
 
-    /// The same for any thread, and for several after each other. The kernel posts the end of a transfer in the thread
-    /// that submitted it, when that waits or leaves the kernel: others see it after that.
+    /// A ring for one transfer at a time, for any thread, and for several after each other. The kernel posts the end of
+    /// a transfer in the thread that submitted it, when that waits or leaves the kernel: others see it after that.
     ///
     /// # Errors
     /// As above.
-    pub fn for_any_thread(transfers: u32) -> io::Result<Self> {
-        Ok(Self { uring: IoUring::new(transfers)?, flights: (0..transfers).map(|_| None).collect() })
+    pub fn for_any_thread() -> io::Result<Self> {
+        // From the entries of its first ring the kernel concludes how many threads may do what a thread's rings cannot
+        // do at once. They fit in the pages of one entry.
+        Ok(Self { uring: IoUring::new(32)?, flights: vec![None] })
     }
 
     /// Has input when a transfer is over. Only of a ring for any thread.
@@ -399,7 +401,7 @@ mod tests {
 
     #[test]
     fn a_ring_for_any_thread_tells_by_its_descriptor_what_another_thread_takes() {
-        let mut ring = match Ring::for_any_thread(1) {
+        let mut ring = match Ring::for_any_thread() {
             Ok(ring) => ring,
             Err(error) => return skip("io_uring", error),
         };

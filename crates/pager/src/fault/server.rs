@@ -318,14 +318,15 @@ impl FaultServer {
         // slow store.
         if vm.stores.has_slow() && region.is_slow(page) {
             let word = region.word(page);
-            let is_one = is_missing && granule.pages() == 1 && word.state() == State::Far;
+            let is_one = is_missing && granule.pages() == 1 && word.state() == State::Far && !word.is_locked();
             let watch = |fd: BorrowedFd<'_>| drop(self.notify.watch(fd));
             let is_far = |page| region.is_slow_and_free(PageIdx(page));
+            let now = Instant::now();
             if is_one
                 && !vm.mail.slow.is_in_order(region.number, page.0, is_far)
                 && vm.stores.begin(region.key(page), word, &watch)
             {
-                pending.begun = Some(Instant::now());
+                pending.begun = Some(now);
                 return false;
             }
             vm.mail.slow.take(vm.stats(), &view, *pending);

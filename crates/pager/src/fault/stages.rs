@@ -1,4 +1,4 @@
-//! Stages: where the time of a restore goes, for 1 restore in [`EVERY`].
+//! Stages: where the time of a restore goes: for 1 restore in [`EVERY`] from RAM, and for all from a disk or a network.
 //!
 //! Before: a worker is about to serve a fault. After: four histograms in `stats`, which operators and the bench see.
 //! Threads: each fault worker has its own [`Sampler`]. Units: nanoseconds inside.

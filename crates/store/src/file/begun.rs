@@ -3,15 +3,15 @@
 //! Before: a fault worker met a page of the file. After: it takes the bytes when they are there ([`BegunReads::now`]),
 //! and serves other faults meanwhile; or a slow worker waits for them ([`BegunReads::wait_for`]).
 //! Threads: any; only `wait_for` waits for the device. Units: one block a read, each on a ring of its own.
-//! Promise: a device that is not quick is not asked here for a while: a slow worker reads its pages. The reads under
-//! way are bounded, for a store and for the process; beyond that none is begun.
+//! Promise: a device that is not quick is not asked here until a slow worker, which reads its pages, finds it quick.
+//! The reads under way are bounded, for a store and for the process; beyond that none is begun.
 //!
 //! The kernel posts the end of a read in the thread that submitted it. If that one is stuck in the memory of another
 //! VM, or sleeps until the file system has found the block, the device looks slow from here.
 
 use std::cell::RefCell;
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -26,17 +26,16 @@ use crate::{Handle, PageBytes, PageKey};
 const MOST: usize = 8;
 const MOST_OF_ALL: usize = 256;
 /// Rings that a thread keeps for its next reads. The others are any thread's.
-const KEPT: usize = 16;
-/// Entries of a ring. It has one read at a time; but from them the kernel concludes how many threads may do what it
-/// cannot do at once, for all rings of a thread. They take no more memory than one.
-const ENTRIES: u32 = 32;
+const KEPT: usize = 4;
 
 /// A read that is not over after this is late: no thread waits for it any more, and the page is read once more.
 const LATE: Duration = Duration::from_millis(10);
 /// To hand a read to the kernel takes some 15 us. If it took this long, the thread slept.
 const SLEPT: Duration = Duration::from_millis(2);
-/// For how long nothing is begun after either.
+/// For how long nothing is begun after either, and until a slow worker's read was quick again.
 const REST: Duration = Duration::from_secs(1);
+/// A read that nobody came for in this time: its page came in another way just before it was begun.
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(1);
 /// How long a store that is closed waits for its reads. The buffer of one that is not over then is never freed.
 const LAST_WAIT: Duration = Duration::from_millis(20);
 
@@ -67,7 +66,7 @@ impl OneRead {
         if RINGS.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_err() {
             return Err(io::ErrorKind::WouldBlock.into());
         }
-        let made = Ring::for_any_thread(ENTRIES).and_then(|ring| Ok((ring, Buffer::new(PAGE_SIZE)?)));
+        let made = Ring::for_any_thread().and_then(|ring| Ok((ring, Buffer::new(PAGE_SIZE)?)));
         let (ring, buffer) = made.inspect_err(|_| _ = RINGS.fetch_sub(1, Ordering::AcqRel))?;
         Ok((Self(Box::new(ring)), buffer))
     }
@@ -98,13 +97,26 @@ pub(super) struct BegunReads {
     inner: Mutex<Reads>,
     /// How many there are: nearly always 0.
     count: AtomicUsize,
+    /// The device was not quick, and has not been since.
+    is_slow: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct Reads {
     under_way: Vec<UnderWay>,
+    /// Threads that hand a read to the kernel, and since when the first of them does.
+    starting: usize,
+    starting_since: Option<Instant>,
     /// Nothing is begun before this.
     rests_until: Option<Instant>,
+}
+
+impl Reads {
+    /// May one more be begun? Not while a thread sleeps over another one.
+    fn may_begin(&self, now: Instant) -> bool {
+        let sleeps = self.starting_since.is_some_and(|since| now.saturating_duration_since(since) > SLEPT);
+        !sleeps && self.rests_until.is_none_or(|until| until <= now) && self.under_way.len() + self.starting < MOST
+    }
 }
 
 #[derive(Debug)]
@@ -158,18 +170,32 @@ impl BegunReads {
 
     fn rest(&self) {
         lock(&self.inner).rests_until = Some(Instant::now() + REST);
+        self.is_slow.store(true, Ordering::Release);
+    }
+
+    /// A slow worker read a page, which took this long.
+    pub fn took(&self, time: Duration) {
+        if time < LATE && self.is_slow.load(Ordering::Acquire) {
+            self.is_slow.store(false, Ordering::Release);
+        }
     }
 
     /// Releases what was read for nobody.
     fn release(&self) {
         let mut reads = lock(&self.inner);
-        let unwanted: Vec<UnderWay> = reads.under_way.extract_if(.., |read| read.is_abandoned).collect();
+        let is_unwanted = |read: &mut UnderWay| read.is_abandoned || read.since.elapsed() > FORGOTTEN_AFTER;
+        let unwanted: Vec<UnderWay> = reads.under_way.extract_if(.., is_unwanted).collect();
         self.counted(&reads);
         drop(reads);
         for read in unwanted {
-            if let Err(read) = read.take(false, |_| Some(())) {
-                self.push(read);
-            }
+            self.abandon(read);
+        }
+    }
+
+    /// Nobody wants it: releases it, now or when it is over.
+    fn abandon(&self, read: UnderWay) {
+        if let Err(read) = read.take(false, |_| Some(())) {
+            self.push(UnderWay { is_abandoned: true, ..read });
         }
     }
 
@@ -180,22 +206,37 @@ impl BegunReads {
         if self.count.load(Ordering::Acquire) > 0 {
             self.release();
         }
-        let reads = lock(&self.inner);
-        if let Some(read) = reads.under_way.iter().find(|read| read.page == page && !read.is_abandoned) {
-            watch(read.ring.0.fd());
-            return true;
+        let now = Instant::now();
+        {
+            let mut reads = lock(&self.inner);
+            if let Some(read) = reads.under_way.iter().find(|read| read.page == page && !read.is_abandoned) {
+                watch(read.ring.0.fd());
+                return true;
+            }
+            if self.is_slow.load(Ordering::Acquire) || disk.has_no_rings() || !reads.may_begin(now) {
+                return false;
+            }
+            reads.starting += 1;
+            reads.starting_since.get_or_insert(now);
         }
-        let rests = reads.rests_until.is_some_and(|until| Instant::now() < until);
-        let may_begin = !rests && reads.under_way.len() < MOST;
-        drop(reads);
         // Two threads that begin the same page read it twice.
-        may_begin && self.start(disk, page, block, watch).is_some()
+        let started = self.start(disk, page, block, watch);
+        let is_begun = started.is_some();
+        let mut reads = lock(&self.inner);
+        reads.under_way.extend(started);
+        reads.starting -= 1;
+        if reads.starting == 0 {
+            reads.starting_since = None;
+        }
+        self.counted(&reads);
+        drop(reads);
+        if !is_begun || now.elapsed() > SLEPT {
+            self.rest();
+        }
+        is_begun
     }
 
-    fn start(&self, disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> Option<()> {
-        if disk.has_no_rings() {
-            return None;
-        }
+    fn start(&self, disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> Option<UnderWay> {
         let (end, takes) = match disk.fault(Direction::Read) {
             None => (PAGE_SIZE, Duration::ZERO),
             Some(DiskFault::Short(bytes)) => (bytes.min(PAGE_SIZE), Duration::ZERO),
@@ -210,14 +251,7 @@ impl BegunReads {
         let ticket = ring.0.start(transfer).ok()?;
         watch(ring.0.fd());
         let since = Instant::now();
-        if !ring.0.submit() {
-            return None;
-        }
-        self.push(UnderWay { page, ring, ticket, since, takes, is_abandoned: false });
-        if since.elapsed() > SLEPT {
-            self.rest();
-        }
-        Some(())
+        ring.0.submit().then_some(UnderWay { page, ring, ticket, since, takes, is_abandoned: false })
     }
 
     /// What `check` makes of the bytes of a page that was begun, if they are there. Otherwise `watch` gets the
@@ -257,10 +291,8 @@ impl BegunReads {
 
     /// The page was freed: it came in another way, or nobody wants it any more.
     pub fn forget(&self, page: (PageKey, Handle)) {
-        if let Some(read) = self.remove(page)
-            && let Err(read) = read.take(false, |_| Some(()))
-        {
-            self.push(UnderWay { is_abandoned: true, ..read });
+        while let Some(read) = self.remove(page) {
+            self.abandon(read);
         }
     }
 }

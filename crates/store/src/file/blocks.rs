@@ -11,7 +11,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::sync::atomic::{AtomicIsize, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ballast_base::PageIdx;
 use ballast_base::store::OnReply;
@@ -359,6 +359,7 @@ impl Inner {
     ) -> Vec<Moved> {
         let sizes: Vec<(u64, usize)> = pieces.iter().map(|piece| (piece[0].block, piece.len())).collect();
         let read_timeout = |number: usize| self.read_timeout(pieces[number]);
+        let begun = Instant::now();
         let moved = self.disk.read(&sizes, read_timeout, |number, pages| {
             for (wanted, page) in pieces[number].iter().zip(pages) {
                 let found = codec::is_raw_page(page_after(first, wanted.index), wanted.header, page);
@@ -366,6 +367,9 @@ impl Inner {
                 out[wanted.index] = *page;
             }
         });
+        if moved.iter().any(|moved| matches!(moved, Moved::Done)) {
+            self.begun.took(begun.elapsed());
+        }
         // A page of many blocks needs all of them at once: each is waited for longer, also if it came this time.
         let is_late = moved.iter().any(|moved| matches!(moved, Moved::Late));
         for (piece, moved) in pieces.iter().zip(&moved) {
