@@ -4,7 +4,7 @@
 //! Before: a store in a file without a name in the directory for temporary files. After: contents, counts, charge and
 //! the space used are what they must be.
 //! Threads: the conformance kit uses four. Units: bytes, pages, areas of 2 MiB.
-//! Promise: no sleeps, no timing. Where the directory knows no direct I/O, or io_uring is off, tests are skipped.
+//! Promise: no sleeps, no bets on time. Where the directory knows no direct I/O, or io_uring is off, tests are skipped.
 
 use std::fs::File;
 use std::os::fd::{BorrowedFd, OwnedFd};

@@ -19,7 +19,7 @@ use ballast_base::PAGE_SIZE;
 use ballast_base::store::OnReply;
 use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
 
-use super::disk::{Disk, DiskFault};
+use super::disk::Disk;
 use crate::{Handle, PageBytes, PageKey};
 
 /// Reads under way at a time, of one store and of all.
@@ -44,8 +44,8 @@ static RINGS: AtomicUsize = AtomicUsize::new(0);
 static IDLE: Mutex<Vec<(OneRead, Buffer)>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// Those that this thread used last: their descriptors are in its epoll set, and in few others.
-    static OWN: RefCell<Vec<(OneRead, Buffer)>> = const { RefCell::new(Vec::new()) };
+    /// Those that this thread used last, if it begins reads: their descriptors are in its epoll set, and in few others.
+    static OWN: RefCell<Option<Vec<(OneRead, Buffer)>>> = const { RefCell::new(None) };
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -59,7 +59,8 @@ struct OneRead(Box<Ring>);
 impl OneRead {
     /// An idle one, or a new one if there may be one more.
     fn get() -> io::Result<(Self, Buffer)> {
-        if let Some(idle) = OWN.with_borrow_mut(Vec::pop).or_else(|| lock(&IDLE).pop()) {
+        let own = OWN.with_borrow_mut(|own| own.get_or_insert_default().pop());
+        if let Some(idle) = own.or_else(|| lock(&IDLE).pop()) {
             return Ok(idle);
         }
         let one_more = |rings| (rings < MOST_OF_ALL).then_some(rings + 1);
@@ -71,17 +72,13 @@ impl OneRead {
         Ok((Self(Box::new(ring)), buffer))
     }
 
-    /// It is idle. A thread that `is_next` begins the next read, too.
-    fn put_back(self, buffer: Buffer, is_next: bool) {
+    /// It is idle.
+    fn put_back(self, buffer: Buffer) {
         let idle = (self, buffer);
-        let left = OWN.with_borrow_mut(|own| {
-            if !is_next || own.len() >= KEPT {
-                return Some(idle);
-            }
-            own.push(idle);
-            None
+        OWN.with_borrow_mut(|own| match own {
+            Some(own) if own.len() < KEPT => own.push(idle),
+            _ => lock(&IDLE).push(idle),
         });
-        lock(&IDLE).extend(left);
     }
 }
 
@@ -133,14 +130,14 @@ struct UnderWay {
 
 impl UnderWay {
     /// What `check` makes of the bytes, if they are a whole block; the read itself if it is not over.
-    fn take<T>(mut self, is_next: bool, check: impl FnOnce(&PageBytes) -> Option<T>) -> Result<Option<T>, Self> {
+    fn take<T>(mut self, check: impl FnOnce(&PageBytes) -> Option<T>) -> Result<Option<T>, Self> {
         if self.since.elapsed() < self.takes {
             return Err(self);
         }
         let Some((transfer, result)) = self.ring.0.now(&self.ticket) else { return Err(self) };
         let is_whole = result.is_ok_and(|bytes| bytes == PAGE_SIZE);
         let taken = transfer.buffer.as_slice().as_chunks().0.first().filter(|_| is_whole).and_then(check);
-        self.ring.put_back(transfer.buffer, is_next);
+        self.ring.put_back(transfer.buffer);
         Ok(taken)
     }
 }
@@ -194,7 +191,7 @@ impl BegunReads {
 
     /// Nobody wants it: releases it, now or when it is over.
     fn abandon(&self, read: UnderWay) {
-        if let Err(read) = read.take(false, |_| Some(())) {
+        if let Err(read) = read.take(|_| Some(())) {
             self.push(UnderWay { is_abandoned: true, ..read });
         }
     }
@@ -237,16 +234,10 @@ impl BegunReads {
     }
 
     fn start(&self, disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> Option<UnderWay> {
-        let (end, takes) = match disk.fault(Direction::Read) {
-            None => (PAGE_SIZE, Duration::ZERO),
-            Some(DiskFault::Short(bytes)) => (bytes.min(PAGE_SIZE), Duration::ZERO),
-            Some(DiskFault::Late) => (PAGE_SIZE, Duration::MAX),
-            Some(DiskFault::Takes(time)) => (PAGE_SIZE, time),
-            Some(DiskFault::Errno(_)) => return None,
-        };
+        let (most, takes) = disk.next_is(Direction::Read).ok()?;
         let (mut ring, buffer) = OneRead::get().ok()?;
         let (file, offset) = (Arc::clone(&disk.file), block * PAGE_SIZE as u64);
-        let transfer = Transfer { file, direction: Direction::Read, offset, buffer, done: 0, end };
+        let transfer = Transfer { file, direction: Direction::Read, offset, buffer, done: 0, end: most.min(PAGE_SIZE) };
         // It has room: it has nothing else to do.
         let ticket = ring.0.start(transfer).ok()?;
         watch(ring.0.fd());
@@ -262,7 +253,7 @@ impl BegunReads {
         watch: OnReply<'_>,
         check: impl FnOnce(&PageBytes) -> Option<T>,
     ) -> Option<T> {
-        match self.remove(page)?.take(true, check) {
+        match self.remove(page)?.take(check) {
             Ok(taken) => taken,
             Err(read) => {
                 watch(read.ring.0.fd());
@@ -279,7 +270,7 @@ impl BegunReads {
             read.ring.0.wait_until_over(&read.ticket, LATE.saturating_sub(read.since.elapsed()));
             std::thread::sleep(read.takes.saturating_sub(read.since.elapsed()));
         }
-        match read.take(false, check) {
+        match read.take(check) {
             Ok(taken) => taken,
             Err(read) => {
                 self.rest();

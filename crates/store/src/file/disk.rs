@@ -215,9 +215,15 @@ fn wait(
 }
 
 impl Disk {
-    /// How a test ordered the next transfer to fail.
-    pub(crate) fn fault(&self, direction: Direction) -> Option<DiskFault> {
-        self.faults.as_ref().and_then(|faults| faults.next(direction))
+    /// What a test ordered of the next transfer: the most bytes that it moves, and how long it takes at least.
+    pub(crate) fn next_is(&self, direction: Direction) -> io::Result<(usize, Duration)> {
+        match self.faults.as_ref().and_then(|faults| faults.next(direction)) {
+            Some(DiskFault::Errno(errno)) => Err(io::Error::from_raw_os_error(errno)),
+            Some(DiskFault::Short(bytes)) => Ok((bytes, Duration::ZERO)),
+            Some(DiskFault::Late) => Ok((usize::MAX, Duration::MAX)),
+            Some(DiskFault::Takes(time)) => Ok((usize::MAX, time)),
+            None => Ok((usize::MAX, Duration::ZERO)),
+        }
     }
 
     /// Did a test order that there are none?
@@ -231,17 +237,16 @@ impl Disk {
         direction: Direction,
         mut transfer: Transfer,
     ) -> Result<Begun, io::Error> {
-        let mut takes = Duration::ZERO;
-        match self.fault(direction) {
-            Some(DiskFault::Errno(errno)) => {
-                transfers.put_back(transfer.buffer);
-                return Err(io::Error::from_raw_os_error(errno));
+        let takes = match self.next_is(direction) {
+            Ok((most, takes)) => {
+                transfer.end = transfer.end.min(transfer.done.saturating_add(most));
+                takes
             }
-            Some(DiskFault::Short(bytes)) => transfer.end = transfer.end.min(transfer.done + bytes),
-            Some(DiskFault::Late) => takes = Duration::MAX,
-            Some(DiskFault::Takes(time)) => takes = time,
-            None => {}
-        }
+            Err(error) => {
+                transfers.put_back(transfer.buffer);
+                return Err(error);
+            }
+        };
         transfers.ring.reap();
         match transfers.ring.start(transfer) {
             Ok(ticket) => Ok(Begun { ticket, takes }),
