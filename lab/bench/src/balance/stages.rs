@@ -76,7 +76,7 @@ impl Program {
 }
 
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let programs = Program::all(if bench.options.quick { 10_000 } else { 200_000 });
+    let programs = Program::all(if bench.options.quick { 2_000 } else { 200_000 });
     for programs in pairs_of(&programs, bench.options.quick) {
         let name = programs.map(|program| program.name).join("+");
         let mut row = bench.row(&format!("{name} in stages, half of their peak"));
