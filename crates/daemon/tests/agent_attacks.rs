@@ -9,11 +9,11 @@ mod common;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use ballast_api::AgentState;
+use ballast_api::{AgentState, NodeBalloon, VmPatch};
 use ballast_base::{MIB, PAGE_SIZE};
 use ballast_guest::message::{MAX_RUNS, NODES_END, Node, Tick, TierUse, Tiering, TieringState, Tracking};
 use ballast_guest::run::COLD;
-use ballast_guest::{Kind, Run, ToHost, frame};
+use ballast_guest::{Kind, Run, ToGuest, ToHost, frame};
 use ballast_testvm::Finally;
 use common::agent::{
     Fake, HIGH, NONCES, PAGES, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, port_of, proved, run,
@@ -73,6 +73,10 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
         }
         let _end = Finally(|| ends.store(true, Ordering::Relaxed));
         daemon.api.set_limit("all-free", Some(48 * MIB)).expect("limit");
+        // What it took counts as far as it is to hold something.
+        let balloon = Some(NodeBalloon { node: 0, bytes: PAGES * PAGE_SIZE as u64 });
+        daemon.api.patch_vm("all-free", &VmPatch { balloon, ..VmPatch::default() }).expect("it has a port");
+        while !matches!(fake.hear(), Some(ToGuest::Balloon { node: 0, pages: PAGES })) {}
         let nodes = vec![Node { node: 0, pages: PAGES, free: PAGES, ballooned: PAGES }];
         until("its pages were evicted and restored, many times", || {
             if fake.stay_alive() {

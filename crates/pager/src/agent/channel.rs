@@ -3,7 +3,8 @@
 //! Before: a VMM listens on the socket of its process id. After: bytes from and to the guest, as far as either side
 //! takes them.
 //! Threads: a fault worker notes that there is input; all else is the task of the VM's. Promise: nothing here waits;
-//! output that the guest does not take is dropped beyond a bound; only the VMM's own process is talked to.
+//! output that the guest does not take is dropped beyond a bound; input wakes a thread once, until all of it was read;
+//! only the VMM's own process is talked to.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -98,7 +99,9 @@ impl Channel {
         }
         let (socket, told) = (Arc::new(fd), told.clone());
         let served = Servers::of_process()?.add(group, socket.clone(), |_| Box::new(Port(told)))?;
-        Ok(Some(Self { socket, served, out: Vec::new() }))
+        let channel = Self { socket, served, out: Vec::new() };
+        channel.served.listen_once()?;
+        Ok(Some(channel))
     }
 
     /// Reads bytes of the guest.
@@ -111,7 +114,7 @@ impl Channel {
                 Ok((0, _)) => Ok(Read::Gone),
                 Ok((count, _)) => Ok(Read::Bytes(count.min(buffer.len()))),
                 Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => Ok(Read::Nothing),
+                Err(Errno::AGAIN) => self.served.listen_once().map(|()| Read::Nothing),
                 Err(error) => Err(error.into()),
             };
         }
@@ -152,13 +155,63 @@ mod tests {
     use std::io::Write;
     use std::os::linux::net::SocketAddrExt;
     use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
+    /// The port of this process, for one test at a time.
+    fn port() -> (MutexGuard<'static, ()>, u32, UnixListener) {
+        static ONE: Mutex<()> = Mutex::new(());
+        let (one, pid) = (ONE.lock().unwrap_or_else(PoisonError::into_inner), std::process::id());
+        let name = SocketAddr::from_abstract_name(socket_name(pid)).expect("a name");
+        (one, pid, UnixListener::bind_addr(&name).expect("no other listener"))
+    }
+
+    /// A connection whose task counts its runs, and that was notified of all that came before.
+    fn counted(pid: u32, port: &UnixListener) -> (Channel, UnixStream, Arc<AtomicU32>) {
+        let (told, runs, pool) = (Arc::<Told>::default(), Arc::new(AtomicU32::new(0)), Pool::of_process());
+        let (group, of_task) = (pool.add_group(), runs.clone());
+        let task = move |_| {
+            of_task.fetch_add(1, Ordering::SeqCst);
+            Next::Idle
+        };
+        told.notifier.connect(pool.add(group, "counted", task).expect("a thread"));
+        until_more(&runs, 0);
+        let channel = Channel::connect(pid, group, &told).expect("this process listens").expect("a port");
+        // A new server is visited once without input.
+        until_more(&runs, 1);
+        (channel, port.accept().expect("it has connected").0, runs)
+    }
+
+    /// Waits until there were more runs than this.
+    fn until_more(runs: &AtomicU32, than: u32) {
+        while runs.load(Ordering::SeqCst) <= than {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_guest_that_writes_more_often_than_it_is_read_wakes_nobody_until_all_was_read_and_then_the_next_byte_does() {
+        let (_one, pid, port) = port();
+        let (mut channel, mut peer, runs) = counted(pid, &port);
+        for _ in 0..20 {
+            let before = runs.load(Ordering::SeqCst);
+            peer.write_all(&[1]).expect("written");
+            until_more(&runs, before);
+            // Another one's input comes after, so its visit would be over as well.
+            (0..100).for_each(|_| peer.write_all(&[1]).expect("written"));
+            let (_channel, mut other, of_other) = counted(pid, &port);
+            let of_this = of_other.load(Ordering::SeqCst);
+            other.write_all(&[1]).expect("written");
+            until_more(&of_other, of_this);
+            assert_eq!(runs.load(Ordering::SeqCst), before + 1);
+            while !matches!(channel.read(&mut [0; 8]), Ok(Read::Nothing)) {}
+        }
+    }
 
     #[test]
     fn a_peer_that_closes_again_and_again_costs_no_descriptor_and_one_that_never_reads_costs_bounded_memory() {
-        let pid = std::process::id();
-        let name = SocketAddr::from_abstract_name(socket_name(pid)).expect("a name");
-        let (port, told) = (UnixListener::bind_addr(&name).expect("no other listener"), Arc::default());
-        let group = Pool::of_process().add_group();
+        let (_one, pid, port) = port();
+        let (told, group) = (Arc::default(), Pool::of_process().add_group());
         let connect = || -> (Channel, UnixStream) {
             let channel = Channel::connect(pid, group, &told).expect("this process listens").expect("a port");
             (channel, port.accept().expect("it has connected").0)

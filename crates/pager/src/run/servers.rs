@@ -30,6 +30,7 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 
+use super::input::Input;
 use super::pool::blocking;
 use super::pool::watchdog::sleeps;
 use super::queue::{GroupId, TaskId};
@@ -93,6 +94,16 @@ impl Served {
     /// Ends the visits, except one that is under way. Does not wait for that.
     pub fn close(&self) {
         self.0.close();
+    }
+
+    /// From now on only the next input is followed by a visit, that which is there now included. A server whose other
+    /// side writes more often than it is read calls this each time that it has read all.
+    ///
+    /// # Errors
+    /// The kernel does not watch its descriptor.
+    pub fn listen_once(&self) -> io::Result<()> {
+        let place = self.0.place();
+        place.as_ref().map_or(Ok(()), |set| set.listen(&self.0, Input::add_once))
     }
 
     /// Is no visit under way, and none to come?

@@ -175,7 +175,7 @@ impl Slot {
     /// Puts it into its first set.
     pub fn enter(self: &Arc<Self>, set: &Arc<Set>) -> io::Result<()> {
         let mut place = self.place();
-        set.listen(self)?;
+        set.listen(self, Input::add)?;
         *place = Some(set.clone());
         set.take_in(self, Duration::ZERO);
         Ok(())
@@ -200,7 +200,7 @@ impl Slot {
         if !place.as_ref().is_some_and(|place| Arc::ptr_eq(place, from)) {
             return Ok(false);
         }
-        to.listen(self)?;
+        to.listen(self, Input::add)?;
         let Some(owed) = from.let_go(self) else {
             // Another thread ends it.
             to.unlisten(self);
@@ -225,7 +225,7 @@ impl Slot {
         if !place.as_ref().is_some_and(|place| Arc::ptr_eq(place, from)) {
             return Ok(false);
         }
-        to.listen(self)?;
+        to.listen(self, Input::add)?;
         let mut inner = from.lock();
         let is_it = inner.visit.as_ref().is_some_and(|now| now.number == visit.number);
         let Some(stuck) = inner.worker.take_if(|_| is_it) else { return Ok(false) };
@@ -311,10 +311,11 @@ impl Set {
         self.inner.lock().expect("no panic while held")
     }
 
-    fn listen(&self, slot: &Slot) -> io::Result<()> {
+    /// Listens to a slot whose place is locked, by this function of [`Input`].
+    pub fn listen(&self, slot: &Slot, add: fn(&Input, BorrowedFd<'_>, u64) -> io::Result<()>) -> io::Result<()> {
         let fd = slot.fd.lock().expect("no panic while held");
         let fd = fd.as_ref().ok_or(io::ErrorKind::NotFound)?;
-        self.input.add((**fd).as_fd(), slot.id.number())
+        add(&self.input, (**fd).as_fd(), slot.id.number())
     }
 
     fn unlisten(&self, slot: &Slot) {
