@@ -7,6 +7,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ballast_base::PageIdx;
 use ballast_store::{Handle, PageKey, PutOutcome, Store};
@@ -20,6 +21,8 @@ pub struct Write {
     pub first: PageKey,
     pub count: u64,
     pub generation: Handle,
+    /// Time since the host started when the VM's lease was known to last.
+    pub since: Duration,
     pub names: Vec<Vec<u8>>,
     pub values: Values,
     pub sent: Sent,

@@ -6,7 +6,8 @@
 //! Promise: a page is unlinked only if it was freed, or if it is older than the sweep and no word named it when that
 //! began. What cannot be unlinked now stays here. A node that refuses delays its own pages only. A call takes
 //! [`SLICE`], or as long as one node takes to fail, and the next one goes on from there. A chunk has what one failed
-//! write left at most: no other page is put there before that is unlinked.
+//! write left at most: no other page is put there before that is unlinked. It is unlinked once more later, because a
+//! server that was stopped may read the rest of that write after the first time.
 //!
 //! *Leftovers.* A sweep of the VM's keys finds pages that an ended engine put and no word names. It runs after
 //! `recover`, and after `own` for keys that the other engine could not unlink. The thread that calls `tidy` runs it in
@@ -15,7 +16,7 @@
 //! a page of the chunk agreed, and a store does not know them. And marks would not find writes of an ended engine that
 //! arrive later.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::ops::Bound;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -37,13 +38,20 @@ const SLICE: Duration = Duration::from_millis(100);
 const SWEEP_SLICE: Duration = Duration::from_millis(20);
 /// How long a node that refused is not asked. Until it answers, that may take seconds each time.
 const REFUSES_FOR: Duration = Duration::from_secs(3);
+/// Time after which a server that answers has read all that a closed connection brought it.
+const READ_LATE: Duration = Duration::from_secs(10);
 
 /// All garbage of one store.
 #[derive(Debug, Default)]
 pub(crate) struct Garbage {
     freed: Mutex<Freed>,
+    /// What failed writes left and was unlinked once, and when it is to be unlinked again.
+    again: Mutex<VecDeque<(Instant, FailedRun)>>,
     leftovers: Mutex<Option<Leftovers>>,
 }
+
+/// Pages of a chunk that a failed write may have left: the first, their number, and the generation.
+type FailedRun = (PageKey, u64, Handle);
 
 /// A chunk of a VM: the region's number, and the chunk in it.
 type Chunk = (u32, u64);
@@ -70,9 +78,8 @@ struct Freed {
 struct Waiting {
     /// Freed pages.
     pages: HashMap<(PageKey, Handle), Tried>,
-    /// Runs that a failed write may have left: the first page, their number, and the generation. They were never
-    /// counted.
-    uncounted: Vec<(PageKey, u64, Handle)>,
+    /// They were never counted.
+    uncounted: Vec<FailedRun>,
 }
 
 /// Was a freed page to be unlinked before?
@@ -143,6 +150,15 @@ fn node_of(cluster: &Cluster, waiting: &Waiting) -> Option<Addr> {
     cluster.map().primary(slot_of(&name::key(page.0, page.1))).cloned()
 }
 
+/// Unlinks the pages of these runs.
+fn unlink_all(cluster: &Cluster, runs: &[FailedRun]) -> Result<(), String> {
+    let pages = |(first, count, handle): &FailedRun| {
+        let (region, start, handle) = (first.region, first.page.0, *handle);
+        (start..start + count).map(move |page| (region.page(PageIdx(page)), handle))
+    };
+    sweep::unlink(cluster, name::keys(runs.iter().flat_map(pages))).map(drop).map_err(|failed| failed.why)
+}
+
 impl Garbage {
     /// Adds a page that is to be unlinked.
     pub fn free(&self, key: PageKey, handle: Handle) {
@@ -170,17 +186,30 @@ impl Garbage {
         self.unlink_runs(cluster, &runs)
     }
 
-    /// Unlinks what failed writes left; what cannot be unlinked is added again.
-    fn unlink_runs(&self, cluster: &Cluster, runs: &[(PageKey, u64, Handle)]) -> Result<(), String> {
-        let pages = |(first, count, handle): &(PageKey, u64, Handle)| {
-            let (region, start, handle) = (first.region, first.page.0, *handle);
-            (start..start + count).map(move |page| (region.page(PageIdx(page)), handle))
-        };
-        let unlinked = sweep::unlink(cluster, name::keys(runs.iter().flat_map(pages)));
-        unlinked.inspect_err(|_| self.put_back(runs)).map(drop).map_err(|failed| failed.why)
+    /// Unlinks what failed writes left, and will do so again; what cannot be unlinked is added again.
+    fn unlink_runs(&self, cluster: &Cluster, runs: &[FailedRun]) -> Result<(), String> {
+        unlink_all(cluster, runs).inspect_err(|_| self.put_back(runs))?;
+        self.unlink_later(runs, Instant::now());
+        Ok(())
     }
 
-    fn put_back(&self, runs: &[(PageKey, u64, Handle)]) {
+    fn unlink_later(&self, runs: &[FailedRun], now: Instant) {
+        lock(&self.again).extend(runs.iter().map(|run| (now + READ_LATE, *run)));
+    }
+
+    /// Unlinks again what failed writes left, if it is time.
+    ///
+    /// # Errors
+    /// A node does not do so; the reason. It is tried again as late.
+    pub fn unlink_again(&self, cluster: &Cluster, now: Instant) -> Result<(), String> {
+        let runs: Vec<FailedRun> = {
+            let mut again = lock(&self.again);
+            std::iter::from_fn(|| again.pop_front_if(|(at, _)| *at <= now)).map(|(_, run)| run).collect()
+        };
+        unlink_all(cluster, &runs).inspect_err(|_| self.unlink_later(&runs, now))
+    }
+
+    fn put_back(&self, runs: &[FailedRun]) {
         runs.iter().for_each(|(first, count, handle)| self.failed(*first, *count, *handle));
     }
 
@@ -291,5 +320,62 @@ impl Garbage {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::ClusterOptions;
+    use crate::link::Access;
+    use ballast_store::RegionKey;
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::sync::mpsc;
+
+    /// A server of all slots, whose `UNLINK` of two keys are told.
+    fn server() -> (Cluster, mpsc::Receiver<String>) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let addr = listener.local_addr().expect("an address");
+        let (tell, told) = mpsc::channel();
+        let map = format!(
+            "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{}\r\n\
+             $2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n",
+            addr.port()
+        );
+        std::thread::spawn(move || {
+            for mut stream in listener.incoming().flatten() {
+                let (map, tell) = (map.clone(), tell.clone());
+                std::thread::spawn(move || {
+                    let mut asked = [0; 4096];
+                    while let Ok(len @ 1..) = stream.read(&mut asked) {
+                        let text = String::from_utf8_lossy(&asked[..len]).into_owned();
+                        let unlinks = text.contains("UNLINK") && tell.send(text).is_ok();
+                        if stream.write_all(if unlinks { b":2\r\n" } else { map.as_bytes() }).is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+        });
+        let nodes = vec![Addr::parse(&addr.to_string()).expect("an address")];
+        (Cluster::new(ClusterOptions { nodes, access: Access::default(), replicas: 1 }), told)
+    }
+
+    #[test]
+    fn what_a_failed_write_left_is_unlinked_once_more_when_a_server_has_read_all_of_it_and_then_never() {
+        let (cluster, told) = server();
+        let garbage = Garbage::default();
+        let first = RegionKey { vm: VmId([7; 16]), number: 0 }.page(PageIdx(3));
+        garbage.failed(first, 2, Handle::new(5).expect("40 bits"));
+        assert_eq!(garbage.unlink_failed(&cluster, first), Ok(()));
+        let before = told.try_recv().expect("it was unlinked");
+        let now = Instant::now();
+        assert_eq!(garbage.unlink_again(&cluster, now), Ok(()));
+        assert!(told.try_recv().is_err(), "it is not time");
+        assert_eq!(garbage.unlink_again(&cluster, now + READ_LATE), Ok(()));
+        assert_eq!(told.try_recv().as_ref(), Ok(&before), "the same keys");
+        assert_eq!(garbage.unlink_again(&cluster, now + 9 * READ_LATE), Ok(()));
+        assert!(told.try_recv().is_err());
     }
 }

@@ -83,6 +83,16 @@ impl Lease {
         Ok(())
     }
 
+    /// Checks that a lease that [`Lease::ensure`] left at this time since the host started has not run out since. The
+    /// process may have been stopped, and another host may have removed what was stored meanwhile.
+    ///
+    /// # Errors
+    /// It may have run out.
+    pub fn has_lasted(&self, since: Duration) -> Result<(), String> {
+        let passed = clock::boot_time().saturating_sub(since);
+        if passed < self.lasts / 2 { Ok(()) } else { Err("its lease may have run out meanwhile".into()) }
+    }
+
     /// Returns for how long it has not been renewed, if that is half of its duration or more.
     pub fn overdue(&self) -> Option<Duration> {
         Some(self.renewal().age()).filter(|age| *age >= self.lasts / 2)

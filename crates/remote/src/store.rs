@@ -4,7 +4,8 @@
 //! replicas have each page, compressed and with a checksum; a slow worker gets it back.
 //! Threads: any; every call except `free` and `usage` may wait for the network. A read waits up to its node's timeout
 //! (0.1 to 1.6 s, see `nodes`), a write up to another one (1 to 4 s). Units: a page is a value; `budget` counts pages.
-//! Promise: `Stored` means that an `OK` and a `WAIT` for the replicas arrived in one pipeline on one connection.
+//! Promise: `Stored` means that an `OK` and a `WAIT` for the replicas arrived in one pipeline on one connection, while
+//! the VM's lease lasted.
 //! `Absent` means that every node that might have the page was asked (`loss`).
 //!
 //! *No index.* The handle is the page's generation (`generation`), and both form the key. No two runs of pages have the
@@ -21,6 +22,7 @@ use ballast_base::PageIdx;
 use ballast_base::store::{Ending, OnReply, Recovered};
 use ballast_base::wire::VmId;
 use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob};
+use ballast_sys::clock;
 
 use crate::begun::Begun;
 use crate::budget::{RemoteBudget, Share};
@@ -174,6 +176,7 @@ impl RemoteStore {
             let limit = self.share.budget().limit();
             return Err(self.refuse(format!("its budget of {limit} is used"), PutOutcome::Full));
         }
+        let since = clock::boot_time();
         self.ensure_lease().map_err(|why| self.refuse(why, PutOutcome::Busy))?;
         // Otherwise each put that fails would leave more.
         let unlinked = self.garbage.unlink_failed(&self.cluster, first);
@@ -197,19 +200,19 @@ impl RemoteStore {
         };
         let replicas = self.cluster.options().replicas;
         match request::send_as_made(&self.cluster, replicas, &names, &mut values, &mut make) {
-            Ok(sent) => Ok(Write { first, count, generation, names, values, sent }),
+            Ok(sent) => Ok(Write { first, count, generation, since, names, values, sent }),
             Err(failed) => Err(self.failed((first, count, generation), failed)),
         }
     }
 
     /// Waits until the chunk is stored.
     fn end_chunk(&self, write: Write) -> Result<Handle, PutOutcome> {
-        let Write { first, count, generation, names, values, sent } = write;
+        let Write { first, count, generation, since, names, values, sent } = write;
         let replicas = self.cluster.options().replicas;
         sent.end(&self.cluster, replicas, &names, &values)
             .map_err(|failed| self.failed((first, count, generation), failed))?;
         // A node that belongs to another cluster may have brought that one's map meanwhile.
-        if let Err(why) = self.home.takes(&self.cluster) {
+        if let Err(why) = self.home.takes(&self.cluster).and_then(|()| self.lease.has_lasted(since)) {
             self.garbage.failed(first, count, generation);
             return Err(self.refuse(why, PutOutcome::Busy));
         }
@@ -379,7 +382,8 @@ impl Store for RemoteStore {
         }
         let steps = || {
             let unlinked = self.garbage.unlink_freed(&self.cluster, &self.share);
-            self.garbage.sweep(&self.cluster).and(unlinked)
+            let again = self.garbage.unlink_again(&self.cluster, Instant::now());
+            self.garbage.sweep(&self.cluster).and(unlinked).and(again)
         };
         if let Err(why) = steps() {
             *lock(&self.rests_until) = Some(Instant::now() + REST);

@@ -254,7 +254,8 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
     let brief = RemoteStore::new(VM, ours.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, lasts);
     let its_cluster = Arc::new(AtomicU64::new(0));
     let brief = brief.kept_in(its_cluster.clone(), None);
-    let handles = stored(put(&brief, 0, 2));
+    let handles = stored(put(&another(&ours, &its_cluster), 0, 2));
+    brief.follow(&mut std::iter::empty());
     let lease = format!("bl{{{VM}}}");
     let ttl = || valkey.say(0, &["PTTL", &lease]).and_then(read::<i64>).expect("PTTL");
     let kept = another(&ours, &its_cluster);

@@ -125,6 +125,28 @@ fn pages_on_their_way_are_stored_when_that_is_waited_for_and_are_gone_when_nobod
 }
 
 #[test]
+fn a_write_whose_owner_was_stopped_for_longer_than_its_lease_is_not_stored_because_another_host_may_have_removed_it() {
+    let Some(valkey) = start(Layout { primaries: 1, ..Layout::default() }) else { return };
+    let (ours, theirs) = (cluster(&valkey, 1), cluster(&valkey, 1));
+    let (budget, lasts) = (RemoteBudget::new(Bytes(1 << 30)), Duration::from_millis(200));
+    let store = Arc::new(RemoteStore::new(VM, ours, budget, Codec::Lz4, lasts));
+    let (bytes, mut outcomes): (Vec<_>, _) = ((0..20).map(pages::mixed).collect(), Vec::new());
+    let ending = store.clone().begin_put(key_of(VM, 0), &bytes, &[]);
+    let (lease, begun) = (format!("bl{{{VM}}}"), Instant::now());
+    while valkey.text(owner(&valkey, VM), &["GET", &lease]).is_ok() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the lease does not run out");
+    }
+    let mut leaseless = lease::Leaseless::default();
+    let mut sweep = || leaseless.sweep(&theirs, Duration::ZERO, &|_| false, &mut || ()).expect("read");
+    let gone: Vec<_> = sweep().into_iter().chain(sweep()).collect();
+    assert_eq!(gone, [(VM, 20)]);
+    ending(&mut outcomes);
+    assert_eq!(outcomes, [PutOutcome::Busy; 20]);
+    assert!(store.last_refusal().expect("a reason").contains("its lease may have run out"));
+    tidy_up(&store);
+}
+
+#[test]
 fn a_call_unlinks_for_a_short_time_and_the_next_ones_do_the_rest() {
     let unlinked = Arc::new(Mutex::new(Vec::new()));
     let seen = unlinked.clone();
