@@ -117,6 +117,30 @@ fn vms_that_come_while_the_disk_hangs_have_no_file_store_and_wait_for_nobody() {
 }
 
 #[test]
+fn vms_that_die_while_the_disk_has_their_reads_leave_nothing_behind() {
+    let Some(fuse) = disk() else { return };
+    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let engine = daemon.engine_pid().expect("an engine");
+    for _ in 0..4 {
+        let dies = Guest::start(&daemon, "dies", BUSY);
+        daemon.goes_to_file_and_back("dies");
+        let hangs = fuse.hold_on();
+        fuse.wait_for_held(2);
+        drop(dies);
+        drop(hangs);
+        until("it is forgotten", || daemon.api.vm("dies").is_err());
+        until("the disk space is given back", || daemon.host().file_bytes == 0);
+    }
+    // Threads keep some.
+    let rings = files(engine, "io_uring").len();
+    assert!(rings < 64, "{rings} rings are left");
+    let guest = Guest::start(&daemon, "late", BUSY);
+    daemon.goes_to_file_and_back("late");
+    guest.finish();
+    assert_eq!(daemon.engine_pid(), Some(engine), "{}", daemon.log());
+}
+
+#[test]
 fn all_of_a_vm_is_to_come_back_while_the_disk_hangs_and_its_memory_is_plugged_and_freed_meanwhile() {
     let Some(fuse) = disk() else { return };
     let daemon = Daemon::start(&spilling(&fuse.dir()));

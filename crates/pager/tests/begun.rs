@@ -24,7 +24,7 @@ use ballast_store::{
     PutOutcome, Recovered, Store, StoreUsage,
 };
 use common::third::THIRD;
-use common::{Rig, until};
+use common::{Rig, churn, until};
 
 const QUICK: Duration = Duration::from_millis(20);
 const SOON: Duration = Duration::from_millis(10);
@@ -181,6 +181,47 @@ fn pages_of_a_file_come_back_right_whether_reads_that_were_begun_are_late_short_
         rig.check_census();
         rig.vm.hold(Hold::Shared, None);
         rig.check_bytes();
+    }
+}
+
+/// With a RAM store so small that pages go to the file at once, and to other blocks each time.
+#[test]
+fn pages_that_come_and_go_while_others_are_read_from_the_same_blocks_hold_what_was_written_last() {
+    const FAULTS: u64 = 2000;
+    const THREADS: u64 = 8;
+    let mut made = Vec::new();
+    for _ in 0..2 {
+        let faults = Arc::new(DiskFaults::default());
+        let options = FileOptions { faults: Some(faults.clone()), ..FileOptions::new(Budget::new(AMPLE)) };
+        let store = match FileStore::create(&std::env::temp_dir(), options) {
+            Ok((store, _, _)) => Arc::new(store),
+            Err(error) => return skip("disk", error),
+        };
+        for _ in 0..100 {
+            faults.fail_reads(30, DiskFault::Takes(Duration::ZERO));
+            faults.fail_reads(10, DiskFault::Takes(Duration::from_millis(1)));
+            faults.fail_reads(1, DiskFault::Short(512));
+        }
+        let tier = Tier::slow(FILE_STORE, "file store", store.clone());
+        let rig = Rig::tiered(RAM, Bytes(2 * MIB), Duration::from_millis(1), vec![tier], Duration::from_millis(2));
+        rig.set_limit(Some(LIMIT));
+        made.push((rig, store, faults));
+    }
+    let is_done = || made.iter().all(|(rig, ..)| rig.vm.stats().get(Counter::FaultFile) > FAULTS);
+    std::thread::scope(|scope| {
+        for (rig, ..) in &made {
+            (0..THREADS).for_each(|thread| drop(scope.spawn(move || churn(rig, thread, THREADS, is_done))));
+        }
+    });
+    for (rig, store, faults) in &made {
+        faults.forget();
+        rig.vm.hold(Hold::Shared, Some("test".into()));
+        rig.wait_for_quarantine();
+        let copies = || rig.ram_store().usage().pages + store.usage().pages;
+        until("each far page has one copy", || copies() == rig.vm.census().expect("census").far.0);
+        rig.check_census();
+        store.validate().expect("the blocks are those of its pages");
+        assert_eq!(rig.vm.stats().get(Counter::Poisoned), 0);
     }
 }
 

@@ -25,8 +25,10 @@ use crate::{Handle, PageBytes, PageKey};
 /// Reads under way at a time, of one store and of all.
 const MOST: usize = 8;
 const MOST_OF_ALL: usize = 256;
-/// Rings that a thread keeps for its next reads. The others are any thread's.
+/// Idle rings that a thread keeps for its next reads, and that all keep. The others are any thread's: a large machine
+/// has more fault workers than rings.
 const KEPT: usize = 4;
+const KEPT_OF_ALL: usize = MOST_OF_ALL / 2;
 
 /// A read that is not over after this is late: no thread waits for it any more, and the page is read once more.
 const LATE: Duration = Duration::from_millis(10);
@@ -41,11 +43,39 @@ const LAST_WAIT: Duration = Duration::from_millis(20);
 
 /// How many rings there are.
 static RINGS: AtomicUsize = AtomicUsize::new(0);
+/// How many of them threads keep.
+static KEPT_NOW: AtomicUsize = AtomicUsize::new(0);
 static IDLE: Mutex<Vec<(OneRead, Buffer)>> = Mutex::new(Vec::new());
 
 thread_local! {
     /// Those that this thread used last, if it begins reads: their descriptors are in its epoll set, and in few others.
-    static OWN: RefCell<Option<Vec<(OneRead, Buffer)>>> = const { RefCell::new(None) };
+    static OWN: RefCell<Option<Own>> = const { RefCell::new(None) };
+}
+
+/// Rings that a thread keeps.
+#[derive(Default)]
+struct Own(Vec<(OneRead, Buffer)>);
+
+impl Own {
+    fn pop(&mut self) -> Option<(OneRead, Buffer)> {
+        self.0.pop().inspect(|_| _ = KEPT_NOW.fetch_sub(1, Ordering::AcqRel))
+    }
+
+    /// Keeps one more, if there may be one more.
+    fn keep(&mut self, idle: (OneRead, Buffer)) -> Result<(), (OneRead, Buffer)> {
+        let one_more = |kept| (self.0.len() < KEPT && kept < KEPT_OF_ALL).then_some(kept + 1);
+        if KEPT_NOW.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_err() {
+            return Err(idle);
+        }
+        self.0.push(idle);
+        Ok(())
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        KEPT_NOW.fetch_sub(self.0.len(), Ordering::AcqRel);
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -57,7 +87,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct OneRead(Box<Ring>);
 
 impl OneRead {
-    /// An idle one, or a new one if there may be one more.
+    /// An idle one, or a new one.
+    ///
+    /// # Errors
+    /// `WouldBlock` if there may be none more; the kernel refuses.
     fn get() -> io::Result<(Self, Buffer)> {
         let own = OWN.with_borrow_mut(|own| own.get_or_insert_default().pop());
         if let Some(idle) = own.or_else(|| lock(&IDLE).pop()) {
@@ -75,10 +108,13 @@ impl OneRead {
     /// It is idle.
     fn put_back(self, buffer: Buffer) {
         let idle = (self, buffer);
-        OWN.with_borrow_mut(|own| match own {
-            Some(own) if own.len() < KEPT => own.push(idle),
-            _ => lock(&IDLE).push(idle),
+        let kept = OWN.with_borrow_mut(|own| match own {
+            Some(own) => own.keep(idle),
+            None => Err(idle),
         });
+        if let Err(idle) = kept {
+            lock(&IDLE).push(idle);
+        }
     }
 }
 
@@ -216,8 +252,11 @@ impl BegunReads {
             reads.starting += 1;
             reads.starting_since.get_or_insert(now);
         }
+        let ring = disk.next_is(Direction::Read).and_then(|ordered| Ok((ordered, OneRead::get()?)));
+        // This says nothing about the device.
+        let is_full = ring.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
         // Two threads that begin the same page read it twice.
-        let started = self.start(disk, page, block, watch);
+        let started = ring.ok().and_then(|ring| Self::start(disk, page, block, ring, watch));
         let is_begun = started.is_some();
         let mut reads = lock(&self.inner);
         reads.under_way.extend(started);
@@ -227,15 +266,20 @@ impl BegunReads {
         }
         self.counted(&reads);
         drop(reads);
-        if !is_begun || now.elapsed() > SLEPT {
+        if !is_begun && !is_full || now.elapsed() > SLEPT {
             self.rest();
         }
         is_begun
     }
 
-    fn start(&self, disk: &Disk, page: (PageKey, Handle), block: u64, watch: OnReply<'_>) -> Option<UnderWay> {
-        let (most, takes) = disk.next_is(Direction::Read).ok()?;
-        let (mut ring, buffer) = OneRead::get().ok()?;
+    /// Hands it to the kernel, with what a test ordered of it.
+    fn start(
+        disk: &Disk,
+        page: (PageKey, Handle),
+        block: u64,
+        ((most, takes), (mut ring, buffer)): ((usize, Duration), (OneRead, Buffer)),
+        watch: OnReply<'_>,
+    ) -> Option<UnderWay> {
         let (file, offset) = (Arc::clone(&disk.file), block * PAGE_SIZE as u64);
         let transfer = Transfer { file, direction: Direction::Read, offset, buffer, done: 0, end: most.min(PAGE_SIZE) };
         // It has room: it has nothing else to do.
@@ -294,5 +338,35 @@ impl Drop for BegunReads {
         for read in &mut self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).under_way {
             read.ring.0.wait_until_over(&read.ticket, until.saturating_duration_since(Instant::now()));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_needs::skip;
+    use std::sync::Barrier;
+
+    #[test]
+    fn threads_that_keep_their_rings_leave_some_for_any_number_of_others() {
+        if let Err(error) = Ring::for_any_thread() {
+            return skip("io_uring", error);
+        }
+        let some = || -> Vec<_> { (0..KEPT).map_while(|_| OneRead::get().ok()).collect() };
+        let all = MOST_OF_ALL / KEPT + 1;
+        let (kept, over) = (Barrier::new(all + 1), Barrier::new(all + 1));
+        std::thread::scope(|scope| {
+            for _ in 0..all {
+                scope.spawn(|| {
+                    some().into_iter().for_each(|(ring, buffer)| ring.put_back(buffer));
+                    kept.wait();
+                    over.wait();
+                });
+            }
+            kept.wait();
+            let got = some().len();
+            over.wait();
+            assert_eq!(got, KEPT);
+        });
     }
 }
