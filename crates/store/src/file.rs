@@ -26,12 +26,14 @@ mod blocks;
 mod disk;
 mod layout;
 mod limits;
+mod unread;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use ballast_base::format::Format;
 use ballast_base::store::OnReply;
@@ -64,6 +66,9 @@ pub struct FileOptions {
     pub max_bytes: Bytes,
     /// Bytes that may be written to the device in a day (UTC), so that it lasts; 0 for no limit.
     pub writes_per_day: Bytes,
+    /// How long the device must report errors for a block before its page is given up. A guest's thread waits as long,
+    /// so it is shorter than the 20 s after which a Linux guest complains of a stuck CPU.
+    pub unreadable_for: Duration,
     /// Faults of the disk, on command; for tests.
     pub faults: Option<Arc<DiskFaults>>,
 }
@@ -72,7 +77,7 @@ impl FileOptions {
     /// With this budget, a file of up to its limit, no limit to writes.
     pub fn new(budget: Arc<Budget>) -> Self {
         let max_bytes = budget.limit();
-        Self { budget, max_bytes, writes_per_day: Bytes(0), faults: None }
+        Self { budget, max_bytes, writes_per_day: Bytes(0), unreadable_for: Duration::from_secs(10), faults: None }
     }
 }
 
@@ -169,7 +174,7 @@ impl FileStore {
         let allocator = Allocator::new(index.on_disk(Arc::clone(&file)), options.budget, usize::MAX);
         let disk = Disk { file, faults: options.faults, read_only };
         let limits = Limits::new(options.writes_per_day);
-        Self { inner: Arc::new(Inner::new(allocator, disk, limits)) }
+        Self { inner: Arc::new(Inner::new(allocator, disk, limits, options.unreadable_for)) }
     }
 
     /// Write, read and punch a block, so that a file system that cannot do so is noticed now, and not when memory is

@@ -50,8 +50,17 @@ fn made(limit: u64) -> Option<Made> {
 }
 
 fn made_in(dir: &Path, limit: u64) -> Option<Made> {
+    made_with(dir, limit, |options| options)
+}
+
+/// Its pages are given up after the device reported errors for this long.
+fn made_to_last(unreadable_for: Duration) -> Option<Made> {
+    made_with(&std::env::temp_dir(), 64 * MIB, |options| FileOptions { unreadable_for, ..options })
+}
+
+fn made_with(dir: &Path, limit: u64, with: impl FnOnce(FileOptions) -> FileOptions) -> Option<Made> {
     let (budget, faults) = (Budget::new(Bytes(limit)), Arc::default());
-    let created = FileStore::create(dir, options(&budget, &faults));
+    let created = FileStore::create(dir, with(options(&budget, &faults)));
     let (store, file, index) = created.inspect_err(|error| skip("disk", error)).ok()?;
     Some(Made { store, file, index, budget, faults })
 }
@@ -376,8 +385,24 @@ fn a_block_that_cannot_be_written_is_never_used_again_not_even_by_a_successor() 
 }
 
 #[test]
+fn a_page_that_the_device_reports_errors_for_is_not_given_up_before_it_did_so_for_a_while() {
+    let Some(made) = made_to_last(Duration::from_secs(3600)) else { return };
+    let handles = put_run(&made.store, 0, &run_of(0..4));
+    made.faults.fail_reads(100_000, DiskFault::Errno(EIO));
+    for _ in 0..10_000 {
+        assert_eq!(get(&made.store, 1, handles[1]).0, GetOutcome::Busy);
+    }
+    made.faults.forget();
+    let all_paths_are_back = Instant::now();
+    while get(&made.store, 1, handles[1]) != (GetOutcome::Found, pages::incompressible(1)) {
+        assert!(all_paths_are_back.elapsed() < Duration::from_secs(60), "the page is not read again");
+    }
+    assert_eq!(made.store.usage_detail().bad_blocks, 0);
+}
+
+#[test]
 fn a_page_that_cannot_be_read_is_asked_for_again_and_then_lost_and_its_block_retired() {
-    let Some(made) = made(64 * MIB) else { return };
+    let Some(made) = made_to_last(Duration::ZERO) else { return };
     let store = &made.store;
     let handles = put_run(store, 0, &run_of(0..4));
     made.faults.fail_reads(2, DiskFault::Errno(EIO));

@@ -6,11 +6,10 @@
 //! Threads: any. Units: a block is 4096 bytes; a piece is up to 64 consecutive pages in consecutive blocks.
 //! Promise: a header fits a handle only while its block holds that page; a block that failed is never used again.
 
-use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::sync::atomic::{AtomicIsize, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicIsize, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::PageIdx;
@@ -20,7 +19,8 @@ use ballast_handover::arena::WORD_TODAY;
 use super::begun::BegunReads;
 use super::disk::{self, Disk, Moved, PIECE_BLOCKS};
 use super::layout::AREA_BLOCKS;
-use super::limits::{self, Limits, Refusal};
+use super::limits::{Limits, Refusal};
+use super::unread::Unread;
 use crate::alloc::{Allocator, Place};
 use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};
 use crate::handle::{self, Named};
@@ -40,9 +40,6 @@ pub(super) const BEING_WRITTEN: u8 = 0;
 /// ... and of a block that the device failed to write or read: it is never used again.
 pub(super) const BAD: u8 = 0xbd;
 
-/// Tries to read a block before its page is given up: `Busy`, `Busy`, ..., `Corrupt`.
-const UNREADABLE_MAX: u8 = 5;
-
 #[derive(Clone, Copy)]
 pub(super) enum Counter {
     LiveBlocks,
@@ -51,25 +48,13 @@ pub(super) enum Counter {
     WrittenBlocks,
 }
 
-/// How often reads of a block went wrong since the last that did not.
-#[derive(Clone, Copy, Debug, Default)]
-struct Unread {
-    /// The device reported an error.
-    failed: u8,
-    /// It was not over in time.
-    late: u8,
-}
-
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) allocator: Allocator,
     pub(super) disk: Disk,
     pub(super) limits: Limits,
     begun: BegunReads,
-    /// Blocks that could not be read.
-    unread: Mutex<HashMap<u64, Unread>>,
-    /// Their number: nearly always 0.
-    unread_count: AtomicUsize,
+    unread: Unread,
     /// Blocks with writes that no thread waits for and that are not over. Below zero for a moment, when one is over
     /// before it is counted.
     late: AtomicIsize,
@@ -101,10 +86,10 @@ pub(super) fn page_after(first: PageKey, index: usize) -> PageKey {
 }
 
 impl Inner {
-    pub(super) fn new(allocator: Allocator, disk: Disk, limits: Limits) -> Self {
-        let (begun, unread, unread_count, late) = Default::default();
+    pub(super) fn new(allocator: Allocator, disk: Disk, limits: Limits, unreadable_for: Duration) -> Self {
+        let (begun, late) = Default::default();
         let next_write = RandomState::new().hash_one(0).into();
-        Self { allocator, disk, limits, begun, unread, unread_count, late, next_write }
+        Self { allocator, disk, limits, begun, unread: Unread::new(unreadable_for), late, next_write }
     }
 
     pub(super) fn count(&self, counter: Counter) {
@@ -153,47 +138,9 @@ impl Inner {
         self.count(Counter::BadBlocks);
     }
 
-    fn unread(&self) -> MutexGuard<'_, HashMap<u64, Unread>> {
-        self.unread.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Forget earlier failures to read this block; returns true if the device reported one.
-    fn was_unreadable(&self, block: u64) -> bool {
-        self.unread_count.load(Ordering::Acquire) > 0 && {
-            let mut unread = self.unread();
-            let was = unread.remove(&block);
-            self.unread_count.store(unread.len(), Ordering::Release);
-            was.is_some_and(|unread| unread.failed > 0)
-        }
-    }
-
-    /// Counts a read that went wrong. Returns how often it did, with this one.
-    fn count_unread(&self, block: u64, count: impl FnOnce(&mut Unread)) -> Unread {
-        let mut unread = self.unread();
-        let of_block = unread.entry(block).or_default();
-        count(of_block);
-        let now = *of_block;
-        self.unread_count.store(unread.len(), Ordering::Release);
-        now
-    }
-
-    /// The outcome of a get whose read failed.
-    fn read_failed(&self, block: u64, error: &io::Error) -> GetOutcome {
-        if !limits::is_of_the_medium(error) {
-            return GetOutcome::Busy;
-        }
-        let unread = self.count_unread(block, |unread| unread.failed = unread.failed.saturating_add(1));
-        if unread.failed > UNREADABLE_MAX { GetOutcome::Corrupt } else { GetOutcome::Busy }
-    }
-
     /// How long to wait for a piece: its blocks are read together.
     fn read_timeout(&self, piece: &[Wanted]) -> Duration {
-        if self.unread_count.load(Ordering::Acquire) == 0 {
-            return disk::read_timeout(0);
-        }
-        let unread = self.unread();
-        let late = piece.iter().filter_map(|wanted| unread.get(&wanted.block)).map(|unread| unread.late).max();
-        disk::read_timeout(late.unwrap_or(0))
+        disk::read_timeout(self.unread.most_late(piece.iter().map(|wanted| wanted.block)))
     }
 
     /// The outcome of a put whose block was not written; decides what to do with the block.
@@ -327,6 +274,7 @@ impl Inner {
             match Named::by(*handle) {
                 Named::SameFilled(filled) => outcomes[index] = filled.get(key, &mut out[index]),
                 Named::Blob { place, tag } => match self.find(key, place, tag) {
+                    Ok(_) if self.unread.is_to_rest(block_of(place)) => {}
                     Ok(header) => wanted.push(Wanted { index, block: block_of(place), header }),
                     Err(outcome) => outcomes[index] = outcome,
                 },
@@ -375,14 +323,14 @@ impl Inner {
         for (piece, moved) in pieces.iter().zip(&moved) {
             for wanted in *piece {
                 if is_late {
-                    self.count_unread(wanted.block, |unread| unread.late = unread.late.saturating_add(1));
+                    self.unread.late(wanted.block);
                 }
                 match moved {
                     Moved::Done if is_late => {}
-                    Moved::Done => drop(self.was_unreadable(wanted.block)),
+                    Moved::Done => drop(self.unread.forget(wanted.block)),
                     // A longer piece does not tell which block failed; the caller reads them one by one.
                     Moved::Failed(error) if piece.len() == 1 => {
-                        outcomes[wanted.index] = self.read_failed(wanted.block, error);
+                        outcomes[wanted.index] = self.unread.failed(wanted.block, error);
                     }
                     Moved::Failed(_) | Moved::Late | Moved::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
                 }
@@ -418,7 +366,7 @@ impl Inner {
     fn check(&self, key: PageKey, handle: Handle, page: &PageBytes, out: &mut PageBytes) -> Option<()> {
         let Named::Blob { place, tag } = Named::by(handle) else { return None };
         self.find(key, place, tag).ok().filter(|header| codec::is_raw_page(key, *header, page))?;
-        self.was_unreadable(block_of(place));
+        self.unread.forget(block_of(place));
         *out = *page;
         Some(())
     }
@@ -436,7 +384,7 @@ impl Inner {
                     return;
                 }
                 self.begun.forget((key, handle));
-                if self.was_unreadable(block_of(place)) {
+                if self.unread.forget(block_of(place)) {
                     self.uncount(Counter::LiveBlocks);
                     self.retire_block(place);
                 } else if self.allocator.free(place) {
