@@ -197,16 +197,17 @@ impl Garbage {
         lock(&self.again).extend(runs.iter().map(|run| (now + READ_LATE, *run)));
     }
 
-    /// Unlinks again what failed writes left, if it is time.
+    /// Unlinks again what failed writes left, if it is time, for [`SLICE`].
     ///
     /// # Errors
-    /// A node does not do so; the reason. It is tried again as late.
+    /// A node does not do so; the reason. The run is tried again as late.
     pub fn unlink_again(&self, cluster: &Cluster, now: Instant) -> Result<(), String> {
-        let runs: Vec<FailedRun> = {
-            let mut again = lock(&self.again);
-            std::iter::from_fn(|| again.pop_front_if(|(at, _)| *at <= now)).map(|(_, run)| run).collect()
-        };
-        unlink_all(cluster, &runs).inspect_err(|_| self.unlink_later(&runs, now))
+        let began = Instant::now();
+        while began.elapsed() < SLICE {
+            let Some((_, run)) = lock(&self.again).pop_front_if(|(at, _)| *at <= now) else { break };
+            unlink_all(cluster, &[run]).inspect_err(|_| self.unlink_later(&[run], now))?;
+        }
+        Ok(())
     }
 
     fn put_back(&self, runs: &[FailedRun]) {
@@ -333,7 +334,7 @@ mod tests {
     use std::net::TcpListener;
     use std::sync::mpsc;
 
-    /// A server of all slots, whose `UNLINK` of two keys are told.
+    /// A server of all slots, that tells of each `UNLINK`, as one of two keys.
     fn server() -> (Cluster, mpsc::Receiver<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let addr = listener.local_addr().expect("an address");

@@ -68,6 +68,8 @@ impl Lease {
         if renewal.was_done && renewal.age() < self.lasts / 10 {
             return Ok(());
         }
+        // The server counts from when it executes it, and its reply may be read much later.
+        let at = clock::boot_time();
         let key = name::lease(self.vm);
         let ms = self.lasts.as_millis().to_string();
         // A node that is out of memory refuses the first and executes the second.
@@ -79,7 +81,7 @@ impl Lease {
             None => Ok(()),
         })
         .map_err(|error| format!("its lease: {error}"))?;
-        *renewal = Renewal { at: clock::boot_time(), was_done: true };
+        *renewal = Renewal { at, was_done: true };
         Ok(())
     }
 

@@ -157,6 +157,7 @@ mod tests {
     use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::sync::{Mutex, MutexGuard, PoisonError};
+    use std::time::{Duration, Instant};
 
     /// The port of this process, for one test at a time.
     fn port() -> (MutexGuard<'static, ()>, u32, UnixListener) {
@@ -184,7 +185,9 @@ mod tests {
 
     /// Waits until there were more runs than this.
     fn until_more(runs: &AtomicU32, than: u32) {
+        let began = Instant::now();
         while runs.load(Ordering::SeqCst) <= than {
+            assert!(began.elapsed() < Duration::from_secs(60), "no run after {than}");
             std::thread::yield_now();
         }
     }
@@ -203,7 +206,9 @@ mod tests {
             let of_this = of_other.load(Ordering::SeqCst);
             other.write_all(&[1]).expect("written");
             until_more(&of_other, of_this);
-            assert_eq!(runs.load(Ordering::SeqCst), before + 1);
+            // A worker that is found without a CPU is visited by another one as well.
+            let woken = runs.load(Ordering::SeqCst) - before;
+            assert!(woken <= 3, "{woken} times");
             while !matches!(channel.read(&mut [0; 8]), Ok(Read::Nothing)) {}
         }
     }

@@ -40,6 +40,9 @@ pub(super) const BEING_WRITTEN: u8 = 0;
 /// ... and of a block that the device failed to write or read: it is never used again.
 pub(super) const BAD: u8 = 0xbd;
 
+/// How long a get waits for nothing if a block is not to be read now: the caller asks again at once.
+const PAUSE: Duration = Duration::from_millis(5);
+
 #[derive(Clone, Copy)]
 pub(super) enum Counter {
     LiveBlocks,
@@ -274,11 +277,14 @@ impl Inner {
             match Named::by(*handle) {
                 Named::SameFilled(filled) => outcomes[index] = filled.get(key, &mut out[index]),
                 Named::Blob { place, tag } => match self.find(key, place, tag) {
-                    Ok(_) if self.unread.is_to_rest(block_of(place)) => {}
                     Ok(header) => wanted.push(Wanted { index, block: block_of(place), header }),
                     Err(outcome) => outcomes[index] = outcome,
                 },
             }
+        }
+        // The caller needs all, or asks for fewer: others are not read again and again while one rests.
+        if wanted.iter().any(|wanted| self.unread.is_to_rest(wanted.block)) {
+            return std::thread::sleep(PAUSE);
         }
         let follows = |a: &Wanted, b: &Wanted| a.index + 1 == b.index && a.block + 1 == b.block;
         let pieces: Vec<&[Wanted]> = wanted.chunk_by(follows).flat_map(|piece| piece.chunks(PIECE_BLOCKS)).collect();
@@ -330,7 +336,7 @@ impl Inner {
                     Moved::Done => drop(self.unread.forget(wanted.block)),
                     // A longer piece does not tell which block failed; the caller reads them one by one.
                     Moved::Failed(error) if piece.len() == 1 => {
-                        outcomes[wanted.index] = self.unread.failed(wanted.block, error);
+                        outcomes[wanted.index] = self.unread.failed(wanted.block, error, begun);
                     }
                     Moved::Failed(_) | Moved::Late | Moved::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
                 }

@@ -14,20 +14,29 @@ use std::time::{Duration, Instant};
 use super::limits;
 use crate::GetOutcome;
 
-/// Reads of a block that must fail before its page is given up, and that are tried without a rest.
-const QUICK: u8 = 5;
+/// Reads of a block that fail without a rest between them; fewer never give a page up.
+const QUICK: u8 = 6;
 /// Time between further reads of it.
 const REST: Duration = Duration::from_millis(100);
+/// If nobody read a block for this long, what failed before says nothing about its next read.
+const FORGOTTEN: Duration = Duration::from_secs(2);
+
+/// Errors of a block, one soon after the other.
+#[derive(Clone, Copy, Debug)]
+struct Errors {
+    count: u8,
+    first: Instant,
+    last: Instant,
+}
 
 /// How reads of a block went wrong since the last that did not.
 #[derive(Clone, Copy, Debug, Default)]
 struct Block {
-    /// How often the device reported an error.
-    failed: u8,
-    /// When it did so first, and last.
-    since: Option<(Instant, Instant)>,
+    errors: Option<Errors>,
     /// How often it was not over in time.
     late: u8,
+    /// Its page was given up.
+    is_lost: bool,
 }
 
 /// All such blocks of a store.
@@ -61,17 +70,19 @@ impl Unread {
         self.count(block, |of| of.late = of.late.saturating_add(1));
     }
 
-    /// The outcome of a get whose read failed.
-    pub fn failed(&self, block: u64, error: &io::Error) -> GetOutcome {
+    /// The outcome of a get whose read began at this time and failed.
+    pub fn failed(&self, block: u64, error: &io::Error, begun: Instant) -> GetOutcome {
         if !limits::is_of_the_medium(error) {
             return GetOutcome::Busy;
         }
         let now = Instant::now();
         let is_lost = self.count(block, |of| {
-            of.failed = of.failed.saturating_add(1);
-            let first = of.since.map_or(now, |(first, _)| first);
-            of.since = Some((first, now));
-            of.failed > QUICK && now.duration_since(first) >= self.lasts
+            let before = of.errors.filter(|errors| begun.saturating_duration_since(errors.last) < FORGOTTEN);
+            let (count, first) = before.map_or((0, now), |errors| (errors.count, errors.first));
+            let count = count.saturating_add(1);
+            of.errors = Some(Errors { count, first, last: now });
+            of.is_lost = count >= QUICK && now.duration_since(first) >= self.lasts;
+            of.is_lost
         });
         if is_lost { GetOutcome::Corrupt } else { GetOutcome::Busy }
     }
@@ -79,7 +90,8 @@ impl Unread {
     /// Must this block not be read now, because it failed often and a moment ago?
     pub fn is_to_rest(&self, block: u64) -> bool {
         let of = self.blocks().and_then(|blocks| blocks.get(&block).copied()).unwrap_or_default();
-        of.failed > QUICK && of.since.is_some_and(|(_, last)| last.elapsed() < REST.min(self.lasts))
+        let rest = REST.min(self.lasts);
+        of.errors.is_some_and(|errors| errors.count >= QUICK && errors.last.elapsed() < rest)
     }
 
     /// How often the block of these that was late most often was late.
@@ -89,11 +101,45 @@ impl Unread {
         late.unwrap_or(0)
     }
 
-    /// A read of this block brought its page, or nobody wants it. Returns true if the device had reported an error.
+    /// A read of this block brought bytes, or nobody wants its page. Returns true if that was given up.
     pub fn forget(&self, block: u64) -> bool {
         let Some(mut blocks) = self.blocks() else { return false };
         let was = blocks.remove(&block);
         self.count.store(blocks.len(), Ordering::Release);
-        was.is_some_and(|of| of.failed > 0)
+        was.is_some_and(|of| of.is_lost)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LASTS: Duration = Duration::from_secs(10);
+
+    /// Six reads that begin and fail at once.
+    fn fail(unread: &Unread, begun: Instant) -> GetOutcome {
+        let eio = io::Error::from_raw_os_error(5);
+        (0..QUICK).map(|_| unread.failed(1, &eio, begun)).last().expect("some")
+    }
+
+    /// The first error was this long before now, and so was the last.
+    fn ago(unread: &Unread, first: Duration, last: Duration) {
+        let mut blocks = unread.blocks().expect("one block");
+        let errors = blocks.get_mut(&1).expect("it").errors.as_mut().expect("errors");
+        let before = |time: Duration| Instant::now().checked_sub(time).expect("the machine is up for longer");
+        (errors.first, errors.last) = (before(first), before(last));
+    }
+
+    #[test]
+    fn only_errors_that_follow_each_other_for_long_enough_give_a_page_up() {
+        let unread = Unread::new(LASTS);
+        assert_eq!(fail(&unread, Instant::now()), GetOutcome::Busy);
+        ago(&unread, LASTS, LASTS);
+        assert_eq!(fail(&unread, Instant::now()), GetOutcome::Busy, "nobody read it in between");
+        assert!(!unread.forget(1), "its block is as good as any");
+        assert_eq!(fail(&unread, Instant::now()), GetOutcome::Busy);
+        ago(&unread, LASTS, REST);
+        assert_eq!(fail(&unread, Instant::now()), GetOutcome::Corrupt);
+        assert!(unread.forget(1), "its block is not used again");
     }
 }
