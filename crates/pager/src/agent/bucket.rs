@@ -12,7 +12,7 @@ const RATE: u64 = 1 << 20;
 const BURST: i64 = 1 << 20;
 /// Cost of a message beside its bytes: 128 empty messages a second.
 pub(crate) const MESSAGE: u64 = 8 << 10;
-/// Least cost of a read: 1,024 reads a second. Each wakes two threads and is two system calls, also for a single byte.
+/// Least cost of a read: 1,024 reads a second. Each wakes two threads and is three system calls, also for a byte.
 const READ: u64 = 1 << 10;
 
 /// A token bucket.

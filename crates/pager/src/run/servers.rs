@@ -97,7 +97,8 @@ impl Served {
     }
 
     /// From now on only the next input is followed by a visit, that which is there now included. A server whose other
-    /// side writes more often than it is read calls this each time that it has read all.
+    /// side writes more often than it is read calls this each time that it has read all. A move to another thread ends
+    /// it.
     ///
     /// # Errors
     /// The kernel does not watch its descriptor.

@@ -58,16 +58,17 @@ impl Unread {
         (self.count.load(Ordering::Acquire) > 0).then(|| self.blocks.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn count<T>(&self, block: u64, count: impl FnOnce(&mut Block) -> T) -> T {
+    /// Notes that a read of this block went wrong.
+    fn note<T>(&self, block: u64, note: impl FnOnce(&mut Block) -> T) -> T {
         let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
-        let counted = count(blocks.entry(block).or_default());
+        let noted = note(blocks.entry(block).or_default());
         self.count.store(blocks.len(), Ordering::Release);
-        counted
+        noted
     }
 
     /// A read of this block was not over in time.
     pub fn late(&self, block: u64) {
-        self.count(block, |of| of.late = of.late.saturating_add(1));
+        self.note(block, |of| of.late = of.late.saturating_add(1));
     }
 
     /// The outcome of a get whose read began at this time and failed.
@@ -76,7 +77,7 @@ impl Unread {
             return GetOutcome::Busy;
         }
         let now = Instant::now();
-        let is_lost = self.count(block, |of| {
+        let is_lost = self.note(block, |of| {
             let before = of.errors.filter(|errors| begun.saturating_duration_since(errors.last) < FORGOTTEN);
             let (count, first) = before.map_or((0, now), |errors| (errors.count, errors.first));
             let count = count.saturating_add(1);
@@ -89,16 +90,14 @@ impl Unread {
 
     /// Must this block not be read now, because it failed often and a moment ago?
     pub fn is_to_rest(&self, block: u64) -> bool {
-        let of = self.blocks().and_then(|blocks| blocks.get(&block).copied()).unwrap_or_default();
-        let rest = REST.min(self.lasts);
-        of.errors.is_some_and(|errors| errors.count >= QUICK && errors.last.elapsed() < rest)
+        let errors = self.blocks().and_then(|blocks| blocks.get(&block)?.errors);
+        errors.is_some_and(|errors| errors.count >= QUICK && errors.last.elapsed() < REST)
     }
 
     /// How often the block of these that was late most often was late.
-    pub fn most_late(&self, mut of: impl Iterator<Item = u64>) -> u8 {
+    pub fn most_late(&self, these: impl Iterator<Item = u64>) -> u8 {
         let Some(blocks) = self.blocks() else { return 0 };
-        let late = of.by_ref().filter_map(|block| blocks.get(&block)).map(|of| of.late).max();
-        late.unwrap_or(0)
+        these.filter_map(|block| blocks.get(&block)).map(|of| of.late).max().unwrap_or(0)
     }
 
     /// A read of this block brought bytes, or nobody wants its page. Returns true if that was given up.
@@ -116,10 +115,10 @@ mod tests {
 
     const LASTS: Duration = Duration::from_secs(10);
 
-    /// Six reads that begin and fail at once.
-    fn fail(unread: &Unread, begun: Instant) -> GetOutcome {
+    /// Reads that begin now and fail at once.
+    fn fail(unread: &Unread) -> GetOutcome {
         let eio = io::Error::from_raw_os_error(5);
-        (0..QUICK).map(|_| unread.failed(1, &eio, begun)).last().expect("some")
+        (0..QUICK).map(|_| unread.failed(1, &eio, Instant::now())).last().expect("some")
     }
 
     /// The first error was this long before now, and so was the last.
@@ -133,13 +132,13 @@ mod tests {
     #[test]
     fn only_errors_that_follow_each_other_for_long_enough_give_a_page_up() {
         let unread = Unread::new(LASTS);
-        assert_eq!(fail(&unread, Instant::now()), GetOutcome::Busy);
+        assert_eq!(fail(&unread), GetOutcome::Busy);
         ago(&unread, LASTS, LASTS);
-        assert_eq!(fail(&unread, Instant::now()), GetOutcome::Busy, "nobody read it in between");
+        assert_eq!(fail(&unread), GetOutcome::Busy, "nobody read it in between");
         assert!(!unread.forget(1), "its block is as good as any");
-        assert_eq!(fail(&unread, Instant::now()), GetOutcome::Busy);
+        assert_eq!(fail(&unread), GetOutcome::Busy);
         ago(&unread, LASTS, REST);
-        assert_eq!(fail(&unread, Instant::now()), GetOutcome::Corrupt);
+        assert_eq!(fail(&unread), GetOutcome::Corrupt);
         assert!(unread.forget(1), "its block is not used again");
     }
 }
