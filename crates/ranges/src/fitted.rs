@@ -71,7 +71,7 @@ pub struct Fitted {
 impl Fitted {
     /// Starts with one range for each root.
     pub fn new(roots: Roots) -> Self {
-        let ranges = roots.ranges().map(|(start, end)| Range { start, end, count: 0, born: 0 }).collect();
+        let ranges = roots.ranges().map(|(start, end)| Range { start, end, count: 0, variance: 0, born: 0 }).collect();
         Self { roots, histogram: Histogram::new(MOST_UNITS), ranges, epoch: 0, splits: 0, outside: 0 }
     }
 }
@@ -126,8 +126,12 @@ impl Classifier for Fitted {
     }
 
     fn record(&mut self, address: u64, samples: u32) {
+        self.record_rough(address, samples, 1);
+    }
+
+    fn record_rough(&mut self, address: u64, samples: u32, each: u32) {
         match self.roots.unit_of(address) {
-            Some(unit) => self.histogram.record(unit, samples),
+            Some(unit) => self.histogram.record(Unit::sampled(unit, samples, each)),
             None => self.outside = self.outside.saturating_add(u64::from(samples)),
         }
     }
@@ -157,7 +161,10 @@ impl Classifier for Fitted {
             let same = before.get(at).filter(|range| range.start == start && range.end == end);
             let born = same.map_or(self.epoch, |range| range.born);
             self.splits += u64::from(before.get(at).is_none_or(|range| range.start != start));
-            self.ranges.push(Range { start, end, count: leaf.count, born });
+            let from = samples.partition_point(|unit| u64::from(unit.number) < leaf.first);
+            let units = samples[from..].iter().take_while(|unit| u64::from(unit.number) < leaf.first + leaf.units);
+            let variance = units.map(|unit| u64::from(unit.variance)).sum();
+            self.ranges.push(Range { start, end, count: leaf.count, variance, born });
         }
         self.histogram.halve();
     }
@@ -195,7 +202,8 @@ mod tests {
             counts in proptest::collection::vec(prop_oneof![4 => Just(0u32), 4 => 0u32..40, 1 => 0u32..5000], 1..70),
         ) {
             let units = (0..).zip(&counts).filter(|(_, count)| **count > 0);
-            let units: Vec<Unit> = units.map(|(number, count)| Unit { number, count: *count }).collect();
+            let unit = |(number, count): (u32, &u32)| Unit { number, count: *count, variance: *count };
+            let units: Vec<Unit> = units.map(unit).collect();
             let mut leaves = Vec::new();
             let (fit, count) = divide(&units, SAMPLE, 0, counts.len() as u64, &mut leaves);
             prop_assert!((fit - best(&counts)).abs() < 1e-6, "{fit}, {} is possible: {leaves:?}", best(&counts));

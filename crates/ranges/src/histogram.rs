@@ -3,7 +3,7 @@
 //! Before: samples one by one. After: [`crate::fitted`] finds the ranges in it. New samples are kept in a list and
 //! counted when it is full, so that a sample costs a few nanoseconds.
 //! Units: of 2 MiB; counts in [`SAMPLE`]ths. Promise: pure; at most [`MOST_UNITS`] units and [`MOST_NEW`] samples are
-//! held, 2.5 MiB, and twice that while they are counted.
+//! held, 4 MiB, and twice that while they are counted.
 
 use crate::range::SAMPLE;
 
@@ -19,6 +19,16 @@ pub struct Unit {
     pub number: u32,
     /// Samples, in [`SAMPLE`]ths.
     pub count: u32,
+    /// Its variance, in the same.
+    pub variance: u32,
+}
+
+impl Unit {
+    /// Samples of a unit, of which an observation counts as `each`.
+    pub fn sampled(number: u32, samples: u32, each: u32) -> Self {
+        let count = samples.saturating_mul(SAMPLE as u32);
+        Self { number, count, variance: count.saturating_mul(each.max(1)) }
+    }
 }
 
 /// Counts of units.
@@ -39,8 +49,8 @@ impl Histogram {
     }
 
     /// Record samples of a unit.
-    pub fn record(&mut self, number: u32, samples: u32) {
-        self.new.push(Unit { number, count: samples.saturating_mul(SAMPLE as u32) });
+    pub fn record(&mut self, new: Unit) {
+        self.new.push(new);
         if self.new.len() >= MOST_NEW {
             self.count();
         }
@@ -62,7 +72,7 @@ impl Histogram {
         self.count();
         self.grain = (self.grain / 2).max(SAMPLE as u32);
         self.units.retain_mut(|unit| {
-            unit.count /= 2;
+            (unit.count, unit.variance) = (unit.count / 2, unit.variance / 2);
             unit.count > 0
         });
     }
@@ -83,7 +93,10 @@ impl Histogram {
             };
             let Some(next) = next else { break };
             match merged.last_mut() {
-                Some(last) if last.number == next.number => last.count = last.count.saturating_add(next.count),
+                Some(last) if last.number == next.number => {
+                    last.count = last.count.saturating_add(next.count);
+                    last.variance = last.variance.saturating_add(next.variance);
+                }
                 _ => merged.push(*next),
             }
         }
@@ -108,7 +121,9 @@ impl Histogram {
             if count >= least {
                 return true;
             }
-            unit.count = u32::try_from(least).unwrap_or(u32::MAX);
+            let variance = u64::from(unit.variance).saturating_mul(least) / count.max(1);
+            let most = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
+            (unit.count, unit.variance) = (most(least), most(variance));
             mixed(u64::from(unit.number) ^ least << 32) % least < count
         });
     }
@@ -132,15 +147,18 @@ mod tests {
             let mut histogram = Histogram::new(MOST_UNITS);
             let mut expected = [0u32; 50];
             for (number, count) in &samples {
-                histogram.record(*number, *count);
+                histogram.record(Unit::sampled(*number, *count, 3));
                 expected[*number as usize] += count * SAMPLE as u32;
             }
             histogram.count();
             let nonzero = (0..).zip(expected).filter(|(_, count)| *count > 0);
-            let expected: Vec<Unit> = nonzero.map(|(number, count)| Unit { number, count }).collect();
+            let expected: Vec<Unit> =
+                nonzero.map(|(number, count)| Unit { number, count, variance: 3 * count }).collect();
             prop_assert_eq!(histogram.units(), &expected[..]);
             histogram.halve();
-            let halved: Vec<Unit> = expected.iter().map(|unit| Unit { count: unit.count / 2, ..*unit }).collect();
+            let halved: Vec<Unit> = expected.iter().map(|unit| {
+                Unit { count: unit.count / 2, variance: unit.variance / 2, ..*unit }
+            }).collect();
             prop_assert_eq!(histogram.units(), &halved[..]);
         }
 
@@ -150,7 +168,7 @@ mod tests {
         ) {
             let mut histogram = Histogram::new(most);
             for (number, count) in samples {
-                histogram.record(number, count);
+                histogram.record(Unit::sampled(number, count, 1));
             }
             histogram.count();
             prop_assert!(histogram.units().len() <= most.max(1));
@@ -163,7 +181,7 @@ mod tests {
         let mut histogram = Histogram::new(10_000);
         for number in 0..60_000 {
             // One part is twice as hot as the other.
-            histogram.record(number, if number < 30_000 { 2 } else { 1 });
+            histogram.record(Unit::sampled(number, if number < 30_000 { 2 } else { 1 }, 1));
         }
         histogram.count();
         let units = histogram.units();

@@ -68,7 +68,8 @@ impl Published {
     fn publish(&mut self) {
         let range = |leaf: &Leaf| {
             let (start, end) = self.roots.addresses(leaf.first, leaf.units);
-            Range { start, end, count: leaf.count.saturating_mul(SAMPLE), born: leaf.born }
+            let count = leaf.count.saturating_mul(SAMPLE);
+            Range { start, end, count, variance: count, born: leaf.born }
         };
         self.ranges = self.leaves.iter().map(range).collect();
     }

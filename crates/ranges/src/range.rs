@@ -14,6 +14,9 @@ pub struct Range {
     pub end: u64,
     /// Samples in it, in [`SAMPLE`]ths; older ones count less.
     pub count: u64,
+    /// Variance of `count`, in [`SAMPLE`]ths: `count` if each sample was an observation of its own, more if an
+    /// observation counts as several.
+    pub variance: u64,
     /// The epoch in which it was made.
     pub born: u64,
 }
@@ -42,6 +45,12 @@ pub trait Classifier {
     /// Records accesses that a source has sampled. Those outside of all roots are counted apart.
     fn record(&mut self, address: u64, samples: u32);
 
+    /// The same of a source whose observations count as `each` samples, here and at other addresses, as if one page was
+    /// looked at for a large range. Such samples are less certain.
+    fn record_rough(&mut self, address: u64, samples: u32, _each: u32) {
+        self.record(address, samples);
+    }
+
     /// Ends an epoch (500 ms): makes new ranges, then halves all counts.
     fn end_epoch(&mut self);
 
@@ -68,7 +77,7 @@ mod tests {
 
     #[test]
     fn ranges_are_ranked_by_accesses_for_their_size_then_youth_then_address() {
-        let range = |start, end, count, born| Range { start, end, count, born };
+        let range = |start, end, count, born| Range { start, end, count, variance: count, born };
         let dense = range(30, 40, 20, 0);
         let large = range(100, 1100, 1000, 0);
         let young = range(2000, 3000, 1000, 4);

@@ -98,11 +98,12 @@ struct Candidate<'a> {
     range: &'a Range,
 }
 
-/// Is one range hotter for its size than the other, beyond chance? Counts are assumed to be Poisson distributed.
+/// Is one range hotter for its size than the other, beyond chance?
 fn is_worth_it(hot: &Range, cold: &Range) -> bool {
     let rate = |range: &Range| {
-        let (samples, bytes) = (range.count as f64 / SAMPLE as f64, range.bytes() as f64);
-        (samples / bytes, samples / bytes / bytes)
+        let samples = |number: u64| number as f64 / SAMPLE as f64;
+        let bytes = range.bytes() as f64;
+        (samples(range.count) / bytes, samples(range.variance) / bytes / bytes)
     };
     let ((hot_rate, hot_variance), (cold_rate, cold_variance)) = (rate(hot), rate(cold));
     hot_rate - cold_rate > SPREADS * (hot_variance + cold_variance).sqrt()

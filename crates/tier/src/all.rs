@@ -63,7 +63,7 @@ mod tests {
 
     #[test]
     fn a_program_whose_memory_was_not_read_yet_keeps_no_other_one_out_of_a_plan() {
-        let ranges = [1, 2].map(|start| [Range { start, end: start + 1, count: 0, born: 0 }]);
+        let ranges = [1, 2].map(|start| [Range { start, end: start + 1, count: 0, variance: 0, born: 0 }]);
         let programs = [(0, &ranges[0][..]), (3, &ranges[1][..]), (0, &ranges[0][..])];
         let found = ranges_of(programs.into_iter());
         let [range] = found[..] else { panic!("{} ranges", found.len()) };

@@ -30,9 +30,9 @@ use crate::mover::{Became, Mover, Moves, Order};
 use crate::nodes::{Tiers, usage};
 use crate::pages::Pages;
 use crate::programs::{Choice, Program, choose, memory};
-use crate::source::SampleSource;
 use crate::source::damon::Damon;
 use crate::source::perf::{Found, Perf};
+use crate::source::{SampleSource, Samples};
 use crate::status::{Status, TierStatus};
 
 /// How long an epoch is (§3.2.1).
@@ -290,23 +290,24 @@ impl Tierer {
         let watched = &mut self.watched;
         let (mut samples, mut asked, mut hits, mut known) = (0u64, 0u64, 0.0, 0.0);
         let mut cpu = Duration::ZERO;
-        let mut batch: Vec<(usize, u64, u32)> = Vec::new();
-        let mut record = |watched: &mut Vec<Watched>, batch: &mut Vec<(usize, u64, u32)>| {
+        let mut batch: Vec<(usize, u64, Samples)> = Vec::new();
+        let mut record = |watched: &mut Vec<Watched>, batch: &mut Vec<(usize, u64, Samples)>| {
             let before = clock::cpu_time();
-            batch.iter().for_each(|(at, address, count)| watched[*at].classifier.record(*address, *count));
+            for (at, address, samples) in batch.drain(..) {
+                watched[at].classifier.record_rough(address, samples.count, samples.each);
+            }
             cpu += clock::cpu_time() - before;
-            batch.clear();
         };
-        let missed = self.source.take(&mut |pid, address, count| {
+        let missed = self.source.take(&mut |pid, address, found| {
             let Ok(at) = watched.binary_search_by_key(&pid, |watched| watched.program.pid) else { return };
-            samples += u64::from(count);
+            samples += u64::from(found.count);
             if asked < MOST_ASKED
                 && let Some(share) = watched[at].pages.fast_share(address)
             {
                 asked += 1;
-                (hits, known) = (hits + share * f64::from(count), known + f64::from(count));
+                (hits, known) = (hits + share * f64::from(found.count), known + f64::from(found.count));
             }
-            batch.push((at, address, count));
+            batch.push((at, address, found));
             if batch.len() >= 4096 {
                 record(watched, &mut batch);
             }

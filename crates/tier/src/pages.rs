@@ -255,7 +255,7 @@ mod tests {
                     _ => (),
                 }
             }
-            let range = Range { start: start * PAGE, end: (start + len) * PAGE, count: 0, born: 0 };
+            let range = Range { start: start * PAGE, end: (start + len) * PAGE, count: 0, variance: 0, born: 0 };
             let mut seen = Vec::new();
             pages.visit(&range, &mut |address, tier| {
                 seen.push((address / PAGE, tier == Tier::Fast));

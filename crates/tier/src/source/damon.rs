@@ -17,7 +17,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_base::{HUGE_SIZE, PAGE_SIZE};
 
-use super::{Each, Missed, SampleSource};
+use super::{Each, Missed, SampleSource, Samples};
 use crate::kernel_files::Files;
 
 const ADMIN: &str = "/sys/kernel/mm/damon/admin/kdamonds";
@@ -182,10 +182,12 @@ pub fn in_use(files: &Files) -> io::Result<Option<String>> {
 }
 
 /// Spread the counts of ranges over units of 2 MiB. A unit that a range fills gets the range's count; a unit of which
-/// it has a part gets that part of it.
-fn spread(ranges: &[(u64, u64, u64)], state: &mut u64, each: &mut dyn FnMut(u64, u32)) {
+/// it has a part gets that part of it. DAMON looked at one page for all of a range, so what it saw once counts as many
+/// samples as the range has units.
+fn spread(ranges: &[(u64, u64, u64)], state: &mut u64, each: &mut dyn FnMut(u64, Samples)) {
     let mut carry = 0u128;
     for &(start, end, count) in ranges {
+        let units = u32::try_from((end.saturating_sub(start) / UNIT).max(1)).unwrap_or(u32::MAX);
         let mut at = start;
         while at < end {
             let next = (at / UNIT + 1).saturating_mul(UNIT).min(end);
@@ -195,7 +197,7 @@ fn spread(ranges: &[(u64, u64, u64)], state: &mut u64, each: &mut dyn FnMut(u64,
             if samples > 0 {
                 *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let pages = ((next - at) / PAGE_SIZE as u64).max(1);
-                each(at + (*state >> 33) % pages * PAGE_SIZE as u64, samples);
+                each(at + (*state >> 33) % pages * PAGE_SIZE as u64, Samples { count: samples, each: units });
             }
             at = next;
         }
@@ -273,7 +275,7 @@ mod tests {
             let expected: u128 = ranges.iter().map(|(start, end, count)| u128::from((end - start) * count)).sum();
             let (mut samples, mut state, mut inside) = (0u128, 1, true);
             spread(&ranges, &mut state, &mut |address, count| {
-                samples += u128::from(count);
+                samples += u128::from(count.count);
                 inside &= ranges.iter().any(|(start, end, _)| (*start..*end).contains(&address));
             });
             prop_assert!(inside);
@@ -327,8 +329,10 @@ mod tests {
         );
         assert_eq!(files.text(STAT).expect("read"), "N");
         let mut seen = Vec::new();
-        damon.take(&mut |process, address, samples| seen.push((process, address / UNIT, samples))).expect("taken");
-        assert_eq!(seen, [(77, 4, 7), (77, 5, 7), (99, 4, 7), (99, 5, 7)]);
+        damon
+            .take(&mut |process, address, samples| seen.push((process, address / UNIT, samples.count, samples.each)))
+            .expect("taken");
+        assert_eq!(seen, [(77, 4, 7, 2), (77, 5, 7, 2), (99, 4, 7, 2), (99, 5, 7, 2)]);
         put(root.path(), &format!("{ADMIN}/0/state"), "on\n");
         drop(damon);
         assert_eq!((text("nr_kdamonds"), text("0/state")), ("0".into(), "off".into()));

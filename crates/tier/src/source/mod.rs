@@ -20,8 +20,17 @@ pub struct Missed {
     pub damaged: u64,
 }
 
+/// Samples of an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Samples {
+    /// How many.
+    pub count: u32,
+    /// As how many of them, here and at other addresses, an observation counts.
+    pub each: u32,
+}
+
 /// A function that gets samples: process, address, number.
-pub type Each<'a> = dyn FnMut(u32, u64, u32) + 'a;
+pub type Each<'a> = dyn FnMut(u32, u64, Samples) + 'a;
 
 /// A source of samples.
 pub trait SampleSource: Send {

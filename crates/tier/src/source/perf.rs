@@ -14,7 +14,7 @@ use std::io;
 use ballast_sys::perf::records::Record;
 use ballast_sys::perf::{Event, Opened, Sampler};
 
-use super::{Each, Missed, SampleSource};
+use super::{Each, Missed, SampleSource, Samples};
 use crate::kernel_files::{Files, list};
 
 /// One sample for this number of events (§3.2.2).
@@ -86,7 +86,7 @@ impl SampleSource for Perf {
         for ring in &mut self.rings {
             let drained = ring.drain(|record| match record {
                 Record::Sample(sample) if sample.address != 0 && self.watched.binary_search(&sample.pid).is_ok() => {
-                    each(sample.pid, sample.address, 1);
+                    each(sample.pid, sample.address, Samples { count: 1, each: 1 });
                 }
                 Record::Lost(count) => missed.lost += count,
                 _ => (),
@@ -118,7 +118,7 @@ mod tests {
             (from..from + 100).for_each(|page| memory.word(page * PAGE_SIZE).store(1, Ordering::Relaxed));
             let (mut ours, mut others) = (0, 0);
             let missed = perf.take(&mut |process, address, samples| {
-                ours += u32::from(process == own && inside.contains(&address)) * samples;
+                ours += u32::from(process == own && inside.contains(&address)) * samples.count;
                 others += u32::from(process != own);
             });
             assert_eq!(missed.expect("taken").damaged, 0);

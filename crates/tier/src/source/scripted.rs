@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::io;
 
-use super::{Each, Missed, SampleSource};
+use super::{Each, Missed, SampleSource, Samples};
 
 /// The source.
 #[derive(Clone, Debug, Default)]
@@ -35,7 +35,7 @@ impl SampleSource for Scripted {
     fn take(&mut self, each: &mut Each<'_>) -> io::Result<Missed> {
         for (process, address, samples) in self.epochs.pop_front().unwrap_or_default() {
             if self.watched.contains(&process) {
-                each(process, address, samples);
+                each(process, address, Samples { count: samples, each: 1 });
             }
         }
         Ok(Missed::default())

@@ -70,7 +70,8 @@ impl Classifier for ByUnit {
 
     fn end_epoch(&mut self) {
         let starts = (0..).map(|at| self.base + at * UNIT);
-        let range = |(start, count): (u64, &u64)| Range { start, end: start + UNIT, count: *count, born: 0 };
+        let range =
+            |(start, count): (u64, &u64)| Range { start, end: start + UNIT, count: *count, variance: *count, born: 0 };
         self.ranges = starts.zip(&self.counts).map(range).collect();
         self.counts.iter_mut().for_each(|count| *count /= 2);
     }
