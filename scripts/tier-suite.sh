@@ -4,7 +4,8 @@
 #   tier-suite.sh            the tests of ballast-tier on two nodes, then `tier-guest check`
 #   tier-suite.sh WORDS...   `tier-guest WORDS...` in that guest instead: compare scattered 384 30 ours numab
 #
-# Environment: KERNEL (another kernel image), FAST and SLOW (256M, 512M).
+# Environment: KERNEL (another kernel image), FAST and SLOW (256M, 512M), PROFILE (debug; release for measurements),
+#              QEMU_CPUS (2).
 # The kernel is fetched once, into target/guest/trixie. Under emulation: times mean little, placement is real.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,26 +22,29 @@ kernel=${KERNEL:-$out/vmlinuz}
 [ -n "${KERNEL:-}" ] || scripts/guest-kernel.sh trixie "$out" || skip "the kernel cannot be fetched"
 
 target=target/static
+profile=${PROFILE:-debug}
 build() {
+    # Cargo's name of what it puts into `debug` is `dev`.
     RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target \
-        cargo build --target x86_64-unknown-linux-gnu "$@"
+        cargo build --target x86_64-unknown-linux-gnu --profile "${profile/debug/dev}" "$@"
 }
 build -p ballast-tierguest
-guest=$target/x86_64-unknown-linux-gnu/debug/tier-guest
-program() { ls -t "$target/x86_64-unknown-linux-gnu/debug/deps/$1"-* | grep -v '\.d$' | head -n 1; }
+built=$target/x86_64-unknown-linux-gnu/$profile
+guest=$built/tier-guest
+program() { ls -t "$built/deps/$1"-* | grep -v '\.d$' | head -n 1; }
 if [ $# -gt 0 ]; then
     commands=("$guest $*")
 else
     build -p ballast-tier --tests
     commands=("$(program ballast_tier)" "$(program two_nodes)" "$guest check 256")
 fi
-fast=${FAST:-256M} slow=${SLOW:-512M}
+fast=${FAST:-256M} slow=${SLOW:-512M} last_cpu=$((${QEMU_CPUS:-2} - 1))
 mib() { numfmt --from=iec "$1" | awk '{ print $1 / 1048576 }'; }
 # Two nodes; latencies and bandwidths for HMAT, by which the kernel makes tiers.
 QEMU_MEMORY=$(($(mib "$fast") + $(mib "$slow")))M
 QEMU_MACHINE=q35,hmat=on
 QEMU_ARGS="-object memory-backend-ram,id=fast,size=$fast -object memory-backend-ram,id=slow,size=$slow"
-QEMU_ARGS+=" -numa node,nodeid=0,cpus=0-1,memdev=fast -numa node,nodeid=1,initiator=0,memdev=slow"
+QEMU_ARGS+=" -numa node,nodeid=0,cpus=0-$last_cpu,memdev=fast -numa node,nodeid=1,initiator=0,memdev=slow"
 QEMU_ARGS+=" -numa dist,src=0,dst=1,val=20"
 for line in "0 70 80G" "1 180 20G"; do
     read -r node latency bandwidth <<<"$line"

@@ -1,37 +1,64 @@
 //! k-means, of points that the caller has: a pass assigns each to the nearest centre.
 //!
 //! Before: the caller has some points as first centres, and adds each point of a pass. After: the centres are the means
-//! of the points that were nearest to them. Threads: the caller's. Units: points of N values.
+//! of the points that were nearest to them. Threads: the caller's. Units: points of N
+//! whole numbers of up to 24 bits: an emulated CPU takes much longer for fractions.
 
 /// Centres.
-const CLUSTERS: usize = 8;
+pub const CLUSTERS: usize = 8;
 
 /// Centres, and the points of this pass so far.
 pub struct Clusters<const N: usize> {
-    centres: [[f32; N]; CLUSTERS],
+    centres: [[i32; N]; CLUSTERS],
     /// Sums and numbers of points.
-    sums: [([f32; N], u32); CLUSTERS],
+    sums: [([i64; N], i64); CLUSTERS],
 }
 
 impl<const N: usize> Clusters<N> {
     /// These centres, and no points yet.
-    pub fn new(centres: [[f32; N]; CLUSTERS]) -> Self {
-        Self { centres, sums: [([0.0; N], 0); CLUSTERS] }
+    pub fn new(centres: [[i32; N]; CLUSTERS]) -> Self {
+        Self { centres, sums: [([0; N], 0); CLUSTERS] }
     }
 
     /// Assigns a point.
-    pub fn add(&mut self, point: &[f32; N]) {
-        let far =
-            |centre: &[f32; N]| -> f32 { centre.iter().zip(point).map(|(one, other)| (one - other).powi(2)).sum() };
+    pub fn add(&mut self, point: &[i32; N]) {
+        let far = |centre: &[i32; N]| -> i64 {
+            let square = |(one, other): (&i32, &i32)| i64::from(one - other) * i64::from(one - other);
+            centre.iter().zip(point).map(square).sum()
+        };
         let distances = self.centres.each_ref().map(far);
-        let nearest = (0..CLUSTERS).min_by(|one, other| distances[*one].total_cmp(&distances[*other])).unwrap_or(0);
+        let nearest = (0..CLUSTERS).min_by_key(|at| distances[*at]).unwrap_or(0);
         let (sum, count) = &mut self.sums[nearest];
-        sum.iter_mut().zip(point).for_each(|(sum, value)| *sum += value);
+        sum.iter_mut().zip(point).for_each(|(sum, value)| *sum += i64::from(*value));
         *count += 1;
     }
 
     /// All points were added: moves the centres, and begins the next pass.
     pub fn end_pass(&mut self) {
-        *self = Self::new(self.sums.map(|(sum, count)| sum.map(|sum| sum / count.max(1) as f32)));
+        let mean = |sum: i64, count: i64| i32::try_from(sum / count.max(1)).unwrap_or(i32::MAX);
+        *self = Self::new(self.sums.map(|(sum, count)| sum.map(|sum| mean(sum, count))));
+    }
+
+    /// Returns the centres.
+    pub fn centres(&self) -> &[[i32; N]; CLUSTERS] {
+        &self.centres
+    }
+
+    /// Sets the centres of this pass, for a caller that keeps them.
+    pub fn set_centres(&mut self, centres: [[i32; N]; CLUSTERS]) {
+        self.centres = centres;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pass_moves_the_centres_to_the_means_of_their_points() {
+        let mut clusters = Clusters::new(std::array::from_fn(|at| [at as i32 * 100, 0]));
+        [[-4, 8], [6, 0], [699, 1], [700, -1]].iter().for_each(|point| clusters.add(point));
+        clusters.end_pass();
+        assert_eq!((clusters.centres()[0], clusters.centres()[7]), ([1, 4], [699, 0]));
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Before: it is started with a kind, a size, and the kind of its memory. It writes `at ADDRESS` when all of that is
 //! present. After: it updates words until its input ends. `phase N` moves the heat. `count` writes the number of
-//! updates, `blocks` how many of them each block had, where it counts them ([`crate::work`]). `attach SOCKET` makes its
-//! memory that of a VM of the daemon there.
+//! updates; where accesses are counted by page ([`crate::work`]), `pages` writes a line and these numbers (4 bytes
+//! each, modulo 2^32). `attach SOCKET` makes its memory that of a VM of the daemon there.
 //! Threads: one updates words, one reads commands, one flushes TLBs. Units: sizes are MiB, a unit is 2 MiB.
 //! Promise: first, memory is touched once in the order of its addresses. Pages have 4 KiB, or are huge where that is
 //! asked for.
@@ -14,7 +14,7 @@
 
 use std::io::{self, BufRead, Write};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -24,8 +24,9 @@ use ballast_client::Client;
 use ballast_sys::remote::Collapsed;
 use ballast_sys::{Anon, Mapping, Remote, memfd};
 
+use crate::counted::Counted;
 use crate::heat::{BLOCKS, HOT_SHARE, Kind, random};
-use crate::work::{self, Counted};
+use crate::work;
 
 /// The memory of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,14 +123,14 @@ pub fn run(kind: Kind, mib: usize, backing: Backing) -> Result<()> {
     let (phase, count) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
     let address = memory.address();
     let (worker_memory, worker_phase, worker_count) = (Arc::clone(&memory), Arc::clone(&phase), Arc::clone(&count));
-    let blocks: Arc<Vec<AtomicU64>> = Arc::new((0..units * BLOCKS).map(|_| AtomicU64::new(0)).collect());
-    let worker_blocks = Arc::clone(&blocks);
+    let pages: Arc<Vec<AtomicU32>> = Arc::new((0..units * HUGE_SIZE / PAGE_SIZE).map(|_| AtomicU32::new(0)).collect());
+    let worker_pages = Arc::clone(&pages);
     let (ready, is_ready) = mpsc::channel();
     std::thread::spawn(move || {
         if kind.is_counted() {
             let word = |offset: usize| worker_memory.word(offset);
             let words = units * HUGE_SIZE / 8;
-            let counted = Counted { word: &word, words, blocks: &worker_blocks, count: &worker_count };
+            let counted = Counted { word, words, pages: &worker_pages };
             work::run(kind, &counted, &|| ready.send(()).unwrap_or(()));
         } else {
             let _ = ready.send(());
@@ -160,10 +161,11 @@ pub fn run(kind: Kind, mib: usize, backing: Backing) -> Result<()> {
                 client = Some(client_of.region(file.try_clone()?, at, len, Bytes(0)).attach().context("Attaching")?);
                 writeln!(out, "attached 1")?;
             }
-            _ if line == "blocks" => {
-                let counts: Vec<String> =
-                    blocks.iter().map(|count| count.load(Ordering::Relaxed).to_string()).collect();
-                writeln!(out, "blocks {}", counts.join(" "))?;
+            _ if line == "pages" => {
+                let counts = pages.iter().flat_map(|count| count.load(Ordering::Relaxed).to_le_bytes());
+                let counts: Vec<u8> = counts.collect();
+                writeln!(out, "pages {}", counts.len())?;
+                out.write_all(&counts)?;
             }
             _ if line == "count" => writeln!(out, "count {}", count.load(Ordering::Relaxed))?,
             _ => bail!("no command: {line:?}"),

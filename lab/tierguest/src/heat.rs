@@ -22,11 +22,11 @@ pub enum Kind {
     Moving,
     /// One block of each unit is hot: hot bloat, if units are huge pages.
     Bloated,
-    /// Searches in a graph; this and the next two are in [`crate::work`], which counts their accesses.
+    /// Searches in a Kronecker graph; this and the next two are in [`crate::work`], which counts their accesses.
     Bfs,
     /// Lookups of cross sections, as XSBench makes them.
     Xs,
-    /// k-means, which reads all of its memory in order.
+    /// k-means, which reads its points in order.
     Kmeans,
 }
 

@@ -134,7 +134,7 @@ impl Load for Roads {
 
 /// Values of a point.
 const VALUES: usize = 16;
-type Point = [f32; VALUES];
+type Point = [i32; VALUES];
 
 /// k-means: each pass assigns each point to its nearest cluster.
 struct Kmeans {
@@ -145,7 +145,7 @@ struct Kmeans {
 
 fn point(number: usize) -> Point {
     let mut seed = number as u64 + 1;
-    std::array::from_fn(|_| (random(&mut seed) >> 40) as f32)
+    std::array::from_fn(|_| (random(&mut seed) >> 40) as i32)
 }
 
 impl Kmeans {
@@ -272,7 +272,7 @@ mod tests {
         }
         assert!(roads.search > 1 && roads.vertices.iter().any(|vertex| vertex[DISTANCE] > roads.side));
         assert_eq!([roads.wrong().expect("compared"), kmeans.wrong().expect("compared")], [0, 0]);
-        (roads.vertices[7][0], kmeans.points[7][1]) = (1, 0.5);
+        (roads.vertices[7][0], kmeans.points[7][1]) = (1, 5);
         assert_eq!([roads.wrong().expect("compared"), kmeans.wrong().expect("compared")], [1, 1]);
     }
 }

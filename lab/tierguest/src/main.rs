@@ -6,6 +6,7 @@
 //! tier-guest host KIND BACKING MIB SECONDS DAEMON WAY...
 //!                                              the same, of memory as that of a VMM; way `host` starts the daemon,
 //!                                              `host:N` with N percent for tracking
+//!                                              KIND: contiguous, scattered, moving, bloated, bfs, xs, kmeans
 //! tier-guest settle KIND MIB                   waits until the agent has moved what is hot to the fast tier
 //! tier-guest told KIND MIB                     the same program; for each line `hit` it says the share
 //! tier-guest sparse MIB                        a program that khugepaged makes huge pages of, one page in each hot
@@ -18,11 +19,14 @@
 
 mod check;
 mod clusters;
+mod counted;
 mod daemon;
+mod graph;
 mod gups;
 mod heat;
 mod judge;
 mod load;
+mod sections;
 mod sparse;
 mod ways;
 mod work;
@@ -38,7 +42,7 @@ use serde_json::json;
 use daemon::Daemon;
 use gups::Backing;
 use heat::Kind;
-use judge::Program;
+use judge::{Look, Program};
 use ways::{Running, Way};
 
 /// Phases of [`Kind::Moving`] in the measured time. The heat moves between them.
@@ -131,11 +135,11 @@ fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
         let (name, cost_percent) = name.split_once(':').map_or((*name, None), |(name, cost)| (name, Some(cost)));
         let way = Way::parse(name).with_context(|| format!("no way {name}"))?;
         let mut program = Program::with(kind, mib, backing, &[])?;
+        let mut first = program.look(&files, &tiers)?;
         if kind.is_counted() {
             std::thread::sleep(Duration::from_secs(2));
-            program.recount()?;
+            first = program.look(&files, &tiers)?;
         }
-        let first = program.hit(&tiers)?;
         let (moved, updates) = (counter(&files, "pgmigrate_success")?, program.count()?);
         let (ticks, system) = (ticks_of(&files, &KERNEL)?, system_ticks(&files)?);
         let mut running = match Running::start(way, &files, &tiers) {
@@ -156,37 +160,38 @@ fn compare(what: &[&str; 4], host: Option<&str>, ways: &[&str]) -> Result<()> {
             None
         };
         let began = Instant::now();
-        let (mut course, mut within, mut oracle, mut oracle_2mib) = (Vec::new(), None, 0.0f64, 0.0f64);
+        let (mut course, mut moves, mut looks, mut within) = (Vec::new(), Vec::new(), Vec::new(), None);
         let mut next = Duration::from_secs(1);
         let mut phase = 0;
         while began.elapsed() < Duration::from_secs(seconds) {
             running.epoch()?;
             let now = began.elapsed();
-            if kind == Kind::Moving && now.as_secs() * PHASES / seconds.max(1) != phase {
-                phase = now.as_secs() * PHASES / seconds.max(1);
+            let wanted = (now.as_secs() * PHASES / seconds.max(1)).min(PHASES - 1);
+            if kind == Kind::Moving && wanted != phase {
+                phase = wanted;
                 program.set_phase(phase)?;
             }
             if now >= next {
                 next = now + Duration::from_secs(1);
-                program.recount()?;
-                let hit = program.hit(&tiers)?;
-                let (small, huge) = program.oracles(&files, &tiers)?;
-                let most = if kind.is_counted() { (0.0, 0.0) } else { (oracle, oracle_2mib) };
-                (oracle, oracle_2mib) = (small.max(most.0), huge.max(most.1));
-                course.push((hit * 1000.0).round() / 10.0);
-                if hit >= oracle - 0.02 {
+                let look = program.look(&files, &tiers)?;
+                course.push((look.hit * 1000.0).round() / 10.0);
+                moves.push(counter(&files, "pgmigrate_success")? - moved);
+                looks.push(look);
+                if look.hit >= look.oracle - 0.02 {
                     within = within.or(Some((now.as_secs_f64() * 10.0).round() / 10.0));
                 }
             }
         }
         let lasted = began.elapsed().as_secs_f64();
-        let settled = &course[course.len() / 2..];
-        let mean = settled.iter().sum::<f64>() / settled.len().max(1) as f64;
+        let settled = &looks[looks.len() / 2..];
+        let mean = |part: fn(&Look) -> f64| 100.0 * settled.iter().map(part).sum::<f64>() / settled.len().max(1) as f64;
         let mut row = json!({
             "way": way.name(), "kind": kind.name(), "backing": backing.name(), "memory_mib": mib, "seconds": lasted,
-            "fmem_hit_pct": mean, "fmem_hit_pct_first": first * 100.0, "fmem_hit_pct_last": course.last(),
-            "fmem_hit_pct_oracle": oracle * 100.0, "fmem_hit_pct_oracle_2mib": oracle_2mib * 100.0,
-            "within_2_points_s": within, "course_pct": course,
+            "fmem_hit_pct": mean(|look| look.hit), "fmem_hit_pct_first": first.hit * 100.0,
+            "fmem_hit_pct_last": course.last(), "fmem_hit_pct_oracle": mean(|look| look.oracle),
+            "fmem_hit_pct_oracle_2mib": mean(|look| look.oracle_2mib),
+            "fmem_hit_pct_oracle_lasting": mean(|look| look.lasting),
+            "within_2_points_s": within, "course_pct": course, "course_moved": moves,
             "pages_moved": counter(&files, "pgmigrate_success")? - moved,
             "kernel_cpu_pct": (ticks_of(&files, &KERNEL)? - ticks) as f64 / lasted,
             "daemon_cpu_pct": ticks_of(&files, &DAEMON)? as f64 / lasted,
