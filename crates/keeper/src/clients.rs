@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
-use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, StoreFiles, VmId};
+use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, StoreFiles, VmId};
 use ballast_handover::orders::Order;
 use ballast_sys::{meminfo, scm};
 use rustix::io::Errno;
@@ -183,13 +183,17 @@ impl Keeper {
             ClientToKeeper::Attach(attach) => self.attach(key, &attach, fds),
             ClientToKeeper::AddRegion { region, files } => {
                 let len = region.span.len;
-                let added = self.add_region(key, region, files, fds);
-                if let (Err(why), Ok(entry)) = (&added, self.entry_of(key)) {
-                    let name = entry.state.name();
-                    let message = format!("{len} of RAM plugged into VM {name} are not managed: {why}");
-                    self.note(name, "ram-unmanaged", message);
+                let Err(why) = self.add_region(key, region, files, fds) else { return Ok(()) };
+                let Ok(entry) = self.entry_of(key) else { return Err(why) };
+                let (name, is_full) = (entry.state.name(), entry.state.regions().len() >= MAX_REGIONS);
+                let message = format!("{len} of RAM plugged into VM {name} are not managed: {why}");
+                self.note(name, "ram-unmanaged", message);
+                if !is_full {
+                    return Err(why);
                 }
-                added
+                // A VMM that plugs RAM all its life does nothing wrong.
+                self.answer(key, KeeperToClient::Refused(why));
+                Ok(())
             }
             ClientToKeeper::RemoveRegion(hva) => {
                 let view = self.clients[&key].view.as_ref().ok_or("attach first")?;
