@@ -140,6 +140,8 @@ pub enum Backing {
     },
     /// A handler of our own: one thread, one page at a time.
     Plain,
+    /// The same on the CPU of the guest's thread, which stays there.
+    Near,
     /// No side: pages are unmapped and stay in memory.
     Floor,
 }

@@ -53,6 +53,7 @@ impl Pager {
                 Self::Ballast(client.map_err(|error| anyhow!("Attaching {name}: {}", ballast_client::chain(&error)))?)
             }
             Backing::Plain => Self::Plain(Handler::start(ram)?),
+            Backing::Near => Self::Plain(Handler::start_near(ram)?),
             Backing::Kernel { .. } => Self::Kernel,
             Backing::Floor => Self::Floor,
         })

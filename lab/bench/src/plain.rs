@@ -14,7 +14,7 @@ use std::process::{Child, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Hva, PAGE_SIZE};
 use ballast_sys::uffd::{Fault, REQUIRED_FEATURES};
-use ballast_sys::{Uffd, memfd, scm};
+use ballast_sys::{Uffd, memfd, priority, scm};
 use ballast_testvm::GuestRam;
 use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_output_size};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -27,7 +27,7 @@ use crate::worker;
 #[derive(Serialize, Deserialize)]
 enum Message {
     /// The first message. It carries the userfaultfd and the memory file.
-    Start { base: u64, len: u64 },
+    Start { base: u64, len: u64, near: bool },
     /// These pages from the start are zapped: compress and punch them.
     Out { pages: u64 },
     /// The order is done; it took this CPU time.
@@ -42,11 +42,22 @@ pub(crate) struct Handler {
 
 impl Handler {
     pub(crate) fn start(ram: &GuestRam) -> Result<Self> {
+        Self::start_with(ram, false)
+    }
+
+    /// The same on the CPU of the calling thread, which stays there from now on, with the priority of Ballast's fault
+    /// workers.
+    pub(crate) fn start_near(ram: &GuestRam) -> Result<Self> {
+        std::mem::forget(cpu::Stay::here());
+        Self::start_with(ram, true)
+    }
+
+    fn start_with(ram: &GuestRam, near: bool) -> Result<Self> {
         let (uffd, _) = Uffd::create(REQUIRED_FEATURES).context("Creating a userfaultfd")?;
         let (socket, theirs) = scm::pair().context("Making a socket pair")?;
         let child = worker::command(&Role::Handler)?.stdin(Stdio::from(theirs)).spawn();
         let handler = Self { socket, child: child.context("Starting the plain handler")? };
-        let start = Message::Start { base: ram.addr() as u64, len: ram.len() as u64 };
+        let start = Message::Start { base: ram.addr() as u64, len: ram.len() as u64, near };
         scm::send(&handler.socket, &serde_json::to_vec(&start)?, &[uffd.as_fd(), ram.memfd()])?;
         handler.done()?;
         Ok(handler)
@@ -87,7 +98,10 @@ pub(crate) fn serve() -> Result<()> {
     let stdin = std::io::stdin();
     let socket = stdin.as_fd();
     let received = scm::receive(socket)?.context("nobody starts the handler")?;
-    let Message::Start { base, len } = serde_json::from_slice(&received.bytes)? else { bail!("no start") };
+    let Message::Start { base, len, near } = serde_json::from_slice(&received.bytes)? else { bail!("no start") };
+    if near {
+        priority::run_first();
+    }
     let [uffd, ram]: [OwnedFd; 2] = received.fds.try_into().ok().context("the start has two descriptors")?;
     let far = vec![None; (len / PAGE_SIZE as u64) as usize];
     let mut served = Served { uffd: uffd.into(), ram: ram.into(), base, len, far };

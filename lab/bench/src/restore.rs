@@ -13,7 +13,7 @@ use crate::rig::Bench;
 use crate::subject::{Subject, Way, in_turn, out, touch};
 use crate::{machine, qemu, swaps};
 
-const WAYS: [Way; 4] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor];
+const WAYS: [Way; 5] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor, Way::Near];
 
 /// A pinned vCPU without pauses: the headline figures.
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
@@ -92,7 +92,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             }
         };
         let mut subjects = bench.subjects(ways, pages, data, &mut row)?;
-        let mut series: [Series; 4] = Default::default();
+        let mut series: [Series; 5] = Default::default();
         for round in bench.progress.over("round", 0..=repetitions) {
             for subject in in_turn(&mut subjects, round) {
                 // Round 0 warms up, into figures that are dropped.
@@ -103,7 +103,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         }
         subjects.iter_mut().try_for_each(Subject::verify)?;
         memory(bench, &mut subjects, &mut row)?;
-        let [ballast, kernel, plain, floor] = &series;
+        let [ballast, kernel, plain, floor, near] = &series;
         ballast.report(&mut row, "restore");
         kernel.report(&mut row, "kernel_swapin");
         plain.report(&mut row, "plain");
@@ -117,6 +117,8 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             for (at, percentile) in ["p50", "p99"].into_iter().enumerate() {
                 row.figure(&format!("restore_fault_us_{percentile}"), &ballast.faults[at]);
                 row.ratio(&format!("ratio_restore_fault_{percentile}"), &ballast.faults[at], &kernel.faults[at]);
+                row.figure(&format!("near_fault_us_{percentile}"), &near.faults[at]);
+                row.ratio(&format!("ratio_near_fault_{percentile}"), &ballast.faults[at], &near.faults[at]);
                 for (name, [ballast, kernel, plain]) in [
                     ("paced", [ballast, kernel, plain].map(|series| &series.paced[at])),
                     ("moving", [ballast, kernel, plain].map(|series| &series.moving[at])),
@@ -170,7 +172,7 @@ fn memory(bench: &mut Bench, subjects: &mut [Subject], row: &mut Row) -> Result<
                     row.fact("zram_bytes_per_page", bytes / swaps::used_pages()?.max(1));
                 }
             }
-            Way::Plain | Way::Floor | Way::Huge => {}
+            Way::Plain | Way::Near | Way::Floor | Way::Huge => {}
         }
     }
     Ok(())

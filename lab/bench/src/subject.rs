@@ -38,6 +38,8 @@ pub enum Way {
     Plain,
     /// A minor fault and a copy of 4 KiB.
     Floor,
+    /// A plain handler on the CPU of the guest's thread.
+    Near,
     /// The product with a guest on huge pages.
     Huge,
 }
@@ -92,6 +94,7 @@ impl Subject {
         let backing = match (way, &cgroup) {
             (Way::Kernel, Some(cgroup)) => Backing::Kernel { procs: cgroup.join("cgroup.procs") },
             (Way::Plain, _) => Backing::Plain,
+            (Way::Near, _) => Backing::Near,
             (Way::Floor, _) => Backing::Floor,
             _ => Backing::Ballast { socket: bench.daemon.attach_socket(), name: String::new() },
         };
