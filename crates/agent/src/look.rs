@@ -28,6 +28,9 @@ const PART: u64 = 1 << 20;
 const LOOK_PAUSE: Duration = STEP;
 /// Time between two looks at any, by the time that the kernel took for the last.
 const LOOK_PART: u32 = 20;
+/// Looks at a part that are further apart than this do not tell the order in which a program goes through its memory
+/// once a minute.
+const FAR_APART: Duration = Duration::from_secs(20);
 /// Time without an access after which a page is cold, unless it is likely to be accessed soon.
 const COLD_AFTER: Duration = Duration::from_secs(10);
 /// The chance of an access is told in steps of the square root of 1/2, down to this one. A page is due before this one:
@@ -78,6 +81,14 @@ impl Part {
     fn new(pages: (u64, u64)) -> Self {
         let none = vec![0; (pages.1 - pages.0) as usize];
         Self { pages, states: none.clone(), intervals: none, ends: VecDeque::new(), reuse: Reuse::default() }
+    }
+
+    /// Returns the time between the last two looks, or since the last if that is longer.
+    fn apart(&self, now: Instant) -> Duration {
+        let mut ends = self.ends.iter();
+        let Some(last) = ends.next() else { return Duration::ZERO };
+        let between = ends.next().map_or(Duration::ZERO, |before| last.saturating_duration_since(*before));
+        between.max(now.saturating_duration_since(*last))
     }
 
     fn is_due(&self, now: Instant) -> bool {
@@ -188,6 +199,11 @@ impl Looks {
     /// Returns the CPU time that the kernel spent for it so far, or somewhat more, in microseconds.
     pub fn cpu_us(&self) -> u64 {
         self.damon.cpu_us()
+    }
+
+    /// Returns the longest time between two looks at a part, if it is so long that circles are not seen.
+    pub fn far_apart(&self, now: Instant) -> Option<Duration> {
+        self.parts.iter().map(|part| part.apart(now)).max().filter(|apart| *apart > FAR_APART)
     }
 
     /// Returns the time so far in which the kernel looked, or was waited for.
@@ -339,6 +355,17 @@ mod tests {
         assert!(heat(20) < heat(0) && heat(0) < heat(110) && heat(110) < heat(50), "{:?}", [20, 0, 110, 50].map(heat));
         assert!(heat(40) < heat(50), "{:?}", [40, 50].map(heat));
         assert_eq!(part.heat(&heats, 20, true), Some(heat(40)), "a file that was read since");
+    }
+
+    #[test]
+    fn looks_are_as_far_apart_as_the_last_two_and_as_the_last_one_is_ago() {
+        let (mut part, now) = (Part::new((0, 1)), Instant::now());
+        assert_eq!(part.apart(now), Duration::ZERO, "no look yet");
+        part.began(now);
+        assert_eq!(part.apart(now + LOOK_PAUSE), LOOK_PAUSE);
+        part.began(now + LOOK_PAUSE * 5);
+        let apart = [6, 9, 11].map(|pauses| part.apart(now + LOOK_PAUSE * pauses));
+        assert_eq!(apart, [5, 5, 6].map(|pauses| LOOK_PAUSE * pauses));
     }
 
     #[test]

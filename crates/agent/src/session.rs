@@ -329,7 +329,8 @@ impl<'a> Guest<'a> {
         tick.tracking = tracking;
         tick.tiering = self.tiering.map(Tiering::told).unwrap_or_default();
         tick.cpu_us = vital::cpu_us() + of_damon;
-        tick.note = if self.note.is_empty() { self.balloon.note.clone() } else { self.note.clone() };
+        let notes = [&self.note, &self.balloon.note].into_iter().find(|note| !note.is_empty());
+        tick.note = notes.cloned().or_else(|| self.far_apart(now)).unwrap_or_default();
         for node in &mut tick.nodes {
             node.ballooned = self.balloon.held(node.node);
         }
@@ -339,6 +340,13 @@ impl<'a> Guest<'a> {
             self.last_tick = ToHost::Tick(tick).frame(session);
             port.send(&self.last_tick);
         }
+    }
+
+    /// Returns what is to be said of looks that are far apart.
+    fn far_apart(&self, now: Instant) -> Option<String> {
+        let Source::Looks(looks) = &self.source else { return None };
+        let apart = looks.far_apart(now)?.as_secs();
+        Some(format!("looks at memory are {apart} s apart: memory that is used in turn may be reported as cold"))
     }
 
     /// Starts DAMON, if it is available.
