@@ -3,8 +3,9 @@
 
 mod common;
 
-use std::sync::Arc;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use ballast_base::store::{FILE_STORE, RAM_STORE, Recovered, RegionKey};
@@ -16,6 +17,7 @@ use ballast_page::copies::store_number;
 use ballast_page::page_state::{State, Word};
 use ballast_pager::run::pool::Pool;
 use ballast_pager::run::queue::Next;
+use ballast_pager::tier::slow_queue::WORKERS;
 use ballast_pager::tier::stores::LateStore;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::recover::recover;
@@ -250,6 +252,86 @@ fn a_store_that_takes_no_whole_run_in_time_gets_shorter_ones_and_none_while_one_
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
 }
 
+/// A store with pages that do not come: their first request takes a moment, and any other one lasts until they do.
+#[derive(Debug, Default)]
+struct Withholds {
+    pages: Mutex<HashSet<u64>>,
+    asked: Mutex<HashSet<u64>>,
+    waiting: AtomicU64,
+    come: Condvar,
+}
+
+impl Withholds {
+    fn pages(&self) -> MutexGuard<'_, HashSet<u64>> {
+        self.pages.lock().expect("no panic")
+    }
+
+    fn release(&self) {
+        self.pages().clear();
+        self.come.notify_all();
+    }
+}
+
+#[derive(Debug)]
+struct Partly(NullStore, Arc<Withholds>);
+
+impl Store for Partly {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        self.0.put(key, bytes)
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        let Partly(pages, withholds) = self;
+        if !withholds.pages().contains(&key.page.0) {
+            return pages.get(key, handle, out);
+        }
+        if withholds.asked.lock().expect("no panic").insert(key.page.0) {
+            std::thread::sleep(Duration::from_millis(10));
+        } else {
+            withholds.waiting.fetch_add(1, Ordering::AcqRel);
+            drop(withholds.come.wait_while(withholds.pages(), |pages| !pages.is_empty()).expect("no panic"));
+        }
+        GetOutcome::Busy
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        self.0.free(key, handle);
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
+        self.0.recover(live)
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.0.usage()
+    }
+}
+
+#[test]
+fn any_number_of_pages_that_are_late_leave_a_worker_for_those_that_come() {
+    let withholds = Arc::<Withholds>::default();
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(Partly(NullStore::new(AMPLE), withholds.clone())), SOON);
+    rig.fill_all();
+    wait_until_spilled(&rig);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    let away: Vec<u64> = (0..rig.pages).step_by(7).filter(|page| in_file(&rig, *page)).collect();
+    let (late, others) = away.split_at(2 * WORKERS);
+    withholds.pages().extend(late);
+    let _release = Finally(|| withholds.release());
+    std::thread::scope(|scope| {
+        let _release = Finally(|| withholds.release());
+        let waiting: Vec<_> = late.iter().map(|page| scope.spawn(|| rig.holds(*page, 1))).collect();
+        until("all others wait", || withholds.waiting.load(Ordering::Acquire) >= WORKERS as u64 - 1);
+        let come = scope.spawn(|| others.iter().take(100).all(|page| rig.holds(*page, 1)));
+        until("pages that come are there", || come.is_finished());
+        assert!(come.join().expect("guest"), "wrong bytes");
+        assert!(waiting.iter().all(|guest| !guest.is_finished()));
+        withholds.release();
+        assert!(waiting.into_iter().all(|guest| guest.join().expect("guest")), "wrong bytes");
+    });
+}
+
 #[test]
 fn a_full_ram_store_does_not_stop_reclaim_while_the_file_has_room() {
     let rig = Rig::spilling(RAM, Bytes(4 * MIB), QUICK, disk(), NEVER);
@@ -384,6 +466,27 @@ fn a_store_that_stays_busy_while_all_pages_come_back_keeps_nobody_from_changing_
     faults.busy_gets(0);
     restores.join().expect("no panic").expect("all are back");
     assert!((0..rig.pages).all(|page| page == near || rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn pages_that_their_store_does_not_return_keep_no_others_from_coming_back() {
+    let (rig, faults) = spilled_to_faulty();
+    // What goes out from now on stays in RAM.
+    faults.fail_puts(Some(PutFault::Busy));
+    let last = rig.pages / 2..rig.pages;
+    assert!(last.clone().all(|page| rig.holds(page, 1)), "a byte was lost");
+    rig.squeeze(LIMIT);
+    let is_in_ram = |page: &u64| rig.state_of(*page) == State::Far && !in_file(&rig, *page);
+    until("some are far and in RAM", || last.clone().filter(is_in_ram).count() > 100);
+    assert!((0..last.start).any(|page| in_file(&rig, page)), "the first to come back");
+    faults.busy_gets(u64::MAX);
+    let vm = rig.vm.clone();
+    let restores = std::thread::spawn(move || vm.restore_for(Hold::Kept, "the test says so".into()));
+    until("all that is not in the file is back", || rig.vm.stats().get(Counter::Far) == count_in_file(&rig));
+    assert!(!restores.is_finished(), "the store is busy");
+    faults.busy_gets(0);
+    restores.join().expect("no panic").expect("all are back");
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
 }
 
 #[test]

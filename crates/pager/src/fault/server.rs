@@ -176,8 +176,13 @@ impl FaultServer {
             self.forgotten.seen(now);
         }
         if newest.is_some() {
-            let pending =
-                self.read.drain(..).map(|fault| PendingFault { fault, since: now, throttled: false, begun: None });
+            let pending = self.read.drain(..).map(|fault| PendingFault {
+                fault,
+                since: now,
+                throttled: false,
+                begun: None,
+                is_late: false,
+            });
             self.pending.extend(pending);
         }
         let mut after = After::next(Next::At(self.forgotten.due()));

@@ -23,6 +23,8 @@ pub(crate) struct PendingFault {
     pub throttled: bool,
     /// Since when its page is on its way from a disk or a network, and no slow worker has the fault.
     pub begun: Option<Instant>,
+    /// A slow worker has waited for its page, which did not come.
+    pub is_late: bool,
 }
 
 /// Adds up the time in which some, and all, of the threads of one view wait.

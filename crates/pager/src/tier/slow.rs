@@ -3,8 +3,9 @@
 //! Before: a fault worker met a page of a slow store (`slow_queue`). After: the same `fault::serve` is called here,
 //! where it may wait.
 //! Threads: [`WORKERS`](super::slow_queue::WORKERS) tasks per VM that has a slow store; each waits for the disk for up
-//! to a tenth of a second at a time, and longer for a page that was late. Promise: no fault on any other page waits for
-//! the disk. A fault taken here is served or, if the worker panics or the engine dies, raised again by a wake.
+//! to a tenth of a second at a time, and longer for a page that was late. One of them waits for none that was late.
+//! Promise: no fault on any other page waits for the disk, and one whose page comes in time waits for few late ones. A
+//! fault taken here is served or, if the worker panics or the engine dies, raised again by a wake.
 //!
 //! *Readahead.* A thread that reads memory in order gets up to 64 pages by the request for the one that it waits for.
 //! The 64 after those are requested at the same time by another worker. A thread that is quicker than the store waits
@@ -40,6 +41,9 @@ use ballast_page::outcome::{Move, Outcome, Served};
 
 /// Pause after a page that is not available yet: its store is busy, or another thread has it.
 const RETRY: Duration = Duration::from_micros(200);
+
+/// If a try takes this long and brings no page, the page is late, and no lock was in the way.
+const LATE: Duration = Duration::from_millis(2);
 
 /// Most pages that are read by one request: they are locked together.
 const READ_AT_ONCE: u64 = 65;
@@ -85,7 +89,7 @@ impl SlowWorker {
         if vm.is_over() {
             return Next::Done;
         }
-        let (view, pending) = match vm.mail.slow.pop(self.number) {
+        let (view, mut pending) = match vm.mail.slow.pop(self.number) {
             None => return Next::Idle,
             Some(Work::Fault(view, pending)) => (view, pending),
             Some(Work::Ahead(ahead)) => {
@@ -104,6 +108,7 @@ impl SlowWorker {
             return Next::Again;
         }
         std::mem::forget(waits);
+        pending.is_late |= now.elapsed() >= LATE;
         vm.mail.slow.put_back(view, pending);
         Next::At(now + RETRY)
     }

@@ -19,6 +19,10 @@ use crate::vm::view::View;
 /// Most reads of one VM that threads wait for at a time.
 pub const WORKERS: usize = 4;
 
+/// This worker has the faults whose pages no worker has waited for yet, and nothing else: however many pages are late,
+/// the others come.
+const FIRST_TRIES: usize = 0;
+
 /// Workers that read ahead at a time. The others are there for faults.
 const AHEAD_WORKERS: usize = 2;
 /// Requests to read ahead that wait; more are dropped, and faults read these pages.
@@ -89,11 +93,13 @@ struct Queue {
 }
 
 impl Queue {
-    fn pop(&mut self) -> Option<Work> {
-        if let Some((view, pending)) = self.faults.pop_front() {
+    fn pop(&mut self, worker: usize) -> Option<Work> {
+        let is_for_it = |pending: &PendingFault| worker != FIRST_TRIES || !pending.is_late;
+        let first = self.faults.iter().position(|(_, pending)| is_for_it(pending));
+        if let Some((view, pending)) = first.and_then(|at| self.faults.remove(at)) {
             return Some(Work::Fault(view, pending));
         }
-        if self.reading >= AHEAD_WORKERS {
+        if worker == FIRST_TRIES || self.reading >= AHEAD_WORKERS {
             return None;
         }
         let ahead = self.ahead.pop_front()?;
@@ -106,12 +112,15 @@ impl SlowQueue {
     /// Takes a fault over from its view's fault worker.
     pub(crate) fn take(&self, stats: Stats<'_>, view: &Arc<View>, pending: PendingFault) {
         view.stall.update(stats, |waiters| waiters.slow += 1);
-        self.notify_after(|queue| queue.faults.push_back((view.clone(), pending)));
+        self.notify_after(|queue| queue.faults.push_back((view.clone(), pending)), |_| true);
     }
 
-    /// Puts a fault back that counts as pending already. The caller comes back for it.
+    /// Puts a fault back that counts as pending already. The caller comes back for it, or another worker has it.
     pub(crate) fn put_back(&self, view: Arc<View>, pending: PendingFault) {
-        self.lock().faults.push_back((view, pending));
+        self.notify_after(
+            |queue| queue.faults.push_back((view, pending)),
+            |worker| pending.is_late && worker != FIRST_TRIES,
+        );
     }
 
     /// The slow workers have ended. Drops what is left, and returns the views of its faults, which the caller wakes.
@@ -129,11 +138,12 @@ impl SlowQueue {
 
     /// Has pages brought back that no fault waits for yet.
     pub(crate) fn read_ahead(&self, ahead: Ahead) {
-        self.notify_after(|queue| {
+        let add = |queue: &mut Queue| {
             if queue.ahead.len() < AHEAD_KEPT {
                 queue.ahead.push_back(ahead);
             }
-        });
+        };
+        self.notify_after(add, |worker| worker != FIRST_TRIES);
     }
 
     /// A worker that had [`Work::Ahead`] has done it.
@@ -167,11 +177,13 @@ impl SlowQueue {
         self.queue.lock().expect("no panic while held")
     }
 
-    fn notify_after(&self, change: impl FnOnce(&mut Queue)) {
+    /// Notifies an idle worker that may have what this adds; one that is not idle comes by itself.
+    fn notify_after(&self, change: impl FnOnce(&mut Queue), may_have: impl Fn(usize) -> bool) {
         let idle = {
             let mut queue = self.lock();
             change(&mut queue);
-            queue.idle.pop()
+            let at = queue.idle.iter().rposition(|worker| may_have(*worker));
+            at.map(|at| queue.idle.remove(at))
         };
         if let Some(idle) = idle {
             self.notifiers[idle].notify();
@@ -182,7 +194,7 @@ impl SlowQueue {
     /// next.
     pub(crate) fn pop(&self, worker: usize) -> Option<Work> {
         let mut queue = self.lock();
-        let next = queue.pop();
+        let next = queue.pop(worker);
         if next.is_none() && !queue.idle.contains(&worker) {
             queue.idle.push(worker);
         }

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
+use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_sys::uffd::FaultKind;
 
 use super::{Hold, Vm};
@@ -20,10 +20,10 @@ use ballast_page::page_state::{State, Word};
 use ballast_page::punch::punch_left;
 
 /// Pages restored before a thread that adds or removes RAM gets a turn.
-pub(super) const BATCH: u64 = PAGES_PER_UNIT;
+const BATCH: u64 = PAGES_PER_UNIT;
 /// How long to leave a page alone that is not available: its store is busy, or a tmpfs of limited size is full, which
 /// may last.
-pub(super) const PAUSE: Duration = Duration::from_millis(1);
+const PAUSE: Duration = Duration::from_millis(1);
 
 impl Vm {
     /// Holds reclaim for this reason and brings every page back. Returns when none is far.
@@ -77,33 +77,55 @@ impl Vm {
     /// Brings every far or zero page of a region back.
     fn restore_all(&self, region: &Region) -> io::Result<()> {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
-        let mut done = Ok(());
         // Words that were never written say Resident; reading them would have the kernel allocate memory for them.
-        for written in self.state.written_words(&record)? {
-            for batch in written.pieces(BATCH) {
-                done = done.and(self.restore_through(region, batch, &self.views(), &mut || {
-                    std::thread::sleep(PAUSE);
-                    !self.is_stopping()
-                }));
-                if self.is_stopping() {
-                    return Err(io::Error::new(io::ErrorKind::Interrupted, "the VM is being closed"));
-                }
-            }
+        let written = self.state.written_words(&record)?;
+        let pages = written.iter().flat_map(|written| region.granules(*written));
+        let done = self.restore_through(region, pages, &|| self.views(), &mut || !self.is_stopping());
+        if self.is_stopping() {
+            return Err(io::Error::new(io::ErrorKind::Interrupted, "the VM is being closed"));
         }
         done
     }
 
-    /// Brings every far or zero page of these back through one of these views. `wait` is called while a page is not
-    /// available, and returns whether to go on; the layout may change meanwhile, as a store may take for ever.
+    /// Brings every far or zero page of these back through one of these views. A page that is not available keeps no
+    /// other one waiting: it is tried again after all others. `goes_on` is called before each [`BATCH`], and while a
+    /// page is not available.
     ///
     /// # Errors
     /// The first that was met, after all pages were tried.
     pub(super) fn restore_through(
         &self,
         region: &Region,
-        pages: PageRange,
+        pages: impl Iterator<Item = PageIdx>,
+        views: &dyn Fn() -> Vec<Arc<View>>,
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> io::Result<()> {
+        let (mut done, mut later) = (Ok(()), Vec::new());
+        let mut pages: Box<dyn Iterator<Item = PageIdx> + '_> = Box::new(pages);
+        loop {
+            let batch: Vec<PageIdx> = pages.by_ref().take((BATCH / region.granule_pages()).max(1) as usize).collect();
+            if batch.is_empty() && later.is_empty() {
+                return done;
+            }
+            if batch.is_empty() {
+                pages = Box::new(std::mem::take(&mut later).into_iter());
+            } else if goes_on() {
+                done = done.and(self.restore_batch(region, batch, &views(), goes_on, &mut later));
+            } else {
+                return done;
+            }
+        }
+    }
+
+    /// The same of a batch, once; the pages that are not available now are added to `later`. The layout may change
+    /// after each of those, as a store may take for ever.
+    fn restore_batch(
+        &self,
+        region: &Region,
+        pages: Vec<PageIdx>,
         views: &[Arc<View>],
-        wait: &mut dyn FnMut() -> bool,
+        goes_on: &mut dyn FnMut() -> bool,
+        later: &mut Vec<PageIdx>,
     ) -> io::Result<()> {
         // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
         let mut layout = self.layout();
@@ -116,7 +138,7 @@ impl Vm {
             return Ok(());
         }
         let mut done = Ok(());
-        for page in region.granules(pages) {
+        for page in pages {
             let (granule, key) = (region.granule(page), region.key(page));
             let mut tried = 0;
             loop {
@@ -138,13 +160,16 @@ impl Vm {
                 match outcome.served {
                     Ok(Served::Later) => {
                         region.check_table()?;
+                        later.push(page);
                         drop(layout);
-                        let goes_on = wait();
+                        std::thread::sleep(PAUSE);
+                        let is_to_go_on = goes_on();
                         layout = self.layout();
-                        (all, tried) = (memories(), 0);
-                        if !goes_on || all.is_empty() {
+                        all = memories();
+                        if !is_to_go_on || all.is_empty() {
                             return done;
                         }
+                        break;
                     }
                     // That process is gone, or does not map this part any more: try another one.
                     Ok(Served::Gone) if tried + 1 < all.len() => tried += 1,

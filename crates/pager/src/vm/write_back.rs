@@ -17,7 +17,6 @@ use ballast_sys::Uffd;
 use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 
 use super::Vm;
-use super::restore::{BATCH, PAUSE};
 use crate::vm::process_peer::ProcessPeer;
 use crate::vm::region::{Region, Registered};
 use crate::vm::shard::Shards;
@@ -55,23 +54,16 @@ impl Vm {
         let (mut done, mut failed) = (WrittenBack::default(), Ok(()));
         for region in regions {
             let own = OwnView::of(region)?;
-            let views = [own.view.clone()];
+            let views = vec![own.view.clone()];
             let completed = self.far_chunks(region, |chunk, far| {
                 own.cover(region, chunk)?;
                 let mut stopped = false;
-                for piece in chunk.pieces(BATCH) {
+                let restored = self.restore_through(region, region.granules(chunk), &|| views.clone(), &mut || {
                     stopped = stopped || !go_on();
-                    if stopped {
-                        break;
-                    }
-                    let restored = self.restore_through(region, piece, &views, &mut || {
-                        std::thread::sleep(PAUSE);
-                        stopped = !go_on();
-                        !stopped
-                    });
-                    if restored.is_err() && failed.is_ok() {
-                        failed = restored;
-                    }
+                    !stopped
+                });
+                if failed.is_ok() {
+                    failed = restored;
                 }
                 // Its page tables are not needed any more, and this process must not appear to use the memory.
                 own.uncover(chunk)?;
