@@ -398,6 +398,26 @@ fn a_client_that_asks_without_listening_is_answered_in_turn_and_hung_up_on_when_
 }
 
 #[test]
+fn a_vmm_that_plugs_ram_more_often_than_a_vm_may_is_refused_each_time_and_never_hung_up_on() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let (ram, plugged) = (Ram::new(16), Ram::new(16));
+    let vmm = attached(&daemon, "web", &[&ram]);
+    let plug = || vmm.ask(&add(plugged.info()), &[plugged.fd.as_fd()]);
+    for _ in 1..MAX_REGIONS {
+        assert_eq!(plug(), Some(KeeperToClient::Ok), "{}", daemon.log());
+        let unplug = ClientToKeeper::RemoveRegion(plugged.info().span.hva);
+        assert_eq!(vmm.ask(&unplug, &[]), Some(KeeperToClient::Ok), "{}", daemon.log());
+    }
+    for _ in 0..3 * MAX_REGIONS {
+        assert!(matches!(plug(), Some(KeeperToClient::Refused(_))), "{}", daemon.log());
+    }
+    assert_eq!(vmm.ask(&ClientToKeeper::MayPin, &[]), Some(KeeperToClient::Ok));
+}
+
+#[test]
 fn a_keeper_without_descriptors_left_serves_again_when_there_are_some() {
     if no_uffd() {
         return;

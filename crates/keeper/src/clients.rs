@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
-use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, StoreFiles, VmId};
+use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, StoreFiles, VmId};
 use ballast_handover::orders::Order;
 use ballast_sys::{meminfo, scm};
 use rustix::io::Errno;
@@ -117,7 +117,7 @@ impl Keeper {
             });
             let pid = peer.pid.as_raw_nonzero().get() as u32;
             if let Err(why) = room {
-                tracing::warn!(pid, uid, "refusing a connection: {why}");
+                self.complaints.log(pid, uid, format_args!("refusing a connection: {why}"));
                 continue;
             }
             if let Err(error) = rustix::io::ioctl_fionbio(&socket, true) {
@@ -164,7 +164,7 @@ impl Keeper {
     /// Refuse a client's request.
     pub(crate) fn refuse(&mut self, key: u64, reason: String) {
         if let Some(client) = self.clients.get_mut(&key) {
-            tracing::warn!(pid = client.pid, "refused: {reason}");
+            self.complaints.log(client.pid, client.uid, format_args!("refused: {reason}"));
             client.faults += 1;
         }
         self.answer(key, KeeperToClient::Refused(reason));
@@ -183,13 +183,21 @@ impl Keeper {
             ClientToKeeper::Attach(attach) => self.attach(key, &attach, fds),
             ClientToKeeper::AddRegion { region, files } => {
                 let len = region.span.len;
-                let added = self.add_region(key, region, files, fds);
-                if let (Err(why), Ok(entry)) = (&added, self.entry_of(key)) {
-                    let name = entry.state.name();
-                    let message = format!("{len} of RAM plugged into VM {name} are not managed: {why}");
+                let Err(why) = self.add_region(key, region, files, fds) else { return Ok(()) };
+                let Ok(entry) = self.entry_of(key) else { return Err(why) };
+                let (name, is_full) = (entry.state.name(), entry.state.regions().len() >= MAX_REGIONS);
+                let message = format!("{len} of RAM plugged into VM {name} are not managed: {why}");
+                if !is_full {
+                    self.note(name, "ram-unmanaged", message);
+                    return Err(why);
+                }
+                // A VMM that plugs RAM all its life does nothing wrong. There are few lines about one that does nothing
+                // else.
+                if self.complaints.next(self.clients[&key].uid, Instant::now()).is_some() {
                     self.note(name, "ram-unmanaged", message);
                 }
-                added
+                self.answer(key, KeeperToClient::Refused(why));
+                Ok(())
             }
             ClientToKeeper::RemoveRegion(hva) => {
                 let view = self.clients[&key].view.as_ref().ok_or("attach first")?;
@@ -241,7 +249,7 @@ impl Keeper {
     fn send(&mut self, key: u64, answer: &KeeperToClient, fds: &[BorrowedFd<'_>]) {
         let Some(client) = self.clients.get_mut(&key) else { return };
         if let Err(error) = scm::send(&client.socket, &wire::encode(answer), fds) {
-            tracing::warn!(pid = client.pid, "Answering a client: {error}");
+            self.complaints.log(client.pid, client.uid, format_args!("answering a client: {error}"));
             client.faults += 1;
         }
     }

@@ -14,6 +14,7 @@ use ballast_sys::spawn::{Child, Starter};
 
 use crate::client::Clients;
 use crate::closer::{Closer, SentFd};
+use crate::complaints::Complaints;
 use crate::engine::Engine;
 use crate::options::Options;
 use crate::program::Program;
@@ -73,6 +74,7 @@ pub(crate) struct Keeper {
     /// Notes for the next engine's event list.
     pub(crate) unsaid: Vec<Order>,
     pub(crate) clients: Clients,
+    pub(crate) complaints: Complaints,
     pub(crate) next_client: u64,
     /// No connections are taken until then.
     pub(crate) accept_again: Option<Instant>,
@@ -116,6 +118,7 @@ impl Keeper {
             died: None,
             unsaid: Vec::new(),
             clients: Clients::new(),
+            complaints: Complaints::default(),
             next_client: 0,
             accept_again: None,
             vms: Vec::new(),

@@ -6,12 +6,12 @@
 //! Promise: it never touches a page. An engine that dies, or no longer replies, is replaced at once and announced; when
 //! the keeper itself dies, its engine serves on without reclaiming, and clients bring everything to the next keeper.
 //!
-//! [`run`](mod@run) is the loop over the state in [`keeper`]. [`clients`] listens to VMMs; [`attach`] makes VMs of
-//! them, with [`admit`], [`resume`], [`store_files`], [`regions`] and [`lost`]; [`closing`] ends them; [`engine_child`]
-//! has the engine, which is given VMs [`again`] for which it had no room; [`fence`] tells when a dead engine can do
-//! nothing to a VM any more; [`upgrade`] replaces the engine while it serves, in the stages of [`stage`], to its
-//! [`upgrade_end`]; then [`replace`] has this process become the new program as well, which makes its keeper from the
-//! record in [`kept`].
+//! [`run`](mod@run) is the loop over the state in [`keeper`]. [`clients`] listens to VMMs, and says what they do wrong
+//! within the bounds of [`complaints`]; [`attach`] makes VMs of them, with [`admit`], [`resume`], [`store_files`],
+//! [`regions`] and [`lost`]; [`closing`] ends them; [`engine_child`] has the engine, which is given VMs [`again`] for
+//! which it had no room; [`fence`] tells when a dead engine can do nothing to a VM any more; [`upgrade`] replaces the
+//! engine while it serves, in the stages of [`stage`], to its [`upgrade_end`]; then [`replace`] has this process become
+//! the new program as well, which makes its keeper from the record in [`kept`].
 #![forbid(unsafe_code)]
 
 mod admit;
@@ -22,6 +22,7 @@ mod client;
 mod clients;
 mod closer;
 mod closing;
+mod complaints;
 mod engine;
 mod engine_child;
 mod fence;
