@@ -5,9 +5,10 @@
 //! Units: pages. Promise: no page is in two runs; of free memory a reserve is never told, so that the guest's next
 //! allocations find pages that the host has.
 //!
-//! Nothing in the guest shows whether the kernel's own memory (slab, page tables, text) is used: looks do not see
+//! Nothing in the guest shows whether the kernel's own memory (slab, stacks, text) is used: looks do not see
 //! accesses to it. Most of it is not used. So it counts as cold, behind what is less likely to be accessed than one
-//! page of it in six; a page of it that was restored is warm, for twice as long each time.
+//! page of it in six; a page of it that was restored is warm, for twice as long each time. Page tables, and what it
+//! took at boot except for its code and data, are not told: they are used at any time.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -89,18 +90,24 @@ impl Back {
 
 /// A report in the making.
 #[derive(Debug, Default)]
-pub struct Sorting {
+pub struct Sorting<'a> {
     /// With the rank of each.
     runs: Vec<(u8, Run)>,
     head: Option<Kind>,
+    image: &'a [(u64, u64)],
 }
 
-impl Sorting {
+impl<'a> Sorting<'a> {
+    /// An empty report of a guest whose kernel has its code and data in these pages.
+    pub fn new(image: &'a [(u64, u64)]) -> Self {
+        Self { image, ..Self::default() }
+    }
+
     /// Adds a page with these flags and this heat; `None`: it is unknown. Pages come in ascending order.
     pub fn page(&mut self, page: u64, flags: u64, heat: Option<Heat>, back: &Back, now: Instant) {
         let class = memory::class(flags, self.head);
         self.head = class;
-        let Some(kind) = class else { return };
+        let Some(kind) = class.filter(|_| !memory::is_in_use(page, flags, self.image)) else { return };
         let Heat { level, rank } = match (kind, heat) {
             (Kind::Free, _) => COLDEST,
             (Kind::Other, _) if back.is_warm(page, now) => RESTORED,
@@ -208,6 +215,18 @@ mod tests {
         assert_eq!(stays, [1, 2, 4, 8, 16, 32, 64, 64, 64]);
         back.add(&Run::of(0, 1), start + at + BACK * 1000);
         assert_eq!(levels(&back, at + BACK * 1001), [2, 0, 1], "it was away for long");
+    }
+
+    #[test]
+    fn page_tables_and_what_the_kernel_took_at_boot_are_not_told_but_for_its_code_and_data() {
+        let image = [(2, 4)];
+        let mut report = Sorting::new(&image);
+        for page in 0..6 {
+            report.page(page, memory::RESERVED, None, &Back::default(), Instant::now());
+        }
+        report.page(6, memory::PAGE_TABLE, None, &Back::default(), Instant::now());
+        let told = report.finish(1 << 18, 0, 99);
+        assert_eq!(told, [Run { page: 2, count: 2, kind: Kind::Other, level: COLD }]);
     }
 
     #[test]

@@ -130,6 +130,8 @@ struct Guest<'a> {
     small_blocks: Option<Setting>,
     note: String,
     ram: Vec<(u64, u64)>,
+    /// Where the kernel's code and data are.
+    image: Vec<(u64, u64)>,
     flags: Option<Flags>,
     back: Back,
     restores: u64,
@@ -157,6 +159,7 @@ impl<'a> Guest<'a> {
             note: String::new(),
             services: Services::new(&ram),
             ram,
+            image: memory::image().unwrap_or_default(),
             flags: Flags::open().ok(),
             back: Back::default(),
             restores: 0,
@@ -374,7 +377,7 @@ impl<'a> Guest<'a> {
         self.watch(now);
         let every = self.tick_every();
         let Some(flags) = &self.flags else { return };
-        let mut report = Sorting::default();
+        let mut report = Sorting::new(&self.image);
         let mut pulse = Pulse { port, tick: &self.last_tick, next: &mut self.next_tick, every };
         let restores = self.services.restores();
         restores.begin();
