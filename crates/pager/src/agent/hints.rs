@@ -32,8 +32,8 @@ struct Hint {
     level: u8,
     /// Its place in the report.
     order: usize,
-    /// The agent says that it was not accessed. Of the kernel's memory it does not know.
-    is_claimed: bool,
+    /// Memory of the guest's kernel: its agent does not see whether it is used.
+    is_unseen: bool,
     region: u32,
     pages: PageRange,
     /// The node of the guest for whose balloon the agent took it since the report.
@@ -76,8 +76,8 @@ impl Hints {
             for (region, pages) in places.parts(fresh) {
                 known += pages.count();
                 if runs.len() < MOST_RUNS {
-                    let is_claimed = run.level == COLD && run.kind != Kind::Other;
-                    runs.push(Hint { level: run.level, order, is_claimed, region, pages, held_of: None });
+                    let is_unseen = run.kind == Kind::Other;
+                    runs.push(Hint { level: run.level, order, is_unseen, region, pages, held_of: None });
                 }
             }
             tally.rejected += u64::from(run.count) - known;
@@ -115,25 +115,36 @@ impl Hints {
         self.named.remove(&node);
     }
 
-    /// Propose up to about `want` pages into `out`, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones
-    /// after them. The next call continues there, also when none was proposed because too many had to be examined.
-    /// Returns those of them that the agent says were not accessed.
-    pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) -> Vec<ColdRun> {
+    /// Proposes up to about `want` pages, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones after them.
+    /// The next call continues there, also when none was proposed because too many had to be examined.
+    pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick) -> Proposed {
         let mut bounds = Bounds { left: want, examine: MOST_EXAMINED, queries: MOST_QUERIES };
-        let mut claimed = Vec::new();
+        let mut proposed = Proposed::default();
         while !bounds.are_reached() {
             let Some(hint) = self.runs.pop_if(|hint| pick == Pick::Any || hint.level == COLD) else { break };
             let mut of_this = Vec::new();
             self.runs.extend(take(pages, hint, &mut bounds, &mut of_this));
             for run in of_this {
+                let out = if hint.is_unseen { &mut proposed.unseen } else { &mut proposed.seen };
                 push_run(out, run.region, run.pages);
-                if hint.is_claimed {
-                    claimed.push(run);
+                if hint.level == COLD && !hint.is_unseen {
+                    proposed.claimed.push(run);
                 }
             }
         }
-        claimed
+        proposed
     }
+}
+
+/// Pages to evict.
+#[derive(Debug, Default)]
+pub(crate) struct Proposed {
+    /// Those of which the agent sees whether they are used.
+    pub seen: Vec<ColdRun>,
+    /// Those of them that it says were not accessed.
+    pub claimed: Vec<ColdRun>,
+    /// The others.
+    pub unseen: Vec<ColdRun>,
 }
 
 /// What a pick may still do: pages to propose, pages to examine, queries of the file.
@@ -243,9 +254,8 @@ mod tests {
     }
 
     fn pick(hints: &mut Hints, table: &Table, want: u64, pick: Pick) -> Vec<(u64, u64)> {
-        let mut out = Vec::new();
-        hints.pick(table, want, pick, &mut out);
-        out.iter().map(|run| (run.pages.start().0, run.pages.count())).collect()
+        let Proposed { seen, unseen, .. } = hints.pick(table, want, pick);
+        seen.iter().chain(&unseen).map(|run| (run.pages.start().0, run.pages.count())).collect()
     }
 
     #[test]

@@ -8,7 +8,7 @@
 //! Three guesses propose pages: the guest's agent, if there is one; heat (the clock, or the oldest of tracking); and
 //! recent refaults ([`refault`](super::refault)), which learns whether its pages or those of heat have the longer
 //! refault interval. What the agent calls cold comes first, until samples show that the guest touches it at once
-//! ([`Trust`]).
+//! ([`Trust`]); of these, memory of which it cannot see whether it is used stays in quarantine for longer.
 //!
 //! | | Below the limit | Above the limit |
 //! |---|---|---|
@@ -21,6 +21,7 @@ use std::time::Instant;
 use ballast_base::Bytes;
 use ballast_heat::{ColdRun, HeatSource, Pages, Pick};
 
+use crate::agent::hints::Proposed;
 use crate::agent::told::Told;
 use crate::agent::trust::{By, Trust};
 use crate::reclaim::refault::{Guess, Place, RefaultHistory};
@@ -111,12 +112,12 @@ impl Guesses {
     ) -> (Vec<(Guess, ColdRun)>, bool) {
         // If a guest reports, other pages than its cold ones are evicted only if they must be: the least warm ones, and
         // then those of the host's guesses. The agent knows more of what was restored than that.
-        let (is_reporting, mut picked) = (agent.is_reporting(), Vec::new());
+        let (is_reporting, mut of_agent) = (agent.is_reporting(), Proposed::default());
         if is_reporting {
-            let claimed = agent.hints().pick(table, want, pick, &mut picked);
-            self.trust.picked(By::Agent, &claimed, table, now);
+            of_agent = agent.hints().pick(table, want, pick);
+            self.trust.picked(By::Agent, &of_agent.claimed, table, now);
         }
-        let got = pages(&picked);
+        let got = pages(&of_agent.seen) + pages(&of_agent.unseen);
         let want = if is_reporting && pick == Pick::Cold { 0 } else { want.saturating_sub(got) };
         let urgent = urgent.saturating_sub(got);
         let asked = self.history.guesses.from_refaults(want, now);
@@ -131,8 +132,14 @@ impl Guesses {
                 self.trust.picked(By::Host, &of_host, table, now);
             }
         }
-        let picked = picked.into_iter().chain(of_host).map(|run| (Guess::Clock, run));
-        (picked.chain(refaulted.into_iter().map(|run| (Guess::Refaulted, run))).collect(), has_more)
+        let all = [
+            (Guess::Clock, of_agent.seen),
+            (Guess::Unseen, of_agent.unseen),
+            (Guess::Clock, of_host),
+            (Guess::Refaulted, refaulted),
+        ];
+        let runs = all.into_iter().flat_map(|(guess, runs)| runs.into_iter().map(move |run| (guess, run)));
+        (runs.collect(), has_more)
     }
 }
 
@@ -276,7 +283,10 @@ mod tests {
         let unknown = [run(10, 2, Kind::Other, COLD)];
         let (mut guesses, memory) = (guesses(), Memory::new());
         let told = agent(unknown.into_iter().chain(levels()).collect());
-        pick(&mut guesses, &told, &memory, 20, Pick::Any);
+        let (picked, _) = guesses.pick(&told, &memory, 20, 20, Pick::Any, Instant::now());
+        let unseen: Vec<_> = picked.iter().filter(|(guess, _)| *guess == Guess::Unseen).copied().collect();
+        memory.take(picked);
+        assert_eq!(memory.take(unseen), [10, 11]);
         // All are back at once.
         *memory.0.borrow_mut() = vec![Some(touched(0)); PAGES as usize];
         let later = Instant::now() + crate::agent::trust::SOON;

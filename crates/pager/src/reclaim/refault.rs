@@ -86,6 +86,8 @@ pub enum Guess {
     Clock,
     /// The history of refaults.
     Refaulted,
+    /// A guest's agent, of memory of which it cannot see whether it is used. No samples.
+    Unseen,
 }
 
 /// An evicted page.
@@ -220,7 +222,7 @@ impl Guesses {
 
     /// Notes that a page was evicted by this guess. Only some are sampled.
     pub fn evicted(&mut self, guess: Guess, place: Place, now: Instant) {
-        let record = &mut self.records[guess as usize];
+        let Some(record) = self.records.get_mut(guess as usize) else { return };
         if record.last.back().is_some_and(|last| now.saturating_duration_since(last.evicted_at) < SAMPLE_EVERY) {
             return;
         }

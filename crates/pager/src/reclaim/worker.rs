@@ -295,6 +295,7 @@ impl ReclaimWorker {
                 vm.mail.throttle.open();
                 IDLE.max(searched * PINNED_REST)
             }
+            (true, false) if self.quarantine.is_all_unseen() && !is_short => BACKGROUND,
             (true, false) => DIRECT.min(self.wait_for(Some(self.adaptive.wait()))),
             _ => BACKGROUND,
         })
