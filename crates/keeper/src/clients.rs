@@ -193,8 +193,8 @@ impl Keeper {
                 }
                 // A VMM that plugs RAM all its life does nothing wrong. There are few lines about one that does nothing
                 // else.
-                if self.complaints.next(self.clients[&key].uid, Instant::now()).is_some() {
-                    self.note(name, "ram-unmanaged", message);
+                if let Some(left_out) = self.complaints.next(self.clients[&key].uid, Instant::now()) {
+                    self.note(name, "ram-unmanaged", message + &crate::complaints::left_out(left_out));
                 }
                 self.answer(key, KeeperToClient::Refused(why));
                 Ok(())

@@ -2,8 +2,8 @@
 //!
 //! Before: a connection or a request is refused. After: there is a line about it, unless its user has had
 //! [`MOST`] in this minute; how many were left out is told with a later one.
-//! Threads: the keeper's one. Units: lines. Promise: one user's processes neither fill the disk with lines nor keep the
-//! lines about another user's out.
+//! Threads: the keeper's one. Units: lines. Promise: what is refused to one user's processes neither fills the disk
+//! with lines nor keeps the lines about another user's out.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -45,12 +45,15 @@ impl Complaints {
 
     /// Logs this about a process of this user, if there is to be another line.
     pub fn log(&mut self, pid: u32, uid: u32, text: std::fmt::Arguments<'_>) {
-        match self.next(uid, Instant::now()) {
-            None => {}
-            Some(0) => tracing::warn!(pid, uid, "{text}"),
-            Some(left_out) => tracing::warn!(pid, uid, "{text} ({left_out} such lines were left out)"),
+        if let Some(left_out) = self.next(uid, Instant::now()) {
+            tracing::warn!(pid, uid, "{text}{}", self::left_out(left_out));
         }
     }
+}
+
+/// What a line says of those that were left out before it.
+pub(crate) fn left_out(lines: u64) -> String {
+    if lines == 0 { String::new() } else { format!(" ({lines} such lines were left out)") }
 }
 
 #[cfg(test)]

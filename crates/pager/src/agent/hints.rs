@@ -115,8 +115,8 @@ impl Hints {
         self.named.remove(&node);
     }
 
-    /// Proposes up to about `want` pages, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones after them.
-    /// The next call continues there, also when none was proposed because too many had to be examined.
+    /// Proposes up to about `want` pages, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones after
+    /// them. The next call continues there, also when none was proposed because too many had to be examined.
     pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick) -> Proposed {
         let mut bounds = Bounds { left: want, examine: MOST_EXAMINED, queries: MOST_QUERIES };
         let mut proposed = Proposed::default();

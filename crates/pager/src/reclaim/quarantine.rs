@@ -29,11 +29,6 @@ use crate::vm::{Layout, Vm};
 /// one punch of this size, some 20 us.
 const EVICT_RUN: u64 = 64;
 
-/// T of memory of which a guest's agent cannot see whether it is used, at least: as long as memory that it sees must be
-/// idle before it is cold. In a Linux of 320 MiB whose limit takes 80, some 350 pages of the kernel are used within this
-/// time, half of them in the first 3 s.
-const UNSEEN: Duration = Duration::from_secs(10);
-
 /// Pages zapped together.
 struct Batch {
     ticket: Ticket,
@@ -222,13 +217,13 @@ impl Quarantine {
         Ok(())
     }
 
-    /// Takes the next run off a batch that was zapped at least `wait` ago, or [`UNSEEN`]. With `whole`, a run may be a
-    /// whole unit. Called under the lock of `layout`: a hold, a new view and [`Vm::set_may_pin`] take effect as soon as
-    /// they have had this lock.
-    pub fn due(&mut self, wait: Duration, whole: bool, now: Instant) -> Option<Due> {
+    /// Takes the next run off a batch that was zapped at least `wait` ago, and `unseen` if nobody saw it. With `whole`,
+    /// a run may be a whole unit. Called under the lock of `layout`: a hold, a new view and [`Vm::set_may_pin`] take
+    /// effect as soon as they have had this lock.
+    pub fn due(&mut self, wait: Duration, unseen: Duration, whole: bool, now: Instant) -> Option<Due> {
         let vm = &self.vm;
         let seen = next_due(vm, &mut self.batches, wait, whole, now);
-        seen.or_else(|| next_due(vm, &mut self.unseen, wait.max(UNSEEN), whole, now))
+        seen.or_else(|| next_due(vm, &mut self.unseen, wait.max(unseen), whole, now))
     }
 
     /// Takes everything out of quarantine.
@@ -357,16 +352,16 @@ mod tests {
         let runs = vec![run(Guess::Unseen, 0), run(Guess::Clock, 4)];
         let (ticket, generation, asked) = (vm.ticket(), vm.generation(), Vec::new());
         quarantine.zapping = Some(Zapping { ticket, generation, runs, asked });
-        let (t, now) = (Duration::from_millis(10), Instant::now());
+        let (t, longer, now) = (Duration::from_millis(10), Duration::from_secs(1), Instant::now());
         quarantine.take_answers(now).expect("no client");
         let later = Instant::now();
         let mut due =
-            |after| quarantine.due(t, false, after).map(|due| (due.guess, due.run.start().0, due.run.count()));
+            |after| quarantine.due(t, longer, false, after).map(|due| (due.guess, due.run.start().0, due.run.count()));
         assert_eq!(due(now), None);
         assert_eq!(due(later + t), Some((Guess::Clock, 4, 4)));
-        assert_eq!(due(now + UNSEEN), None);
-        assert_eq!(due(later + UNSEEN), Some((Guess::Unseen, 0, 4)));
-        assert!(due(later + UNSEEN).is_none() && !quarantine.is_waiting());
+        assert_eq!(due(now + longer), None);
+        assert_eq!(due(later + longer), Some((Guess::Unseen, 0, 4)));
+        assert!(due(later + longer).is_none() && !quarantine.is_waiting());
     }
 
     #[test]

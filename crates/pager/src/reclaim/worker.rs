@@ -38,6 +38,7 @@ use crate::reclaim::interval;
 use crate::reclaim::pace::Pace;
 use crate::reclaim::pinned::{self, Asked};
 use crate::reclaim::quarantine::{Due, Quarantine};
+use crate::reclaim::refault::Guess;
 use crate::run::pool::thread::go_first;
 use crate::run::queue::Next;
 use crate::vm::stats::Counter;
@@ -265,11 +266,7 @@ impl ReclaimWorker {
         let is_short = vm.mail.throttle.was_short();
         let over_limit = resident > limit.0 || is_short;
         go_first(is_short);
-        if is_short {
-            self.adaptive.faults_wait(limit.pages_floor().0);
-        } else if !over_limit {
-            self.adaptive.relax();
-        }
+        self.adaptive.begin(over_limit, is_short, limit.pages_floor().0, now);
         let evicted = self.drain(excess, over_limit, now)?;
         let all = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.adaptive.supply();
         let (watched, hits) = (vm.stats().get(Counter::Quarantined), vm.stats().get(Counter::QuarantineHits));
@@ -295,7 +292,7 @@ impl ReclaimWorker {
                 vm.mail.throttle.open();
                 IDLE.max(searched * PINNED_REST)
             }
-            (true, false) if self.quarantine.is_all_unseen() && !is_short => BACKGROUND,
+            (true, false) if self.quarantine.is_all_unseen() && !self.adaptive.unseen(now).is_zero() => BACKGROUND,
             (true, false) => DIRECT.min(self.wait_for(Some(self.adaptive.wait()))),
             _ => BACKGROUND,
         })
@@ -356,7 +353,8 @@ impl ReclaimWorker {
     /// Evicts up to about `excess` pages that stayed untouched for T; returns how many.
     fn drain(&mut self, excess: u64, over_limit: bool, now: Instant) -> std::io::Result<u64> {
         let vm = self.vm.clone();
-        let (began, mut tried, mut gone) = (Instant::now(), 0, 0);
+        let unseen = self.adaptive.unseen(now);
+        let (began, mut gone, mut judged) = (Instant::now(), 0, (0, 0));
         self.has_more = false;
         while gone < excess && !vm.is_stopping() {
             if began.elapsed() >= SLICE {
@@ -366,7 +364,7 @@ impl ReclaimWorker {
             let _layout = vm.layout();
             // This is computed for each run: the VM may begin to pin pages.
             let wait = self.wait_for(over_limit.then(|| self.adaptive.wait()));
-            let due = self.quarantine.due(wait, !over_limit, now);
+            let due = self.quarantine.due(wait, unseen, !over_limit, now);
             let Some(Due { ticket, guess, region, run }) = due else { break };
             let granule_of = |page| region.granule(page);
             let first = vm.stores.first();
@@ -384,8 +382,12 @@ impl ReclaimWorker {
             if evicted.far == run.count() {
                 self.candidates.evicted(guess, (region.number, run.start()), Instant::now());
             }
-            tried += run.count() - held;
-            gone += evicted.far + evicted.zero;
+            let went = evicted.far + evicted.zero;
+            gone += went;
+            // Memory that waited for longer says nothing of T.
+            if guess != Guess::Unseen || unseen.is_zero() {
+                judged = (judged.0 + run.count() - held, judged.1 + went);
+            }
             let refused = evicted.store_full || evicted.store_busy;
             if refused || evicted.failed.is_some() {
                 vm.ledger().moved(State::Quarantine, State::Resident, release(run, ticket, granule_of));
@@ -407,7 +409,7 @@ impl ReclaimWorker {
             self.store_was_full = false;
             vm.mail.spill.check(&vm.stores);
         }
-        if over_limit && gone * 8 < tried && self.rest_until.is_none_or(|until| until < now) {
+        if over_limit && judged.1 * 8 < judged.0 && self.rest_until.is_none_or(|until| until < now) {
             self.adaptive.nearly_all_touched();
         }
         Ok(gone)

@@ -109,7 +109,7 @@ impl SlowWorker {
         }
         std::mem::forget(waits);
         pending.is_late |= now.elapsed() >= LATE;
-        vm.mail.slow.put_back(view, pending);
+        vm.mail.slow.put_back(self.number, view, pending);
         Next::At(now + RETRY)
     }
 }

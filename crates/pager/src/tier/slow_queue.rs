@@ -115,12 +115,12 @@ impl SlowQueue {
         self.notify_after(|queue| queue.faults.push_back((view.clone(), pending)), |_| true);
     }
 
-    /// Puts a fault back that counts as pending already. The caller comes back for it, or another worker has it.
-    pub(crate) fn put_back(&self, view: Arc<View>, pending: PendingFault) {
-        self.notify_after(
-            |queue| queue.faults.push_back((view, pending)),
-            |worker| pending.is_late && worker != FIRST_TRIES,
-        );
+    /// Puts a fault back that counts as pending already. This worker, which had it, comes back for it, unless it has
+    /// first tries alone.
+    pub(crate) fn put_back(&self, worker: usize, view: Arc<View>, pending: PendingFault) {
+        let is_for_others = worker == FIRST_TRIES && pending.is_late;
+        let add = |queue: &mut Queue| queue.faults.push_back((view, pending));
+        self.notify_after(add, |other| is_for_others && other != FIRST_TRIES);
     }
 
     /// The slow workers have ended. Drops what is left, and returns the views of its faults, which the caller wakes.

@@ -22,7 +22,7 @@ const REST: Duration = Duration::from_millis(100);
 /// wait for such blocks, or an error takes seconds, each block has its turn rarely.
 const MOST_UNSEEN: Duration = Duration::from_secs(2);
 /// If nobody read a block for this long, what failed before says nothing about its next read.
-const FORGOTTEN: Duration = Duration::from_secs(3600);
+const FORGOTTEN: Duration = Duration::from_secs(120);
 
 /// Errors of a block, without a read that went well between them.
 #[derive(Clone, Copy, Debug)]
