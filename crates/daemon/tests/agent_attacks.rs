@@ -100,6 +100,38 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
     no_worker_panicked(&daemon);
 }
 
+#[test]
+fn a_guest_whose_agent_calls_all_of_its_memory_the_kernels_while_threads_write_it_is_held_to_its_limit() {
+    if no_uffd() {
+        return;
+    }
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(QUICK);
+    let port = port_of(std::process::id());
+    let ram = Ram::new(PAGES);
+    let (_client, mut fake) = proved(&daemon, &port, &ram, "all-kernel");
+    let (ends, checked) = (AtomicBool::new(false), AtomicU64::new(0));
+    let all = || [0, HIGH].map(|page| Run { page, count: PAGES as u32 / 2, kind: Kind::Other, level: COLD }).to_vec();
+    std::thread::scope(|scope| {
+        for thread in 0..2 {
+            let (ram, seen) = (&ram, (&ends, &checked));
+            scope.spawn(move || write_and_check(ram, thread, 2, seen));
+        }
+        let _end = Finally(|| ends.store(true, Ordering::Relaxed));
+        until("all is written", || checked.load(Ordering::Relaxed) > 0);
+        daemon.api.set_limit("all-kernel", Some(48 * MIB)).expect("limit");
+        until("it is within its limit, and pays for it", || {
+            if fake.stay_alive() {
+                fake.report(all());
+            }
+            let vm = daemon.vm("all-kernel");
+            vm.resident_bytes <= 48 * MIB && vm.faults.restored_pages > 2000
+        });
+    });
+    assert_eq!(daemon.vm("all-kernel").poisoned_bytes, 0);
+    no_worker_panicked(&daemon);
+}
+
 /// A message with a valid sum and session, and a random body, or a valid body with some bytes changed.
 fn random_message(random: &mut Rng, session: u64) -> Vec<u8> {
     let tick = Tick { nodes: vec![Node::default(); 3], note: "a note".into(), ..Tick::default() };
