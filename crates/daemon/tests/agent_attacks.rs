@@ -54,6 +54,24 @@ fn write_and_check(ram: &Ram, thread: u64, threads: u64, (ends, checked): (&Atom
     pages.iter().zip(&rounds).for_each(|(page, round)| check(*page, *round));
 }
 
+/// Runs this while two threads of the guest write and check; it is given how many pages they have checked.
+fn while_written(ram: &Ram, run: impl FnOnce(&AtomicU64)) {
+    let (ends, checked) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for thread in 0..2 {
+            let seen = (&ends, &checked);
+            scope.spawn(move || write_and_check(ram, thread, 2, seen));
+        }
+        let _end = Finally(|| ends.store(true, Ordering::Relaxed));
+        run(&checked);
+    });
+}
+
+/// A report of all of the guest's memory as cold, with this in it.
+fn all_cold(kind: Kind) -> Vec<Run> {
+    [0, HIGH].map(|page| Run { page, count: PAGES as u32 / 2, kind, level: COLD }).to_vec()
+}
+
 #[test]
 fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write_it_loses_no_byte() {
     if no_uffd() {
@@ -64,14 +82,7 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
     let port = port_of(std::process::id());
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "all-free");
-    let (ends, checked) = (AtomicBool::new(false), AtomicU64::new(0));
-    let all = |kind| [0, HIGH].map(|page| Run { page, count: PAGES as u32 / 2, kind, level: COLD }).to_vec();
-    std::thread::scope(|scope| {
-        for thread in 0..2 {
-            let (ram, seen) = (&ram, (&ends, &checked));
-            scope.spawn(move || write_and_check(ram, thread, 2, seen));
-        }
-        let _end = Finally(|| ends.store(true, Ordering::Relaxed));
+    while_written(&ram, |checked| {
         daemon.api.set_limit("all-free", Some(48 * MIB)).expect("limit");
         // What it took counts as far as it is to hold something.
         let balloon = Some(NodeBalloon { node: 0, bytes: PAGES * PAGE_SIZE as u64 });
@@ -80,7 +91,7 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
         let nodes = vec![Node { node: 0, pages: PAGES, free: PAGES, ballooned: PAGES }];
         until("its pages were evicted and restored, many times", || {
             if fake.stay_alive() {
-                fake.say(&ToHost::Taken { node: 0, runs: all(Kind::Free) });
+                fake.say(&ToHost::Taken { node: 0, runs: all_cold(Kind::Free) });
                 fake.say(&ToHost::Tick(Tick {
                     total: PAGES,
                     free: PAGES,
@@ -88,7 +99,7 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
                     nodes: nodes.clone(),
                     ..Tick::default()
                 }));
-                fake.report(all(Kind::Free));
+                fake.report(all_cold(Kind::Free));
             }
             let vm = daemon.vm("all-free");
             let shown = vm.agent.unwrap_or_default();
@@ -110,19 +121,12 @@ fn a_guest_whose_agent_calls_all_of_its_memory_the_kernels_while_threads_write_i
     let port = port_of(std::process::id());
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "all-kernel");
-    let (ends, checked) = (AtomicBool::new(false), AtomicU64::new(0));
-    let all = || [0, HIGH].map(|page| Run { page, count: PAGES as u32 / 2, kind: Kind::Other, level: COLD }).to_vec();
-    std::thread::scope(|scope| {
-        for thread in 0..2 {
-            let (ram, seen) = (&ram, (&ends, &checked));
-            scope.spawn(move || write_and_check(ram, thread, 2, seen));
-        }
-        let _end = Finally(|| ends.store(true, Ordering::Relaxed));
-        until("all is written", || checked.load(Ordering::Relaxed) > 0);
+    while_written(&ram, |checked| {
+        until("a thread has written all of its pages", || checked.load(Ordering::Relaxed) > 0);
         daemon.api.set_limit("all-kernel", Some(48 * MIB)).expect("limit");
         until("it is within its limit, and pays for it", || {
             if fake.stay_alive() {
-                fake.report(all());
+                fake.report(all_cold(Kind::Other));
             }
             let vm = daemon.vm("all-kernel");
             vm.resident_bytes <= 48 * MIB && vm.faults.restored_pages > 2000
