@@ -10,7 +10,7 @@
 //! again: what is idle at the next look was not accessed between the two. Memory is looked at in parts, so that one
 //! look is short however large the guest is.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -196,6 +196,12 @@ impl Looks {
         })
     }
 
+    /// The memory is another, in ranges of pages: some was plugged, or removed. What is known of the rest stays.
+    pub fn set_ram(&mut self, ram: &[(u64, u64)]) {
+        self.parts = with_ram(std::mem::take(&mut self.parts), ram);
+        self.turn = 0;
+    }
+
     /// Returns the CPU time that the kernel spent for it so far, or somewhat more, in microseconds.
     pub fn cpu_us(&self) -> u64 {
         self.damon.cpu_us()
@@ -269,6 +275,12 @@ impl Looks {
     }
 }
 
+/// Returns the parts of this memory, as these are where they are parts of it.
+fn with_ram(known: Vec<Part>, ram: &[(u64, u64)]) -> Vec<Part> {
+    let mut known: HashMap<(u64, u64), Part> = known.into_iter().map(|part| (part.pages, part)).collect();
+    parts(ram).map(|pages| known.remove(&pages).unwrap_or_else(|| Part::new(pages))).collect()
+}
+
 /// Returns the parts of this memory, in ranges of pages.
 pub fn parts(ram: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> {
     let of = |(page, end): &(u64, u64)| {
@@ -290,6 +302,15 @@ mod tests {
         let parts: Vec<_> = parts(&[(1, 0x9f), (0x100, 0x100 + 2 * PART + 7)]).collect();
         let second = 0x100 + PART;
         assert_eq!(parts, [(1, 0x9f), (0x100, second), (second, second + PART), (second + PART, second + PART + 7)]);
+    }
+
+    #[test]
+    fn memory_that_is_plugged_is_looked_at_and_what_is_known_of_the_rest_stays() {
+        let mut known = vec![Part::new((1, 9)), Part::new((16, 32))];
+        known[1].states[3] = 7;
+        let now = with_ram(known, &[(16, 32), (64, 80)]);
+        assert_eq!(now.iter().map(|part| part.pages).collect::<Vec<_>>(), [(16, 32), (64, 80)]);
+        assert_eq!((now[0].states[3], &now[1].states), (7, &Part::new((64, 80)).states));
     }
 
     /// A part of one page after looks with these flags, and the time.

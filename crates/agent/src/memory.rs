@@ -34,8 +34,9 @@ fn bytes(line: &str) -> Option<(u64, u64, &str)> {
 
 fn system_ram(iomem: &str) -> Vec<(u64, u64)> {
     let range = |line: &str| {
-        // Indented lines are parts of RAM and are skipped. Addresses are zero for a process without the permission.
-        let (first, last, _) = bytes(line).filter(|(_, _, what)| *what == "System RAM")?;
+        // Of a device that has memory, it is indented: `System RAM (virtio_mem)`. Parts of RAM have other names.
+        // Addresses are zero for a process without the permission.
+        let (first, last, _) = bytes(line.trim_start()).filter(|(_, _, what)| what.starts_with("System RAM"))?;
         let (page, end) = (first.div_ceil(4096), (last + 1) / 4096);
         (page < end).then_some((page, end))
     };
@@ -180,10 +181,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ram_is_what_is_not_indented_and_whole_pages_and_the_kernel_is_within() {
+    fn ram_is_whole_pages_also_of_a_device_and_the_kernel_is_within() {
         let text = "00000000-00000fff : Reserved\n00001000-0009fbff : System RAM\n00100000-7ffdffff : System RAM\n  \
-                    01000000-01ffffff : Kernel code\n100000000-17fffffff : System RAM";
-        assert_eq!(system_ram(text), [(1, 0x9f), (0x100, 0x7ffe0), (0x10_0000, 0x18_0000)]);
+                    01000000-01ffffff : Kernel code\n100000000-17fffffff : System RAM\n180000000-1ffffffff : virtio0\n  \
+                    188000000-18fffffff : System RAM (virtio_mem)";
+        let ram = [(1, 0x9f), (0x100, 0x7ffe0), (0x10_0000, 0x18_0000), (0x18_8000, 0x19_0000)];
+        assert_eq!(system_ram(text), ram);
         assert_eq!(system_ram("00000000-00000000 : System RAM"), [], "not for this user");
         let image = kernel_image(text);
         assert_eq!(image, [(0x1000, 0x2000)]);

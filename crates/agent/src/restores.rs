@@ -116,6 +116,11 @@ impl Restores {
         Self { dirty: [Bits::new(ram), Bits::new(ram)], ..Self::default() }
     }
 
+    /// The memory is another: some was plugged, or removed.
+    pub fn set_ram(&mut self, ram: &[(u64, u64)]) {
+        self.dirty = [Bits::new(ram), Bits::new(ram)];
+    }
+
     /// A report begins: [`Restores::seen`] is called with each page.
     pub fn begin(&mut self) {
         self.dirty.swap(0, 1);

@@ -48,7 +48,8 @@ pub fn run(path: Option<&str>, tiering: Option<&Tiering>) -> io::Result<()> {
     let mut buffer = vec![0; 32 << 10];
     while !files::ends() {
         let now = Instant::now();
-        if !port.wait(guest.pause(now))? {
+        let pause = guest.pause(now, port.is_behind());
+        if !port.wait(pause)? {
             guest.nobody(now);
             port.forget();
             std::thread::sleep(NOBODY);
@@ -169,11 +170,12 @@ impl<'a> Guest<'a> {
     }
 
     /// Returns the time until something is to do, unless the host sends a message.
-    fn pause(&self, now: Instant) -> Duration {
+    fn pause(&self, now: Instant, is_behind: bool) -> Duration {
         if self.session.is_none() {
             return Duration::from_secs(5);
         }
-        if self.balloon.is_busy(now) {
+        // What the port has not taken yet wakes the agent, too.
+        if self.balloon.is_busy(now) && !is_behind {
             return Duration::ZERO;
         }
         let next = if self.wanted.reports { self.next_tick.min(self.next_report) } else { self.next_tick };
@@ -305,6 +307,7 @@ impl<'a> Guest<'a> {
         if self.wanted.reports && now >= self.next_report {
             let of_looks = self.source.spent();
             if !port.is_behind() {
+                self.look_for_ram();
                 self.report(now, port);
             }
             // Looks are paced apart: what the agent holds, and what is free, is told as often as may be.
@@ -371,6 +374,18 @@ impl<'a> Guest<'a> {
                 Source::Without(now + DAMON_AGAIN)
             }
         };
+    }
+
+    /// Memory may be plugged, or removed, at any time.
+    fn look_for_ram(&mut self) {
+        let Ok(ram) = memory::ram() else { return };
+        if ram != self.ram {
+            self.services.restores().set_ram(&ram);
+            if let Source::Looks(looks) = &mut self.source {
+                looks.set_ram(&ram);
+            }
+            self.ram = ram;
+        }
     }
 
     fn report(&mut self, now: Instant, port: &mut Port) {

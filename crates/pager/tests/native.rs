@@ -301,6 +301,24 @@ fn who_brings_all_back_sleeps_while_a_page_cannot_be_had_and_ends_when_the_vm_is
     assert_eq!(error.to_string(), "the VM is being closed");
 }
 
+/// A store gives up what it cannot read only if it is asked often enough.
+#[test]
+fn pages_that_cannot_be_had_are_asked_for_again_before_all_others_were_if_these_are_many() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    rig.faults.busy_gets(u64::MAX);
+    let vm = rig.vm.clone();
+    let restoring = std::thread::spawn(move || vm.restore_for(Hold::Pinned, "the test says so".into()));
+    let far = rig.vm.stats().get(Counter::Far) as usize;
+    until("a page was asked for twice", || rig.faults.refused().1 > 1);
+    let (asked, _) = rig.faults.refused();
+    rig.faults.busy_gets(0);
+    restoring.join().expect("no panic").expect("restored");
+    assert!(asked < far, "{asked} of {far} had their turn before");
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
 #[test]
 fn pinning_brings_every_page_back_and_keeps_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK);

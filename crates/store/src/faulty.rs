@@ -4,7 +4,7 @@
 //! Threads: any. Counts are taken one call at a time, so "the next 3 gets" are 3 whichever threads make them.
 //! Units: counts are calls. Promise: no clock and no randomness; with no fault set, every call is passed through.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -36,6 +36,8 @@ struct Script {
     lose: u64,
     corrupt: u64,
     lost_keys: HashSet<PageKey>,
+    /// How often a get returned `Busy`.
+    refused: HashMap<PageKey, u64>,
     stall_puts: bool,
     stall_gets: bool,
     stalled: usize,
@@ -126,6 +128,12 @@ impl Faults {
         self.lock().calls
     }
 
+    /// How many pages gets returned `Busy` for, and how often for that with the most.
+    pub fn refused(&self) -> (usize, u64) {
+        let script = self.lock();
+        (script.refused.len(), script.refused.values().copied().max().unwrap_or(0))
+    }
+
     /// Wait while `stalls` says so.
     fn pass_stall(&self, stalls: fn(&Script) -> bool) -> MutexGuard<'_, Script> {
         let mut script = self.lock();
@@ -156,6 +164,7 @@ impl Faults {
         self.lock().calls.gets += 1;
         let mut script = self.pass_stall(|script| script.stall_gets);
         if spend(&mut script.busy_gets) {
+            *script.refused.entry(key).or_default() += 1;
             Some(GetOutcome::Busy)
         } else if script.lost_keys.contains(&key) {
             Some(GetOutcome::Absent)
@@ -280,11 +289,13 @@ mod tests {
     fn each_fault_happens_as_often_as_it_was_ordered() {
         let (store, faults, handle) = store_with_one_page();
         faults.busy_gets(1);
+        assert_eq!(faults.refused(), (0, 0));
         faults.corrupt(2);
         assert_eq!([(); 4].map(|()| get(&store, handle)), {
             use GetOutcome::{Busy, Corrupt, Found};
             [Busy, Corrupt, Corrupt, Found]
         });
+        assert_eq!(faults.refused(), (1, 1));
         faults.busy_puts(1);
         faults.fail_puts(Some(PutFault::Full));
         assert_eq!([(); 3].map(|()| store.put(KEY, &[0; PAGE_SIZE])), {

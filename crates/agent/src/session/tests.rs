@@ -63,3 +63,20 @@ fn the_host_has_the_hello_and_ticks_before_the_first_report_is_made() {
     assert_eq!(heard(), if guest.flags.is_some() { vec!["tick"] } else { vec![] }, "the report waits for a flush");
     assert!(guest.next_tick > now || guest.flags.is_none());
 }
+
+#[test]
+fn while_the_host_does_not_read_an_agent_whose_balloon_is_to_grow_sleeps() {
+    let now = Instant::now();
+    let mut guest = guest(now);
+    (guest.session, guest.next_tick) = (Some(1), now + Duration::from_secs(1));
+    guest.balloon.want(0, 1 << 20);
+    assert_eq!([false, true].map(|is_behind| guest.pause(now, is_behind).is_zero()), [true, false]);
+}
+
+#[test]
+fn memory_that_was_plugged_is_found_at_the_next_report() {
+    let mut guest = guest(Instant::now());
+    let all = std::mem::replace(&mut guest.ram, vec![(1, 2)]);
+    guest.look_for_ram();
+    assert_eq!(guest.ram, all);
+}

@@ -143,7 +143,7 @@ impl AgentWorker {
             Ok(is_open) => is_open,
             Err(error) => {
                 if error.kind() != io::ErrorKind::UnexpectedEof {
-                    tracing::info!(vm = self.vm.state.name(), "The agent of its guest: {error}");
+                    self.failed("Talking to", &error);
                 }
                 self.lose(State::Silent);
                 self.poll_at = now + POLL;
@@ -164,7 +164,7 @@ impl AgentWorker {
             match Channel::connect(view.pid, self.vm.group(), &self.told) {
                 Ok(Some(channel)) => return self.begin(channel, now),
                 Ok(None) => {}
-                Err(error) => self.failed(&error),
+                Err(error) => self.failed("Looking for", &error),
             }
         }
         self.told.set_port(false);
@@ -177,7 +177,7 @@ impl AgentWorker {
             match rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty()) {
                 Ok(count) if count == bytes.len() => {}
                 _ => {
-                    self.failed(&io::Error::other("the kernel gives no random bytes"));
+                    self.failed("Greeting", &io::Error::other("the kernel gives no random bytes"));
                     return false;
                 }
             }
@@ -220,11 +220,11 @@ impl AgentWorker {
         }
     }
 
-    fn failed(&mut self, error: &io::Error) {
+    fn failed(&mut self, doing: &str, error: &io::Error) {
         self.failures += 1;
         // At the 1st, 2nd, 4th, 8th ... time.
         if self.failures.is_power_of_two() {
-            tracing::warn!(vm = self.vm.state.name(), "Looking for the agent of its guest: {error}");
+            tracing::warn!(vm = self.vm.state.name(), "{doing} the agent of its guest: {error}");
         }
     }
 

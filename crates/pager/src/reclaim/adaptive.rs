@@ -5,7 +5,8 @@
 //! forced hold for the next round.
 //! Threads: the VM's reclaim worker. Units: pages; T is a `Duration`.
 //! Promise: T is never longer than the one that the VM is configured with, and all three return to their first values
-//! when the VM stays within its limit. Memory that nobody sees keeps a VM above its limit for [`UNSEEN`] at most.
+//! when the VM stays within its limit, at once if that is for [`UNSEEN`]. Memory that nobody sees keeps a VM above its
+//! limit for as long at most.
 
 use std::time::{Duration, Instant};
 
@@ -42,16 +43,17 @@ pub(super) struct Adaptive {
     /// Pages in quarantine beyond those of the margin.
     supply: u64,
     is_forced: bool,
-    /// Since when the VM has been above its limit.
-    above: Option<Instant>,
-    /// A fault waits for credits.
-    is_short: bool,
+    /// Since when the VM has been above its limit but for moments, and when it was last.
+    above: Option<(Instant, Instant)>,
+    is_above: bool,
+    /// A fault of the VM waits for credits, or others wait for its memory.
+    is_urgent: bool,
 }
 
 impl Adaptive {
     /// The state of a VM that was never above its limit.
     pub fn new(longest: Duration) -> Self {
-        Self { longest, wait: longest, supply: 0, is_forced: false, above: None, is_short: false }
+        Self { longest, wait: longest, supply: 0, is_forced: false, above: None, is_above: false, is_urgent: false }
     }
 
     /// Returns T above the limit, where T is no safety matter.
@@ -59,10 +61,19 @@ impl Adaptive {
         self.wait
     }
 
-    /// Adapts at the beginning of a round to a VM that may hold this many pages: is it above its limit, or does a fault
-    /// wait?
-    pub fn begin(&mut self, is_above: bool, is_short: bool, limit_pages: u64, now: Instant) {
-        (self.above, self.is_short) = (is_above.then(|| self.above.unwrap_or(now)), is_short);
+    /// Adapts at the beginning of a round to a VM that may hold this many pages: is it above its limit, does a fault
+    /// wait, and do others wait for its memory?
+    pub fn begin(&mut self, is_above: bool, is_short: bool, others_wait: bool, limit_pages: u64, now: Instant) {
+        if is_above {
+            let last = |last| now.saturating_duration_since(last) < UNSEEN;
+            let Some((since, _)) = self.above.filter(|above| last(above.1)) else {
+                // What it met so long ago says nothing of now. Reclaim does not ask while the VM is far below its limit.
+                *self = Self { above: Some((now, now)), ..Self::new(self.longest) };
+                return self.begin(is_above, is_short, others_wait, limit_pages, now);
+            };
+            self.above = Some((since, now));
+        }
+        (self.is_above, self.is_urgent) = (is_above, is_short || others_wait);
         if is_short {
             self.faults_wait(limit_pages);
         } else if !is_above {
@@ -70,11 +81,11 @@ impl Adaptive {
         }
     }
 
-    /// Returns the least T of memory that nobody sees: none if the VM has been above its limit for as long, or a fault
+    /// Returns the least T of memory that nobody sees: none if the VM has been above its limit for as long, or somebody
     /// waits, since a guest must gain nothing by memory of this kind.
     pub fn unseen(&self, now: Instant) -> Duration {
-        let is_over = self.above.is_some_and(|above| now.saturating_duration_since(above) >= UNSEEN);
-        if is_over || self.is_short { Duration::ZERO } else { UNSEEN }
+        let is_over = self.above.is_some_and(|(since, _)| now.saturating_duration_since(since) >= UNSEEN);
+        if is_over && self.is_above || self.is_urgent { Duration::ZERO } else { UNSEEN }
     }
 
     /// Returns the number of pages to keep in quarantine beyond those of the margin.
@@ -132,15 +143,34 @@ mod tests {
     fn memory_that_nobody_sees_stays_for_longer_until_the_vm_was_above_its_limit_for_as_long_or_a_fault_waits() {
         let (mut adaptive, start) = (Adaptive::new(T), Instant::now());
         let mut unseen = |is_above, is_short, after| {
-            adaptive.begin(is_above, is_short, 0, start + after);
+            adaptive.begin(is_above, is_short, false, 0, start + after);
             adaptive.unseen(start + after)
         };
         let within = UNSEEN - T;
         assert_eq!(unseen(false, false, UNSEEN * 9), UNSEEN);
         assert_eq!([Duration::ZERO, within].map(|after| unseen(true, false, after)), [UNSEEN; 2]);
         assert_eq!(unseen(true, true, within), Duration::ZERO);
-        assert_eq!([UNSEEN, UNSEEN * 9].map(|after| unseen(true, false, after)), [Duration::ZERO; 2]);
-        assert_eq!([false, true].map(|is_above| unseen(is_above, false, UNSEEN * 10)), [UNSEEN; 2]);
+        let above = [2, 3, 4].map(|halves| unseen(true, false, UNSEEN / 2 * halves));
+        assert_eq!(above, [Duration::ZERO; 3]);
+        assert_eq!(unseen(false, false, UNSEEN * 2), UNSEEN);
+        assert_eq!(unseen(true, false, UNSEEN * 3 - T), Duration::ZERO, "it was within it for a moment");
+        assert_eq!(unseen(true, false, UNSEEN * 4), UNSEEN, "it was not above it for long");
+    }
+
+    #[test]
+    fn what_was_learned_above_the_limit_is_forgotten_when_the_vm_was_not_above_it_for_long() {
+        let (mut adaptive, start) = (Adaptive::new(T), Instant::now());
+        adaptive.begin(true, true, false, 1 << 20, start);
+        while !adaptive.is_forced() {
+            adaptive.nearly_all_touched();
+        }
+        adaptive.begin(true, false, false, 1 << 20, start + UNSEEN / 2);
+        assert!(adaptive.is_forced() && adaptive.wait().is_zero() && adaptive.supply() > 0, "{adaptive:?}");
+        adaptive.begin(true, false, true, 1 << 20, start + UNSEEN / 2);
+        assert!(adaptive.unseen(start + UNSEEN / 2).is_zero(), "others wait");
+        // No round asked in between: the VM was far below its limit.
+        adaptive.begin(true, false, false, 1 << 20, start + UNSEEN * 2);
+        assert_eq!((adaptive.wait(), adaptive.supply(), adaptive.is_forced()), (T, 0, false));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Failures of reclaim, which may come each second for hours: of a VMM that is stopped, for one.
 //!
-//! Before: a round failed. After: it is an event, or one like it was a short time ago.
+//! Before: a round failed, or the store refused a page. After: it is an event, or one like it was a short time ago.
 //! Threads: the VM's reclaim worker.
 //! Promise: the events of other VMs are not pushed out by those of one, and a failure after a time without is reported.
 
@@ -25,6 +25,11 @@ impl Failures {
         if let Some(times) = self.add(now) {
             vm.report("reclaim-failed", format!("Reclaiming memory{times}: {error}"));
         }
+    }
+
+    /// One more. Is it the first of a series?
+    pub fn begins(&mut self, now: Instant) -> bool {
+        self.add(now).is_some() && self.count == 1
     }
 
     /// One more. If it is to be reported, which the 1st, 2nd, 4th, 8th ... of a series is, returns what to add to the

@@ -88,7 +88,7 @@ pub(crate) struct ReclaimWorker {
     effort: Effort,
     rest_until: Option<Instant>,
     failures: Failures,
-    store_was_full: bool,
+    refusals: Failures,
     /// Bytes resident at the last round, and at the last round with nothing to do.
     resident: u64,
     checked: u64,
@@ -126,7 +126,7 @@ impl ReclaimWorker {
             effort: Effort::default(),
             rest_until: None,
             failures: Failures::default(),
-            store_was_full: false,
+            refusals: Failures::default(),
             resident: 0,
             checked: 0,
             pause: IDLE,
@@ -266,7 +266,8 @@ impl ReclaimWorker {
         let is_short = vm.mail.throttle.was_short();
         let over_limit = resident > limit.0 || is_short;
         go_first(is_short);
-        self.adaptive.begin(over_limit, is_short, limit.pages_floor().0, now);
+        let others_wait = vm.mail.others_wait.load(Ordering::Relaxed);
+        self.adaptive.begin(over_limit, is_short, others_wait, limit.pages_floor().0, now);
         let evicted = self.drain(excess, over_limit, now)?;
         let all = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.adaptive.supply();
         let (watched, hits) = (vm.stats().get(Counter::Quarantined), vm.stats().get(Counter::QuarantineHits));
@@ -406,7 +407,6 @@ impl ReclaimWorker {
                 self.store_refused(evicted.store_full);
                 break;
             }
-            self.store_was_full = false;
             vm.mail.spill.check(&vm.stores);
         }
         if over_limit && judged.1 * 8 < judged.0 && self.rest_until.is_none_or(|until| until < now) {
@@ -415,17 +415,18 @@ impl ReclaimWorker {
         Ok(gone)
     }
 
-    /// Pauses reclaim because the store refused a page, and reports it once.
+    /// Pauses reclaim because the store refused a page, and reports it unless it refused one a moment ago.
     fn store_refused(&mut self, full: bool) {
         if full && self.vm.mail.spill.make_room() {
             self.rest_until = Some(Instant::now() + SPILL_REST);
             return;
         }
-        self.rest_until = Some(Instant::now() + STORE_REST);
+        let now = Instant::now();
+        self.rest_until = Some(now + STORE_REST);
         if full {
             self.vm.stats().add(Counter::StoreFull, 1);
         }
-        if !std::mem::replace(&mut self.store_was_full, true) {
+        if self.refusals.begins(now) {
             let usage = self.vm.stores.first().store.usage();
             let why = if full { "has no room" } else { "does not answer" };
             let (used, budget) = (Bytes(usage.bytes), Bytes(usage.budget_bytes));

@@ -126,12 +126,13 @@ impl Serve for Listened {
 pub(super) struct DiscardWorker {
     vm: Arc<Vm>,
     failed: u64,
+    unanswered: u64,
 }
 
 impl DiscardWorker {
     /// The worker of this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
-        Self { vm, failed: 0 }
+        Self { vm, failed: 0, unanswered: 0 }
     }
 
     /// Carries out one; returns when to look for another.
@@ -162,7 +163,10 @@ impl DiscardWorker {
         }
         // A client that does not read its replies repeats its question and gets another reply.
         if let Err(error) = view.peer().discarded(seq, error) {
-            tracing::warn!(vm = vm.state.name(), "Answering a discard of process {}: {error}", view.pid);
+            self.unanswered += 1;
+            if self.unanswered.is_power_of_two() {
+                tracing::warn!(vm = vm.state.name(), "Answering a discard of process {}: {error}", view.pid);
+            }
         }
         drop(then);
         Next::Again

@@ -44,6 +44,8 @@ pub(crate) struct Mailboxes {
     pub throttle: Throttle,
     /// Was the VM above its limit when the reclaim worker last checked?
     pub over_limit: AtomicBool,
+    /// Others wait for what it has to give up.
+    pub others_wait: AtomicBool,
     pub spill: SpillRequest,
     /// While the reclaim worker looks rarely: a worker that brings a page in notifies it, and so does `growth` when the
     /// VM no longer holds this many bytes. [`AWAKE`] while it looks often.

@@ -300,6 +300,12 @@ impl Vm {
         self.shares.store(shares, Ordering::Relaxed);
     }
 
+    /// Says whether others wait for memory that this VM is above its limit: then none of it is kept to be on the safe
+    /// side.
+    pub fn set_others_wait(&self, others_wait: bool) {
+        self.mail.others_wait.store(others_wait, Ordering::Relaxed);
+    }
+
     pub(crate) fn shares(&self) -> u32 {
         self.shares.load(Ordering::Relaxed)
     }

@@ -6,7 +6,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_sys::uffd::FaultKind;
@@ -24,6 +24,9 @@ const BATCH: u64 = PAGES_PER_UNIT;
 /// How long to leave a page alone that is not available: its store is busy, or a tmpfs of limited size is full, which
 /// may last.
 const PAUSE: Duration = Duration::from_millis(1);
+/// While pages are not available, others are tried for this long before those have their next turn. So each is asked
+/// for every few of these times however many they are, and a store that gives up what it cannot read does so.
+const TURN: Duration = Duration::from_secs(2);
 
 impl Vm {
     /// Holds reclaim for this reason and brings every page back. Returns when none is far.
@@ -88,8 +91,8 @@ impl Vm {
     }
 
     /// Brings every far or zero page of these back through one of these views. A page that is not available keeps no
-    /// other one waiting: it is tried again after all others. `goes_on` is called before each [`BATCH`], and while a
-    /// page is not available.
+    /// other one waiting for long: it is tried again after [`TURN`], or after all others. `goes_on` is called before
+    /// each [`BATCH`], and while a page is not available.
     ///
     /// # Errors
     /// The first that was met, after all pages were tried.
@@ -101,40 +104,41 @@ impl Vm {
         goes_on: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
         let (mut done, mut later) = (Ok(()), Vec::new());
-        let mut pages: Box<dyn Iterator<Item = PageIdx> + '_> = Box::new(pages);
-        loop {
-            let batch: Vec<PageIdx> = pages.by_ref().take((BATCH / region.granule_pages()).max(1) as usize).collect();
-            if batch.is_empty() && later.is_empty() {
-                return done;
-            }
-            if batch.is_empty() {
-                pages = Box::new(std::mem::take(&mut later).into_iter());
-            } else if goes_on() {
-                done = done.and(self.restore_batch(region, batch, &views(), goes_on, &mut later));
-            } else {
-                return done;
+        let mut pages = pages.peekable();
+        while pages.peek().is_some() || !later.is_empty() {
+            let (began, mut again) = (Instant::now(), std::mem::take(&mut later).into_iter().peekable());
+            loop {
+                let is_turn_over = !later.is_empty() && began.elapsed() >= TURN;
+                let next: &mut dyn Iterator<Item = PageIdx> = match (again.peek().is_some(), pages.peek().is_some()) {
+                    (true, _) => &mut again,
+                    (false, true) if !is_turn_over => &mut pages,
+                    _ => break,
+                };
+                if !goes_on() {
+                    return done;
+                }
+                let mut batch = next.take((BATCH / region.granule_pages()).max(1) as usize);
+                done = done.and(self.restore_batch(region, &mut batch, &views(), &mut later));
             }
         }
+        done
     }
 
-    /// The same of a batch, once; the pages that are not available now are added to `later`. The layout may change
-    /// after each of those, as a store may take for ever.
+    /// The same of a batch, once and up to the first page that is not available now, which is added to `later`. The
+    /// layout may change after that, as a store may take for ever.
     fn restore_batch(
         &self,
         region: &Region,
-        pages: Vec<PageIdx>,
+        pages: &mut dyn Iterator<Item = PageIdx>,
         views: &[Arc<View>],
-        goes_on: &mut dyn FnMut() -> bool,
         later: &mut Vec<PageIdx>,
     ) -> io::Result<()> {
         // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
-        let mut layout = self.layout();
-        let memories = || -> Vec<_> {
-            let views = views.iter().filter(|_| !region.is_removed());
-            views.filter_map(|view| view.of_region(region)).collect()
-        };
-        let mut all = memories();
+        let layout = self.layout();
+        let in_region = views.iter().filter(|_| !region.is_removed()).filter_map(|view| view.of_region(region));
+        let all: Vec<_> = in_region.collect();
         if all.is_empty() {
+            pages.for_each(drop);
             return Ok(());
         }
         let mut done = Ok(());
@@ -163,13 +167,7 @@ impl Vm {
                         later.push(page);
                         drop(layout);
                         std::thread::sleep(PAUSE);
-                        let is_to_go_on = goes_on();
-                        layout = self.layout();
-                        all = memories();
-                        if !is_to_go_on || all.is_empty() {
-                            return done;
-                        }
-                        break;
+                        return done;
                     }
                     // That process is gone, or does not map this part any more: try another one.
                     Ok(Served::Gone) if tried + 1 < all.len() => tried += 1,

@@ -21,8 +21,9 @@ const REST: Duration = Duration::from_millis(100);
 /// How much of a time in which nobody read the block counts as one in which it failed. Where many of a VM's threads
 /// wait for such blocks, or an error takes seconds, each block has its turn rarely.
 const MOST_UNSEEN: Duration = Duration::from_secs(2);
-/// If nobody read a block for this long, what failed before says nothing about its next read.
-const FORGOTTEN: Duration = Duration::from_secs(120);
+/// If nobody read a block for this long, what failed before says nothing about its next read. Who waits for blocks asks
+/// more often, also if there are many of them.
+const FORGOTTEN: Duration = Duration::from_secs(600);
 
 /// Errors of a block, without a read that went well between them.
 #[derive(Clone, Copy, Debug)]

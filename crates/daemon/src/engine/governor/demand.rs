@@ -85,6 +85,11 @@ impl Divisions {
         self.0.values().any(|division| division.divides)
     }
 
+    /// Is this VM limited for the pool?
+    pub fn limits(&self, id: &str) -> bool {
+        self.0.values().any(|division| division.divides && division.limited.contains(id))
+    }
+
     /// Adds the limits for the pool to this plan. Returns messages for operators where it begins or ends.
     pub fn add(&mut self, plan: &mut Plan, snapshot: &Snapshot, host: &Host, setup: &Setup) -> Vec<String> {
         let mut over = host.pool.demand.overcommitted();

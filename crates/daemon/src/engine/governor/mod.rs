@@ -245,6 +245,8 @@ impl Governor {
         if let Some(plan) = plan {
             let vms: HashMap<String, Arc<Served>> =
                 host.all().into_iter().map(|served| (served.vm.state.id().to_string(), served)).collect();
+            let is_short = inner.is_active() && plan.host_state >= HostState::Hard;
+            vms.iter().for_each(|(id, served)| served.vm.set_others_wait(is_short || inner.divisions.limits(id)));
             let apply = |decision: &&Decision| vms.get(&decision.id).is_some_and(|vm| self.apply(vm, decision));
             // Without an owner, no VM has a target: neither one that was opened since the snapshot was taken.
             let free = Decision { action: Action::Free, ..Decision::default() };
