@@ -7,12 +7,12 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use ballast_api::{NodeBalloon, VmPatch, VmStat};
 use ballast_base::{KIB, MIB, PAGE_SIZE};
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
 
-use crate::booted::{Booted, COUNTED, Figures, MEMORY, SETTLES, TAKEN, mib, percent, restored};
+use crate::booted::{Booted, COUNTED, Figures, MEMORY, SETTLES, TAKEN, TIMEOUT, mib, percent, restored};
 use crate::options::Part;
 use crate::rig::Bench;
 use crate::stats::mean;
@@ -47,10 +47,13 @@ pub(crate) enum Load {
     Bfs,
     /// k-means, a minute for each pass.
     Kmeans,
+    /// GCC's compiler, one file again and again.
+    Compiler,
 }
 
 impl Load {
-    pub(crate) const ALL: [Self; 5] = [Self::Files, Self::Redis, Self::Memcached, Self::Bfs, Self::Kmeans];
+    pub(crate) const ALL: [Self; 6] =
+        [Self::Files, Self::Redis, Self::Memcached, Self::Bfs, Self::Kmeans, Self::Compiler];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -59,6 +62,7 @@ impl Load {
             Self::Memcached => "memcached",
             Self::Bfs => "bfs",
             Self::Kmeans => "kmeans",
+            Self::Compiler => "compiler",
         }
     }
 
@@ -69,13 +73,14 @@ impl Load {
             Self::Memcached => Part::Memcached,
             Self::Bfs => Part::Bfs,
             Self::Kmeans => Part::Kmeans,
+            Self::Compiler => Part::Compiler,
         }
     }
 
     /// Time in which agent and host learn what is hot: of a program that is paced, some of its passes.
     fn settles(self) -> Duration {
         match self {
-            Self::Bfs | Self::Kmeans => SETTLES * 3,
+            Self::Bfs | Self::Kmeans | Self::Compiler => SETTLES * 3,
             Self::Files | Self::Redis | Self::Memcached => SETTLES,
         }
     }
@@ -124,7 +129,7 @@ pub(crate) fn measure(bench: &mut Bench, load: Load, side: &str) -> Result<Figur
     work.run(load.settles())?;
     let mut figures = wrong_choices(bench, &vm, &mut work, side)?;
     if !bench.options.choices {
-        figures.extend(most(bench, &vm, &mut work, side)?);
+        figures.extend(most(bench, &mut vm, &mut work, load, side)?);
     }
     bench.daemon.api().set_limit(&vm.name, None)?;
     if by_agent {
@@ -180,14 +185,20 @@ fn wrong_choices(bench: &Bench, vm: &Booted, work: &mut Work, side: &str) -> Res
 }
 
 /// The limit falls step by step while few pages are restored, and rises when there are more.
-fn most(bench: &Bench, vm: &Booted, work: &mut Work, side: &str) -> Result<Figures> {
+fn most(bench: &Bench, vm: &mut Booted, work: &mut Work, load: Load, side: &str) -> Result<Figures> {
     bench.daemon.api().set_limit(&vm.name, None)?;
-    work.run(RETURN)?;
+    work.run(RETURN / 2)?;
+    requests(vm, load)?;
+    work.run(RETURN / 2)?;
+    let without = requests(vm, load)?;
     let first = vm.stat(bench)?;
     let mut limit = first.resident_bytes;
     // The state at the end of each step, and when that was.
     let mut steps = vec![(first, Instant::now())];
-    for _ in 0..STEPS {
+    for step in 0..STEPS {
+        if step == STEPS / 2 {
+            requests(vm, load)?;
+        }
         work.run(STEP)?;
         let (now, at) = (vm.stat(bench)?, Instant::now());
         let (was, began) = &steps[steps.len() - 1];
@@ -202,6 +213,7 @@ fn most(bench: &Bench, vm: &Booted, work: &mut Work, side: &str) -> Result<Figur
         bench.daemon.api().set_limit(&vm.name, Some(limit.max(MIB)))?;
         steps.push((now, at));
     }
+    let under = requests(vm, load)?;
     let counted = &steps[STEPS as usize / 2..];
     let taken = |(stat, _): &(VmStat, Instant)| mib(stat.size_bytes.saturating_sub(stat.resident_bytes));
     let taken: Vec<f64> = counted[1..].iter().map(taken).collect();
@@ -210,14 +222,38 @@ fn most(bench: &Bench, vm: &Booted, work: &mut Work, side: &str) -> Result<Figur
     let of_time = |us: f64| us * 100.0 / lasted.as_micros() as f64;
     let each_s = |of: fn(&VmStat) -> u64| (of(now) - of(was)) as f64 / lasted.as_secs_f64();
     let of = |key: &str| format!("{key}_{side}");
-    Ok(vec![
+    let engine_us = |stat: &VmStat| stat.engine_time.faults_us + stat.engine_time.tasks_us;
+    let agent_us = |stat: &VmStat| stat.agent.as_ref().map_or(0, |agent| agent.cpu_us);
+    let mut figures = vec![
         (of(RECLAIMED), mean(&taken)),
         (of("reclaimed_of_ram_pct"), mean(&taken) * 100.0 / mib(now.size_bytes)),
         (of("stall_pct"), of_time((now.stall.some.total_us - was.stall.some.total_us) as f64)),
         (of("stall_throttled_pct"), of_time((now.faults.throttled_us - was.faults.throttled_us) as f64)),
         (of("restored_pages_per_s"), each_s(restored)),
         (of("minor_faults_per_s"), each_s(|stat| stat.faults.minor)),
-    ])
+        (of("taken_engine_cpu_pct"), of_time((engine_us(now) - engine_us(was)) as f64)),
+        (of("taken_agent_cpu_pct"), of_time((agent_us(now) - agent_us(was)) as f64)),
+    ];
+    if let (Some(without), Some(under)) = (without, under) {
+        for (percentile, (before, after)) in ["p50", "p95", "p99"].iter().zip(without.into_iter().zip(under)) {
+            figures.push((of(&format!("request_us_{percentile}_alone")), before));
+            figures.push((of(&format!("request_us_{percentile}")), after));
+            figures.push((of(&format!("request_{percentile}_slowdown")), after / before));
+        }
+    }
+    Ok(figures)
+}
+
+/// How long the requests took that a program of the guest has served since it was last asked: three percentiles in us.
+fn requests(vm: &mut Booted, load: Load) -> Result<Option<[f64; 3]>> {
+    if load != Load::Memcached {
+        return Ok(None);
+    }
+    vm.guest.tell("requests")?;
+    let said = vm.guest.answer(TIMEOUT)?;
+    let words: Vec<f64> = said.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    let [_, p50, p95, p99] = words[..] else { bail!("the guest says {said:?} of its requests") };
+    Ok(Some([p50, p95, p99]))
 }
 
 /// Has the agent hold memory; returns by how much it misses, in percent.

@@ -120,6 +120,8 @@ pub enum Part {
     Bfs,
     /// A guest clusters points.
     Kmeans,
+    /// A guest compiles.
+    Compiler,
     /// A guest writes files and swaps.
     Written,
     /// Two guests with tiers, whose shares of fast memory change.
@@ -135,7 +137,7 @@ impl Part {
             Self::Start | Self::OnDemand | Self::Base | Self::Largest => Which::Pool,
             Self::Devices | Self::Guest | Self::Cost => Which::Pool,
             Self::Free | Self::Scattered | Self::Services | Self::Written | Self::Shares => Which::Guest,
-            Self::Files | Self::Redis | Self::Memcached | Self::Bfs | Self::Kmeans => Which::Guest,
+            Self::Files | Self::Redis | Self::Memcached | Self::Bfs | Self::Kmeans | Self::Compiler => Which::Guest,
         }
     }
 }

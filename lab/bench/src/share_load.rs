@@ -43,6 +43,8 @@ struct Series {
     settled_per_s: Vec<f64>,
     saved_mib: Vec<f64>,
     cpu_s: Vec<f64>,
+    /// CPU time of the engine, or of ksmd, in the settled time.
+    settled_cpu_s: Vec<f64>,
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -87,6 +89,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     for (name, of) in [("share", share), ("ksm", ksm)] {
         row.figure(&format!("load_{name}_saved_mib"), &of.saved_mib);
         row.figure(&format!("load_{name}_cpu_s"), &of.cpu_s);
+        row.figure(&format!("load_{name}_settled_cpu_s"), &of.settled_cpu_s);
     }
     row.ratio("share_throughput_ratio", &share.per_s, &alone.per_s);
     row.ratio("ksm_throughput_ratio", &ksm.per_s, &twins.per_s);
@@ -124,7 +127,11 @@ fn guests(bench: &mut Bench, side: Side, (count, hot, ms): (u64, u64, u64), seri
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+    let cpu_us = cpu::of_threads(engine, |_| true)?;
     series.settled_per_s.push(serve(&mut guests, hot, ms)?);
+    if side == Side::Share {
+        series.settled_cpu_s.push((cpu::of_threads(engine, |_| true)? - cpu_us) / 1e6);
+    }
     guests.iter_mut().try_for_each(Subject::verify)
 }
 
@@ -138,7 +145,11 @@ fn twins(side: Side, (count, hot, ms): (u64, u64, u64), series: &mut Series) -> 
         series.cpu_s.push(ksm.cpu_us()? / 1e6);
         ksm.settle()?;
     }
+    let cpu_us = ksm.as_ref().map(Ksm::cpu_us).transpose()?;
     series.settled_per_s.push(serve_twins(&twins, hot, ms)?);
+    if let (Some(ksm), Some(cpu_us)) = (&ksm, cpu_us) {
+        series.settled_cpu_s.push((ksm.cpu_us()? - cpu_us) / 1e6);
+    }
     Ok(())
 }
 

@@ -1,8 +1,9 @@
 //! Programs most of whose memory is touched rarely, for `ballast bench guest`.
 //!
 //! Before: one is started with a size. It writes `filled` when all its memory is present. After: it does a piece of
-//! work each 100 ms, or later if it is slowed down, until a line of input; then all of its memory is compared.
-//! Threads: one works, one reads commands. Units: the size is MiB.
+//! work each 100 ms, or later if it is slowed down. To a line `requests` it replies how many it served since the last
+//! such line, and how long they took; at any other line it ends, and all of its memory is compared.
+//! Threads: one works, one reads commands. Units: the size is MiB, times are us.
 //!
 //! A guest of the bench is small, and a program would be through all of its memory in a second. So work is paced: one
 //! pass takes a minute, as it does in a large guest.
@@ -11,13 +12,14 @@ use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
 use crate::clusters::Clusters;
+use crate::compiler::Compiler;
 use crate::heat::random;
 
 const EVERY: Duration = Duration::from_millis(100);
@@ -26,8 +28,8 @@ const PIECES: usize = 640;
 
 /// A program.
 trait Load: Send {
-    /// Does a piece of work.
-    fn work(&mut self) -> Result<()>;
+    /// Does a piece of work, and adds how long each of its requests took; without any the piece is one.
+    fn work(&mut self, took: &mut Vec<Duration>) -> Result<()>;
     /// Compares all of its memory. Returns how much of it is wrong.
     fn wrong(&mut self) -> Result<usize>;
 }
@@ -38,14 +40,22 @@ pub fn run(name: &str, mib: usize) -> Result<()> {
         "bfs" => Box::new(Roads::new(mib)),
         "kmeans" => Box::new(Kmeans::new(mib)),
         "memcached" => Box::new(Memcached::new(mib)?),
+        "compiler" => Box::new(Compiler::new(mib)?),
         _ => bail!("no program {name}"),
     };
     let ends = Arc::new(AtomicBool::new(false));
     let its_end = Arc::clone(&ends);
+    let served = Arc::new(Mutex::new(Vec::new()));
+    let its_served = Arc::clone(&served);
     let worker = std::thread::spawn(move || -> Result<Box<dyn Load>> {
         let mut next = Instant::now();
         while !its_end.load(Ordering::Relaxed) {
-            load.work()?;
+            let (began, mut took) = (Instant::now(), Vec::new());
+            load.work(&mut took)?;
+            if took.is_empty() {
+                took.push(began.elapsed());
+            }
+            lock(&its_served).append(&mut took);
             next = (next + EVERY).max(Instant::now());
             std::thread::sleep(next.saturating_duration_since(Instant::now()));
         }
@@ -53,8 +63,12 @@ pub fn run(name: &str, mib: usize) -> Result<()> {
     });
     let mut out = io::stdout();
     writeln!(out, "BALLAST-SAYS filled").and_then(|()| out.flush())?;
-    if let Some(line) = io::stdin().lock().lines().next() {
-        line?;
+    for line in io::stdin().lock().lines() {
+        if line? != "requests" {
+            break;
+        }
+        let said = summary(std::mem::take(&mut *lock(&served)));
+        writeln!(out, "BALLAST-SAYS {said}").and_then(|()| out.flush())?;
     }
     ends.store(true, Ordering::Relaxed);
     let mut load = worker.join().ok().context("the worker panicked")??;
@@ -62,6 +76,17 @@ pub fn run(name: &str, mib: usize) -> Result<()> {
         0 => Ok(()),
         wrong => bail!("{wrong} items are wrong"),
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How many requests, and the median, 95th and 99th percentile of their times in us.
+fn summary(mut took: Vec<Duration>) -> String {
+    took.sort_unstable();
+    let at = |percent: usize| took.get(took.len() * percent / 100).map_or(0, Duration::as_micros);
+    format!("requests {} {} {} {}", took.len(), at(50), at(95), at(99))
 }
 
 /// Breadth-first searches of a road network, from one place after the other: a grid without 1/8 of its roads.
@@ -105,7 +130,7 @@ impl Roads {
 }
 
 impl Load for Roads {
-    fn work(&mut self) -> Result<()> {
+    fn work(&mut self, _: &mut Vec<Duration>) -> Result<()> {
         for _ in 0..self.vertices.len() / PIECES {
             let Some(vertex) = self.queue.pop_front() else {
                 self.search += 1;
@@ -157,7 +182,7 @@ impl Kmeans {
 }
 
 impl Load for Kmeans {
-    fn work(&mut self) -> Result<()> {
+    fn work(&mut self, _: &mut Vec<Duration>) -> Result<()> {
         let end = (self.at + self.points.len() / PIECES).min(self.points.len());
         self.points[self.at..end].iter().for_each(|point| self.clusters.add(point));
         self.at = end;
@@ -223,26 +248,30 @@ impl Memcached {
         Ok(line.trim_end().to_owned())
     }
 
-    /// Is the value of this key right?
-    fn read(&mut self, key: u64) -> Result<bool> {
+    /// The value of this key; none is empty.
+    fn read(&mut self, key: u64) -> Result<Vec<u8>> {
         self.connection.get_mut().write_all(format!("get {key}\r\n").as_bytes())?;
         if self.line()? == "END" {
-            return Ok(false);
+            return Ok(Vec::new());
         }
         let mut bytes = vec![0; VALUE + 2];
         self.connection.read_exact(&mut bytes)?;
         self.line()?;
-        Ok(bytes[..VALUE] == value(key))
+        bytes.truncate(VALUE);
+        Ok(bytes)
     }
 }
 
 impl Load for Memcached {
-    fn work(&mut self) -> Result<()> {
+    fn work(&mut self, took: &mut Vec<Duration>) -> Result<()> {
         for _ in 0..READS {
             let now = random(&mut self.seed);
             let hot = self.keys / 10;
             let key = if now.is_multiple_of(10) { hot + (now >> 8) % (self.keys - hot) } else { (now >> 8) % hot };
-            if !self.read(key)? {
+            let began = Instant::now();
+            let found = self.read(key)?;
+            took.push(began.elapsed());
+            if found != value(key) {
                 bail!("the value of {key} is wrong");
             }
         }
@@ -252,10 +281,23 @@ impl Load for Memcached {
     fn wrong(&mut self) -> Result<usize> {
         let mut wrong = 0;
         for key in 0..self.keys {
-            wrong += usize::from(!self.read(key)?);
+            wrong += usize::from(self.read(key)? != value(key));
         }
         self.server.kill()?;
         Ok(wrong)
+    }
+}
+
+impl Load for Compiler {
+    fn work(&mut self, _: &mut Vec<Duration>) -> Result<()> {
+        if !self.compile()? {
+            bail!("the compiler wrote something else");
+        }
+        Ok(())
+    }
+
+    fn wrong(&mut self) -> Result<usize> {
+        Ok(usize::from(!self.compile()?))
     }
 }
 
@@ -267,12 +309,17 @@ mod tests {
     fn work_changes_nothing_that_is_compared_and_what_is_wrong_is_found() {
         let (mut roads, mut kmeans) = (Roads::new(1), Kmeans::new(1));
         for _ in 0..2 * PIECES {
-            roads.work().expect("a piece of work");
-            kmeans.work().expect("a piece of work");
+            roads.work(&mut Vec::new()).expect("a piece of work");
+            kmeans.work(&mut Vec::new()).expect("a piece of work");
         }
         assert!(roads.search > 1 && roads.vertices.iter().any(|vertex| vertex[DISTANCE] > roads.side));
         assert_eq!([roads.wrong().expect("compared"), kmeans.wrong().expect("compared")], [0, 0]);
         (roads.vertices[7][0], kmeans.points[7][1]) = (1, 5);
         assert_eq!([roads.wrong().expect("compared"), kmeans.wrong().expect("compared")], [1, 1]);
+    }
+    #[test]
+    fn the_summary_of_requests_has_their_number_and_percentiles() {
+        let took = (1..=200).rev().map(Duration::from_micros).collect();
+        assert_eq!([summary(took), summary(Vec::new())], ["requests 200 101 191 199", "requests 0 0 0 0"]);
     }
 }

@@ -10,7 +10,7 @@
 //! tier-guest settle KIND MIB                   waits until the agent has moved what is hot to the fast tier
 //! tier-guest told KIND MIB                     the same program; for each line `hit` it says the share
 //! tier-guest sparse MIB                        a program that khugepaged makes huge pages of, one page in each hot
-//! tier-guest bfs|kmeans|memcached MIB           a program that touches most of its memory rarely
+//! tier-guest bfs|kmeans|memcached|compiler MIB  a program that touches most of its memory rarely
 //! tier-guest check MIB                         the promises of `ballast-tier`; exit code 1 if one fails
 //! ```
 //!
@@ -19,6 +19,7 @@
 
 mod check;
 mod clusters;
+mod compiler;
 mod counted;
 mod daemon;
 mod graph;
@@ -60,14 +61,15 @@ fn main() -> ExitCode {
         }
         ["settle", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| check::settle(kind, mib)),
         ["told", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| check::told(kind, mib)),
-        [name @ ("bfs" | "kmeans" | "memcached"), mib] => {
+        [name @ ("bfs" | "kmeans" | "memcached" | "compiler"), mib] => {
             mib.parse().context("MiB").and_then(|mib| load::run(name, mib))
         }
         ["sparse", mib] => mib.parse().context("MiB").and_then(sparse::run),
         ["check", mib] => mib.parse().context("MiB").and_then(check::run),
         _ => Err(anyhow::anyhow!(
             "usage: tier-guest gups KIND MIB BACKING | compare KIND MIB SECONDS WAY... | host KIND BACKING MIB SECONDS \
-             DAEMON WAY... | settle KIND MIB | told KIND MIB | sparse MIB | bfs|kmeans|memcached MIB | check MIB"
+             DAEMON WAY... | settle KIND MIB | told KIND MIB | sparse MIB | bfs|kmeans|memcached|compiler MIB | \
+             check MIB"
         )),
     };
     match result {
