@@ -183,8 +183,8 @@ mod tests {
     #[test]
     fn ram_is_whole_pages_also_of_a_device_and_the_kernel_is_within() {
         let text = "00000000-00000fff : Reserved\n00001000-0009fbff : System RAM\n00100000-7ffdffff : System RAM\n  \
-                    01000000-01ffffff : Kernel code\n100000000-17fffffff : System RAM\n180000000-1ffffffff : virtio0\n  \
-                    188000000-18fffffff : System RAM (virtio_mem)";
+                    01000000-01ffffff : Kernel code\n100000000-17fffffff : System RAM\n\
+                    180000000-1ffffffff : virtio0\n  188000000-18fffffff : System RAM (virtio_mem)";
         let ram = [(1, 0x9f), (0x100, 0x7ffe0), (0x10_0000, 0x18_0000), (0x18_8000, 0x19_0000)];
         assert_eq!(system_ram(text), ram);
         assert_eq!(system_ram("00000000-00000000 : System RAM"), [], "not for this user");

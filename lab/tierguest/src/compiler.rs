@@ -1,7 +1,7 @@
 //! A compiler that compiles the same file again and again.
 //!
-//! Before: `cc1` of GCC is in the guest (`scripts/agent-image.sh --programs`). After: [`Compiler::compile`] says whether
-//! the output is that of the first time. Threads: the caller's, and a process for each compilation. Units: MiB.
+//! Before: `cc1` of GCC is in the guest (`scripts/agent-image.sh --with cc1`). After: [`Compiler::compile`] says
+//! whether the output is that of the first time. Threads: the caller's, and a process for each compilation. Units: MiB.
 //! Promise: the file has the same bytes in every run.
 
 use std::fmt::Write;

@@ -67,7 +67,7 @@ impl Adaptive {
         if is_above {
             let last = |last| now.saturating_duration_since(last) < UNSEEN;
             let Some((since, _)) = self.above.filter(|above| last(above.1)) else {
-                // What it met so long ago says nothing of now. Reclaim does not ask while the VM is far below its limit.
+                // What it met so long ago says nothing now. Reclaim does not ask while the VM is far below its limit.
                 *self = Self { above: Some((now, now)), ..Self::new(self.longest) };
                 return self.begin(is_above, is_short, others_wait, limit_pages, now);
             };
