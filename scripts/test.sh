@@ -67,11 +67,12 @@ end_beside() {
 }
 
 step "format" cargo fmt --all --check
-step "build" cargo build --workspace --all-targets
-step "lints" cargo clippy --workspace --all-targets -- -D warnings
-# Tests of upgrades go to it and back.
+# Tests of upgrades go to it and back. First: it builds the same programs with another layout in between, and tests that
+# were built before would be built again.
 step "programs of another build" scripts/next-build.sh
 export BALLAST_NEXT=${CARGO_TARGET_DIR:-$PWD/target}/next/ballastd
+step "build" cargo build --workspace --all-targets
+step "lints" cargo clippy --workspace --all-targets -- -D warnings
 # Tests of the agent boot it.
 step "guest with an agent" scripts/agent-image.sh
 step "unit, property, native, qemu and crash suites" cargo test --workspace --no-fail-fast -- --nocapture

@@ -23,8 +23,8 @@ use crate::histogram::{Histogram, MOST_UNITS, Unit};
 use crate::range::{Classifier, Range, SAMPLE};
 use crate::roots::Roots;
 
-/// Most ranges.
-pub const MOST_RANGES: usize = 4096;
+/// Most ranges: each unit of 128 GiB. Where there are more, ranges are joined whether they are alike or not.
+pub const MOST_RANGES: usize = 1 << 16;
 /// Least gain in log-likelihood of a further range. Akaike's price of a parameter is 1; with it, evenly spread heat
 /// begins as 831 ranges by chance, with this as some 10. More than 2 loses much if each unit has its own heat: a
 /// quarter of what 0.5 finds with 2,000 samples a second.
@@ -171,6 +171,12 @@ impl Classifier for Fitted {
 
     fn ranges(&self) -> &[Range] {
         &self.ranges
+    }
+
+    fn recent(&self, address: u64) -> u64 {
+        let Some(unit) = self.roots.unit_of(address) else { return 0 };
+        let units = self.histogram.units();
+        units.binary_search_by_key(&unit, |unit| unit.number).map_or(0, |at| units[at].count.into())
     }
 
     fn splits(&self) -> u64 {

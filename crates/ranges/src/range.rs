@@ -57,6 +57,12 @@ pub trait Classifier {
     /// Returns the ranges of the last epoch, ascending; together they are the roots.
     fn ranges(&self) -> &[Range];
 
+    /// Returns the count of the unit of 2 MiB with this address after the last epoch's end, in [`SAMPLE`]ths: half of
+    /// what it was before that and what was new. 0 for a rule that does not count by unit.
+    fn recent(&self, _address: u64) -> u64 {
+        0
+    }
+
     /// Returns how often ranges were divided so far.
     fn splits(&self) -> u64;
 

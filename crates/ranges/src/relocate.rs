@@ -6,6 +6,7 @@
 //! Units: pages, all of one size that the caller chooses (4 KiB or 2 MiB). Promise: pure; a plan moves no more than its
 //! limit, never promotes more than there is room for, and does not move a page if that gains nothing.
 
+use std::collections::HashMap;
 use std::ops::ControlFlow;
 
 use crate::range::{Range, SAMPLE};
@@ -21,6 +22,11 @@ pub enum Tier {
 
 /// Where pages are: a program's page table.
 pub trait Placement {
+    /// Returns the program that a range is of, and how many of its pages may be promoted at most.
+    fn program(&self, _range: &Range) -> (usize, u64) {
+        (0, u64::MAX)
+    }
+
     /// Visit the present pages of a range, ascending, until `each` breaks.
     fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>);
 
@@ -69,13 +75,20 @@ pub enum Rule {
 /// instead of 91 % (1,000 samples a second).
 pub const SPREADS: f64 = 2.0;
 
+/// A page moves only if it is hotter than the one it replaces by this part of its own heat. With millions of samples
+/// each difference is beyond chance, and pages that are alike would move without end.
+const LEAST_GAIN: f64 = 0.2;
+
 /// Pages to move, by their addresses. The hottest are promoted first, the coldest demoted first.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     /// From the slow to the fast tier.
     pub promote: Vec<u64>,
     /// From the fast to the slow tier.
     pub demote: Vec<u64>,
+    /// The last of both lists are pairs, one for the other. For each the samples that a byte of the one has more than a
+    /// byte of the other, of all that their ranges count.
+    pub gains: Vec<f64>,
 }
 
 impl Plan {
@@ -98,15 +111,16 @@ struct Candidate<'a> {
     range: &'a Range,
 }
 
-/// Is one range hotter for its size than the other, beyond chance?
-fn is_worth_it(hot: &Range, cold: &Range) -> bool {
+/// Returns how much hotter for its size one range is than the other, if it is beyond chance and worth a move.
+fn gain(hot: &Range, cold: &Range) -> Option<f64> {
     let rate = |range: &Range| {
         let samples = |number: u64| number as f64 / SAMPLE as f64;
         let bytes = range.bytes() as f64;
         (samples(range.count) / bytes, samples(range.variance) / bytes / bytes)
     };
     let ((hot_rate, hot_variance), (cold_rate, cold_variance)) = (rate(hot), rate(cold));
-    hot_rate - cold_rate > SPREADS * (hot_variance + cold_variance).sqrt()
+    let gain = hot_rate - cold_rate;
+    (gain > SPREADS * (hot_variance + cold_variance).sqrt() && gain > LEAST_GAIN * hot_rate).then_some(gain)
 }
 
 /// Pages of the ranges that deserve the fast tier and are not in it, hottest first; how many ranges deserve it as a
@@ -120,22 +134,28 @@ fn promotions<'a>(
     let mut room = limits.fast.saturating_sub(limits.reserve);
     let most = usize::try_from(limits.most).unwrap_or(usize::MAX);
     let mut found: Vec<Candidate<'a>> = Vec::new();
+    let mut of_program: HashMap<usize, u64> = HashMap::new();
     for (at, range) in ranked.iter().enumerate() {
         let (present, fast) = pages.count(range);
-        let is_whole = present <= room;
-        let part = if is_whole || rule == Rule::Ours { present.min(room) } else { 0 };
-        let missing = usize::try_from(part.saturating_sub(fast)).unwrap_or(usize::MAX);
-        let most = most.min(found.len().saturating_add(missing));
+        let (program, its_most) = pages.program(range);
+        let its = of_program.entry(program).or_default();
+        // What may not be promoted needs no room.
+        let wanted = fast + (present - fast).min(its_most.saturating_sub(*its));
+        let is_whole = wanted <= room;
+        let part = if is_whole || rule == Rule::Ours { wanted.min(room) } else { 0 };
+        let (before, missing) = (found.len(), usize::try_from(part.saturating_sub(fast)).unwrap_or(usize::MAX));
+        let most = most.min(before.saturating_add(missing));
         if found.len() < most {
             pages.visit_in(range, Tier::Slow, &mut |address| {
                 found.push(Candidate { address, range });
                 if found.len() < most { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
             });
         }
+        *its += (found.len() - before) as u64;
         if !is_whole {
             return (found, at, part);
         }
-        room -= present;
+        room -= wanted;
     }
     (found, ranked.len(), 0)
 }
@@ -174,11 +194,12 @@ pub fn plan(ranked: &[Range], pages: &dyn Placement, limits: Limits, rule: Rule)
     let owed = to_count(limits.reserve.saturating_sub(limits.free).min(limits.most));
     let mut demote = demotions(ranked, pages, whole, part, (promote.len() - spare).saturating_add(owed));
     let pairs = promote[spare..].iter().zip(demote.iter().skip(owed));
-    let gains =
-        |(hot, cold): &(&Candidate<'_>, &Candidate<'_>)| rule == Rule::Published || is_worth_it(hot.range, cold.range);
-    let swapped = pairs.take_while(gains).count();
-    promote.truncate(spare + swapped);
-    demote.truncate(owed + swapped);
+    let of_pair = |(hot, cold): (&Candidate<'_>, &Candidate<'_>)| {
+        gain(hot.range, cold.range).or((rule == Rule::Published).then_some(0.0))
+    };
+    let gains: Vec<f64> = pairs.map_while(of_pair).collect();
+    promote.truncate(spare + gains.len());
+    demote.truncate(owed + gains.len());
     let addresses = |list: Vec<Candidate<'_>>| list.into_iter().map(|page| page.address).collect();
-    Plan { promote: addresses(promote), demote: addresses(demote) }
+    Plan { promote: addresses(promote), demote: addresses(demote), gains }
 }

@@ -60,7 +60,7 @@ proptest! {
                 epoch.iter().for_each(|(address, count)| classifier.record(*address, *count));
                 classifier.end_epoch();
                 prop_assert!(tile(classifier.as_ref(), &ROOTS), "{}", classifier.name());
-                prop_assert!(classifier.ranges().len() <= 4096);
+                prop_assert!(classifier.ranges().len() <= 1 << 16);
                 prop_assert_eq!(rank(classifier.ranges()).len(), classifier.ranges().len());
             }
             let is_inside = |address: u64| ROOTS.iter().any(|(start, end)| (*start..*end).contains(&address));

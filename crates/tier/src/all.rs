@@ -27,21 +27,26 @@ pub fn ranges_of<'a>(programs: impl Iterator<Item = (u32, &'a [Range])>) -> Vec<
     indexed.collect()
 }
 
-/// The pages of all programs.
+/// The pages of all programs, and how many of each may be promoted at most.
 #[derive(Debug)]
-pub struct All<'a>(pub Vec<&'a Pages>);
+pub struct All<'a>(pub Vec<(&'a Pages, u64)>);
 
 impl All<'_> {
     /// The pages of the program that has a range, the range without its index, and that.
     fn of(&self, range: &Range) -> Option<(&Pages, Range, u64)> {
         let index = range.start >> INDEX;
         let plain = |address: u64| address & ((1 << INDEX) - 1);
-        let pages = self.0.get(index as usize)?;
+        let (pages, _) = self.0.get(index as usize)?;
         Some((pages, Range { start: plain(range.start), end: plain(range.end), ..*range }, index << INDEX))
     }
 }
 
 impl Placement for All<'_> {
+    fn program(&self, range: &Range) -> (usize, u64) {
+        let index = (range.start >> INDEX) as usize;
+        (index, self.0.get(index).map_or(0, |(_, most)| *most))
+    }
+
     fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
         let Some((pages, plain, index)) = self.of(range) else { return };
         pages.visit(&plain, &mut |address, tier| each(address | index, tier));

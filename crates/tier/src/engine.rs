@@ -4,7 +4,8 @@
 //! step    choose programs (every 10th) ─► their map of memory ─► source.watch
 //!         source.take ─► classifier.record, by program
 //!         pages.look (a part of their page tables)
-//!         classifier.end_epoch ─► ranges of all programs in one order ─► relocate::plan ─► Mover, turn by turn
+//!         classifier.end_epoch ─► did moves pay? ─► ranges of all programs in one order ─► relocate::plan
+//!         ─► Mover, turn by turn
 //! ```
 //!
 //! Before: tiers, a source, a choice of programs. After: what is hot is in the fast tier, as far as it fits.
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::PAGE_SIZE;
 use ballast_ranges::relocate::{self, Limits, Rule, Tier};
-use ballast_ranges::{Classifier, Fitted, Roots, rank};
+use ballast_ranges::{Classifier, Fitted, Roots, SAMPLE, rank};
 use ballast_sys::{Remote, clock};
 
 use crate::all::{All, INDEX, MOST_PROGRAMS, ranges_of};
@@ -34,6 +35,7 @@ use crate::source::damon::Damon;
 use crate::source::perf::{Found, Perf};
 use crate::source::{SampleSource, Samples};
 use crate::status::{Status, TierStatus};
+use crate::worth::Worth;
 
 /// How long an epoch is (§3.2.1).
 pub const EPOCH: Duration = Duration::from_millis(500);
@@ -112,6 +114,7 @@ pub struct Tierer {
     own_damon: bool,
     tiers: Tiers,
     watched: Vec<Watched>,
+    worth: Worth,
     plan_again: Instant,
     /// Pages that others want of the fast nodes, beside what is kept free anyway.
     asked: u64,
@@ -123,6 +126,10 @@ impl std::fmt::Debug for Tierer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Tierer").field("status", &self.status).finish_non_exhaustive()
     }
+}
+
+fn by_pid(watched: &[Watched], pid: u32) -> Option<&Watched> {
+    watched.binary_search_by_key(&pid, |watched| watched.program.pid).ok().map(|at| &watched[at])
 }
 
 fn ours(roots: Roots) -> Box<dyn Classifier + Send> {
@@ -208,6 +215,7 @@ impl Tierer {
             own_damon,
             tiers,
             watched: Vec::new(),
+            worth: Worth::default(),
             plan_again: Instant::now(),
             asked: 0,
             status,
@@ -252,6 +260,8 @@ impl Tierer {
         self.look()?;
         let before = clock::cpu_time();
         self.watched.iter_mut().for_each(|watched| watched.classifier.end_epoch());
+        let watched = &self.watched;
+        self.worth.judge(self.status.epochs, |pid, address| Some(by_pid(watched, pid)?.classifier.recent(address)));
         self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
         if self.status.aside.is_none() && self.is_known() && Instant::now() >= self.plan_again {
             self.relocate()?;
@@ -356,15 +366,31 @@ impl Tierer {
         let programs = self.watched.iter().map(|watched| (watched.pages.rounds(), watched.classifier.ranges()));
         let ranked = rank(&ranges_of(programs));
         self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
-        let plan = relocate::plan(
-            &ranked,
-            &All(self.watched.iter().map(|watched| &watched.pages).collect()),
-            limits,
-            self.rule,
-        );
+        let most = |watched: &Watched| match self.rule {
+            Rule::Ours => self.worth.most(watched.program.pid, limits.most),
+            Rule::Published => limits.most,
+        };
+        let pages = All(self.watched.iter().map(|watched| (&watched.pages, most(watched))).collect());
+        let plan = relocate::plan(&ranked, &pages, limits, self.rule);
+        self.note(&plan);
         // CPU time: where programs leave it few CPUs, waiting for one is no cost of this.
         self.plan_again = Instant::now() + (clock::cpu_time() - began) * PLAN_PART;
         self.carry_out(&plan, reserve)
+    }
+
+    /// Remembers which pages a plan moves for which others, to see whether that pays.
+    fn note(&mut self, plan: &relocate::Plan) {
+        let [promote, demote] = [&plan.promote, &plan.demote].map(|list| &list[list.len() - plan.gains.len()..]);
+        let place = |address: u64| (&self.watched[(address >> INDEX) as usize], address & ((1 << INDEX) - 1));
+        let epoch = self.status.epochs;
+        for ((hot, cold), gain) in promote.iter().zip(demote).zip(&plan.gains) {
+            let [(of_hot, hot), (of_cold, cold)] = [*hot, *cold].map(place);
+            let [by, pid] = [of_hot, of_cold].map(|watched| watched.program.pid);
+            // Counts are halved in each epoch: with as many new samples in each they are twice that.
+            let gains = gain * (PAGE * SAMPLE) as f64 / 2.0;
+            self.worth.moved(epoch, (by, hot), by, Some(gains), of_hot.classifier.recent(hot));
+            self.worth.moved(epoch, (pid, cold), by, None, of_cold.classifier.recent(cold));
+        }
     }
 
     fn carry_out(&mut self, plan: &relocate::Plan, reserve: u64) -> io::Result<()> {
@@ -376,7 +402,7 @@ impl Tierer {
         let turn = usize::try_from(reserve / 2).unwrap_or(usize::MAX).max(1);
         // What must be free before anything is promoted.
         let (ahead, demote) = plan.demote.split_at(plan.demote.len().saturating_sub(plan.promote.len()));
-        let pairs = relocate::Plan { demote: demote.to_vec(), promote: plan.promote.clone() };
+        let pairs = relocate::Plan { demote: demote.to_vec(), promote: plan.promote.clone(), gains: Vec::new() };
         let first: [(&[u64], &[u64]); 1] = [(ahead, &[])];
         for (demote, promote) in first.into_iter().chain(pairs.turns(turn)) {
             for (tier, list) in [(Tier::Slow, demote), (Tier::Fast, promote)] {

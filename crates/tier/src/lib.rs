@@ -25,6 +25,7 @@ pub mod pages;
 pub mod programs;
 pub mod source;
 pub mod status;
+mod worth;
 
 pub use engine::{EPOCH, Settings, Tierer, Unavailable};
 pub use nodes::Tiers;
