@@ -320,6 +320,25 @@ fn pages_that_cannot_be_had_are_asked_for_again_before_all_others_were_if_these_
 }
 
 #[test]
+fn pages_that_can_be_had_come_back_although_most_others_cannot() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    let vm = rig.vm.clone();
+    rig.vm.hold(Hold::Pinned, Some("the test says so".into()));
+    rig.wait_for_quarantine();
+    let far: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).collect();
+    let there = &far[far.len() - 256..];
+    rig.faults.busy_below(PageIdx(there[0]));
+    let restoring = std::thread::spawn(move || vm.restore());
+    until("all that can be had are back", || there.iter().all(|page| rig.state_of(*page) == State::Resident));
+    assert_eq!(rig.vm.stats().get(Counter::Far) as usize, far.len() - there.len());
+    rig.faults.busy_below(PageIdx(0));
+    restoring.join().expect("no panic").expect("restored");
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
 fn pinning_brings_every_page_back_and_keeps_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();

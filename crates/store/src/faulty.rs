@@ -8,6 +8,8 @@ use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
+use ballast_base::PageIdx;
+
 use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 
 /// How a put fails.
@@ -36,6 +38,8 @@ struct Script {
     lose: u64,
     corrupt: u64,
     lost_keys: HashSet<PageKey>,
+    /// Gets of pages before this one return `Busy`.
+    busy_below: PageIdx,
     /// How often a get returned `Busy`.
     refused: HashMap<PageKey, u64>,
     stall_puts: bool,
@@ -80,6 +84,11 @@ impl Faults {
     /// The next `n` gets return `Busy`; the objects are unharmed.
     pub fn busy_gets(&self, n: u64) {
         self.lock().busy_gets = n;
+    }
+
+    /// Gets of pages before this one return `Busy` from now on, and no others.
+    pub fn busy_below(&self, page: PageIdx) {
+        self.lock().busy_below = page;
     }
 
     /// The next `n` gets lose their object: they return `Absent`, and so does every later get of that key until it is
@@ -163,7 +172,7 @@ impl Faults {
     fn on_get(&self, key: PageKey) -> Option<GetOutcome> {
         self.lock().calls.gets += 1;
         let mut script = self.pass_stall(|script| script.stall_gets);
-        if spend(&mut script.busy_gets) {
+        if key.page < script.busy_below || spend(&mut script.busy_gets) {
             *script.refused.entry(key).or_default() += 1;
             Some(GetOutcome::Busy)
         } else if script.lost_keys.contains(&key) {

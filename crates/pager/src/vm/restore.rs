@@ -4,6 +4,7 @@
 //! each is in its file, or zeros, or known to be lost. Threads: any; it takes seconds for millions of pages.
 //! Promise: no page is evicted meanwhile.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,9 +25,10 @@ const BATCH: u64 = PAGES_PER_UNIT;
 /// How long to leave a page alone that is not available: its store is busy, or a tmpfs of limited size is full, which
 /// may last.
 const PAUSE: Duration = Duration::from_millis(1);
-/// While pages are not available, others are tried for this long before those have their next turn. So each is asked
-/// for every few of these times however many they are, and a store that gives up what it cannot read does so.
+/// Of pages that are not available, as many as this time suffices for are asked for again and again, for up to
+/// [`OFTEN`]: a store gives up what it cannot read only if it is asked often enough. As much time is all others'.
 const TURN: Duration = Duration::from_secs(2);
+const OFTEN: Duration = Duration::from_secs(30);
 
 impl Vm {
     /// Holds reclaim for this reason and brings every page back. Returns when none is far.
@@ -82,8 +84,11 @@ impl Vm {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
         // Words that were never written say Resident; reading them would have the kernel allocate memory for them.
         let written = self.state.written_words(&record)?;
-        let pages = written.iter().flat_map(|written| region.granules(*written));
-        let done = self.restore_through(region, pages, &|| self.views(), &mut || !self.is_stopping());
+        let pages = || written.iter().flat_map(|written| region.granules(*written));
+        // No disk or cluster need be waited for.
+        let near = pages().filter(|page| !region.is_slow(*page));
+        let all = near.chain(pages());
+        let done = self.restore_through(region, all, &|| self.views(), &mut || !self.is_stopping());
         if self.is_stopping() {
             return Err(io::Error::new(io::ErrorKind::Interrupted, "the VM is being closed"));
         }
@@ -91,8 +96,8 @@ impl Vm {
     }
 
     /// Brings every far or zero page of these back through one of these views. A page that is not available keeps no
-    /// other one waiting for long: it is tried again after [`TURN`], or after all others. `goes_on` is called before
-    /// each [`BATCH`], and while a page is not available.
+    /// other one waiting for long: some of those have their turn again and again, beside all others. `goes_on` is
+    /// called before each [`BATCH`], and while a page is not available.
     ///
     /// # Errors
     /// The first that was met, after all pages were tried.
@@ -103,22 +108,49 @@ impl Vm {
         views: &dyn Fn() -> Vec<Arc<View>>,
         goes_on: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
-        let (mut done, mut later) = (Ok(()), Vec::new());
+        let (mut done, mut missing) = (Ok(()), Vec::new());
+        let most = (BATCH / region.granule_pages()).max(1) as usize;
+        // Returns the first of these that is not available, and false if this is to end.
+        let mut tries = |pages: &mut dyn Iterator<Item = PageIdx>| {
+            let is_to_go_on = goes_on();
+            if is_to_go_on {
+                let tried = self.restore_batch(region, &mut pages.take(most), &views(), &mut missing);
+                done = std::mem::replace(&mut done, Ok(())).and(tried);
+            }
+            (missing.pop(), is_to_go_on)
+        };
+        // Those that are asked for often, each since when; those that wait.
+        let (mut often, mut waiting) = (VecDeque::<(PageIdx, Instant)>::new(), VecDeque::new());
         let mut pages = pages.peekable();
-        while pages.peek().is_some() || !later.is_empty() {
-            let (began, mut again) = (Instant::now(), std::mem::take(&mut later).into_iter().peekable());
-            loop {
-                let is_turn_over = !later.is_empty() && began.elapsed() >= TURN;
-                let next: &mut dyn Iterator<Item = PageIdx> = match (again.peek().is_some(), pages.peek().is_some()) {
-                    (true, _) => &mut again,
-                    (false, true) if !is_turn_over => &mut pages,
-                    _ => break,
+        while pages.peek().is_some() || !often.is_empty() || !waiting.is_empty() {
+            let mut began = Instant::now();
+            for (page, since) in std::mem::take(&mut often) {
+                if began.elapsed() >= TURN {
+                    waiting.push_back(page);
+                    continue;
+                }
+                match tries(&mut std::iter::once(page)) {
+                    (_, false) => return done,
+                    (Some(page), _) if since.elapsed() < OFTEN => often.push_back((page, since)),
+                    (missing, _) => waiting.extend(missing),
+                }
+            }
+            let (mut spent, mut left) = (began.elapsed(), waiting.len());
+            began = Instant::now();
+            while (pages.peek().is_some() || left > 0) && (often.is_empty() || began.elapsed() < TURN) {
+                let begun = Instant::now();
+                let (missing, is_to_go_on) = if pages.peek().is_some() {
+                    tries(&mut pages)
+                } else {
+                    left -= 1;
+                    tries(&mut waiting.pop_front().into_iter())
                 };
-                if !goes_on() {
+                if !is_to_go_on {
                     return done;
                 }
-                let mut batch = next.take((BATCH / region.granule_pages()).max(1) as usize);
-                done = done.and(self.restore_batch(region, &mut batch, &views(), &mut later));
+                let Some(page) = missing else { continue };
+                if spent < TURN { often.push_back((page, begun)) } else { waiting.push_back(page) }
+                spent += begun.elapsed();
             }
         }
         done
