@@ -179,7 +179,10 @@ impl Served {
     ) -> io::Result<()> {
         self.vm.hold(kind, Some(reason));
         self.bring_back(|vm, result| {
-            if let Err(error) = &result {
+            // One that ended because nothing holds the VM any more has not failed.
+            if let Err(error) = &result
+                && vm.held().is_some()
+            {
                 vm.report("restore-failed", format!("Bringing its pages back: {error}"));
             }
             then(result);

@@ -61,10 +61,12 @@ impl Vm {
         if is_back()? {
             return Ok(());
         }
-        let written = self.write_back(regions, &mut || !self.is_stopping());
+        self.must_still_come_back()?;
+        let written = self.write_back(regions, &mut || self.must_come_back());
         if is_back()? {
             return Ok(());
         }
+        self.must_still_come_back()?;
         let why = format!("pages of region {} stay far", region.number);
         tried.and(written.map(drop)).and(Err(io::Error::other(why)))
     }
@@ -88,11 +90,17 @@ impl Vm {
         // No disk or cluster need be waited for.
         let near = pages().filter(|page| !region.is_slow(*page));
         let all = near.chain(pages());
-        let done = self.restore_through(region, all, &|| self.views(), &mut || !self.is_stopping());
-        if self.is_stopping() {
-            return Err(io::Error::new(io::ErrorKind::Interrupted, "the VM is being closed"));
-        }
-        done
+        self.restore_through(region, all, &|| self.views(), &mut || self.must_come_back())
+    }
+
+    fn must_still_come_back(&self) -> io::Result<()> {
+        let why = if self.is_stopping() { "the VM is being closed" } else { "it may be reclaimed again" };
+        if self.must_come_back() { Ok(()) } else { Err(io::Error::new(io::ErrorKind::Interrupted, why)) }
+    }
+
+    /// Is all of it still to come back?
+    fn must_come_back(&self) -> bool {
+        !self.is_stopping() && self.held().is_some()
     }
 
     /// Brings every far or zero page of these back through one of these views. A page that is not available keeps no
@@ -149,7 +157,11 @@ impl Vm {
                     return done;
                 }
                 let Some(page) = missing else { continue };
-                if spent < TURN { often.push_back((page, begun)) } else { waiting.push_back(page) }
+                if spent < TURN {
+                    often.push_back((page, begun))
+                } else {
+                    waiting.push_back(page)
+                }
                 spent += begun.elapsed();
             }
         }
