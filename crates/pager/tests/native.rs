@@ -336,7 +336,7 @@ fn pages_that_cannot_be_had_are_asked_for_again_before_all_others_were_if_these_
 }
 
 #[test]
-fn pages_that_can_be_had_come_back_although_most_others_cannot() {
+fn pages_that_are_available_come_back_although_most_others_are_not() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
     rig.squeeze(LIMIT);
@@ -347,7 +347,7 @@ fn pages_that_can_be_had_come_back_although_most_others_cannot() {
     let there = &far[far.len() - 256..];
     rig.faults.busy_below(PageIdx(there[0]));
     let restoring = std::thread::spawn(move || vm.restore());
-    until("all that can be had are back", || there.iter().all(|page| rig.state_of(*page) == State::Resident));
+    until("all that are available are back", || there.iter().all(|page| rig.state_of(*page) == State::Resident));
     until("no other is", || rig.vm.stats().get(Counter::Far) as usize == far.len() - there.len());
     rig.faults.busy_below(PageIdx(0));
     restoring.join().expect("no panic").expect("restored");
