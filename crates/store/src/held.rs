@@ -4,9 +4,10 @@
 //! Before: a thread has taken a lock that others wait for now and then, and is about to read pages. After: its reads
 //! are late ([`GetOutcome::Busy`](crate::GetOutcome)) as soon as another thread wants the lock, but not before the
 //! first wait for a page is over; else they may take seconds, if the disk was late before.
+//! A thread may also say that it has time ([`WithTime`]).
 //! Threads: each has a lock of its own, or none. Promise: a thread that holds no such lock waits as long as it may.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -35,6 +36,34 @@ impl Drop for Holding {
     fn drop(&mut self) {
         HELD.set(self.before.take());
     }
+}
+
+thread_local! {
+    static HAS_TIME: Cell<bool> = const { Cell::new(false) };
+}
+
+/// No guest's thread waits for what the calling thread reads, until this value is dropped: it gives up no page of a
+/// disk that is gone for a while.
+#[derive(Debug)]
+#[must_use]
+pub struct WithTime(bool);
+
+impl WithTime {
+    /// Begins now.
+    pub fn begin() -> Self {
+        Self(HAS_TIME.replace(true))
+    }
+}
+
+impl Drop for WithTime {
+    fn drop(&mut self) {
+        HAS_TIME.set(self.0);
+    }
+}
+
+/// Does no guest's thread wait for this one?
+pub(crate) fn has_time() -> bool {
+    HAS_TIME.get()
 }
 
 /// Does another thread want the lock that this one holds?

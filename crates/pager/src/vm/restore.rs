@@ -19,14 +19,15 @@ use ballast_page::fault::serve;
 use ballast_page::outcome::Served;
 use ballast_page::page_state::{State, Word};
 use ballast_page::punch::punch_left;
+use ballast_store::held::WithTime;
 
 /// Pages restored before a thread that adds or removes RAM gets a turn.
 const BATCH: u64 = PAGES_PER_UNIT;
 /// How long to leave a page alone that is not available: its store is busy, or a tmpfs of limited size is full, which
 /// may last.
 const PAUSE: Duration = Duration::from_millis(1);
-/// Of pages that are not available, as many as this time suffices for are asked for again and again, for up to
-/// [`OFTEN`]: a store gives up what it cannot read only if it is asked often enough. As much time is all others'.
+/// Pages that are not available are asked for again and again, for up to [`OFTEN`], as many as this time suffices for.
+/// So a store gives up what it cannot read, which it does only if it is asked often. As much time is all others'.
 const TURN: Duration = Duration::from_secs(2);
 const OFTEN: Duration = Duration::from_secs(30);
 
@@ -116,6 +117,7 @@ impl Vm {
         views: &dyn Fn() -> Vec<Arc<View>>,
         goes_on: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
+        let _time = WithTime::begin();
         let (mut done, mut missing) = (Ok(()), Vec::new());
         let most = (BATCH / region.granule_pages()).max(1) as usize;
         // Returns the first of these that is not available, and false if this is to end.

@@ -322,6 +322,7 @@ impl Inner {
             }
         });
         if moved.iter().any(|moved| matches!(moved, Moved::Done)) {
+            self.unread.read();
             self.begun.took(begun.elapsed());
         }
         // A page of many blocks needs all of them at once: each is waited for longer, also if it came this time.
@@ -372,6 +373,7 @@ impl Inner {
     fn check(&self, key: PageKey, handle: Handle, page: &PageBytes, out: &mut PageBytes) -> Option<()> {
         let Named::Blob { place, tag } = Named::by(handle) else { return None };
         self.find(key, place, tag).ok().filter(|header| codec::is_raw_page(key, *header, page))?;
+        self.unread.read();
         self.unread.forget(block_of(place));
         *out = *page;
         Some(())

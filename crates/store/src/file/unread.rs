@@ -3,7 +3,7 @@
 //! Before: a read failed, or was not over in time. After: the page is asked for again, or is lost.
 //! Threads: any; a lock is taken only while there are such blocks. Promise: a page is given up only if the device
 //! reported an error of the medium each time, for a while: where all paths to a disk are gone for some seconds, and at
-//! each read of a damaged sector, the error is the same.
+//! each read of a damaged sector, the error is the same. Who has time gives none up unless the device returned others.
 
 use std::collections::HashMap;
 use std::io;
@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::limits;
-use crate::GetOutcome;
+use crate::{GetOutcome, held};
 
 /// Reads of a block that fail without a rest between them; fewer never give a page up.
 const QUICK: u8 = 6;
@@ -25,13 +25,26 @@ const MOST_UNSEEN: Duration = Duration::from_secs(2);
 /// more often, also if there are many of them.
 const FORGOTTEN: Duration = Duration::from_secs(600);
 
+/// Nothing of the device could be read for this long: then it is not gone for a moment. Who waits for all pages of a VM
+/// need not give one up before.
+const GONE: Duration = Duration::from_secs(120);
+
 /// Errors of a block, without a read that went well between them.
 #[derive(Clone, Copy, Debug)]
 struct Errors {
     count: u8,
     /// How long they have lasted.
     lasted: Duration,
+    first: Instant,
     last: Instant,
+}
+
+/// Whether the device fails, or some of its blocks.
+#[derive(Clone, Copy, Debug, Default)]
+struct Device {
+    /// The last read that went well while there were blocks that could not be read, and the first error after it.
+    read: Option<Instant>,
+    failing: Option<Instant>,
 }
 
 /// How reads of a block went wrong since the last that did not.
@@ -50,13 +63,14 @@ pub(super) struct Unread {
     blocks: Mutex<HashMap<u64, Block>>,
     /// Their number: nearly always 0.
     count: AtomicUsize,
+    device: Mutex<Device>,
     /// How long the device must report errors before a page is given up.
     lasts: Duration,
 }
 
 impl Unread {
     pub fn new(lasts: Duration) -> Self {
-        Self { blocks: Mutex::default(), count: AtomicUsize::new(0), lasts }
+        Self { blocks: Mutex::default(), count: AtomicUsize::new(0), device: Mutex::default(), lasts }
     }
 
     fn blocks(&self) -> Option<MutexGuard<'_, HashMap<u64, Block>>> {
@@ -82,16 +96,27 @@ impl Unread {
             return GetOutcome::Busy;
         }
         let now = Instant::now();
+        let device = {
+            let mut device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+            // What was before is over: every block could be read.
+            if self.count.load(Ordering::Acquire) == 0 {
+                *device = Device::default();
+            }
+            device.failing.get_or_insert(now);
+            *device
+        };
         let is_lost = self.note(block, |of| {
             let unseen = |errors: &Errors| begun.saturating_duration_since(errors.last);
             let before = of.errors.filter(|errors| unseen(errors) < FORGOTTEN);
-            let (count, lasted) = before.map_or((0, Duration::ZERO), |errors| {
+            let (count, lasted, first) = before.map_or((0, Duration::ZERO, now), |errors| {
                 let read = now.saturating_duration_since(begun.max(errors.last));
-                (errors.count, errors.lasted + unseen(&errors).min(MOST_UNSEEN) + read)
+                (errors.count, errors.lasted + unseen(&errors).min(MOST_UNSEEN) + read, errors.first)
             });
             let count = count.saturating_add(1);
-            of.errors = Some(Errors { count, lasted, last: now });
-            of.is_lost = count >= QUICK && lasted >= self.lasts;
+            of.errors = Some(Errors { count, lasted, first, last: now });
+            let is_gone = device.failing.is_some_and(|since| now.saturating_duration_since(since) >= GONE);
+            let is_sure = is_gone || device.read.is_some_and(|read| read > first) || !held::has_time();
+            of.is_lost = count >= QUICK && lasted >= self.lasts && is_sure;
             of.is_lost
         });
         if is_lost { GetOutcome::Corrupt } else { GetOutcome::Busy }
@@ -107,6 +132,14 @@ impl Unread {
     pub fn most_late(&self, these: impl Iterator<Item = u64>) -> u8 {
         let Some(blocks) = self.blocks() else { return 0 };
         these.filter_map(|block| blocks.get(&block)).map(|of| of.late).max().unwrap_or(0)
+    }
+
+    /// A read brought bytes.
+    pub fn read(&self) {
+        if self.count.load(Ordering::Acquire) > 0 {
+            *self.device.lock().unwrap_or_else(PoisonError::into_inner) =
+                Device { read: Some(Instant::now()), failing: None };
+        }
     }
 
     /// A read of this block brought bytes, or nobody wants its page. Returns true if that was given up.
@@ -148,6 +181,22 @@ mod tests {
         set(&unread, LASTS, REST);
         assert_eq!(fail(&unread, 1), GetOutcome::Corrupt);
         assert!(unread.forget(1), "its block is not used again");
+    }
+
+    #[test]
+    fn who_has_time_gives_up_no_block_of_a_device_that_is_gone_for_a_while_and_one_of_a_device_that_works() {
+        let unread = Unread::new(LASTS);
+        let _time = held::WithTime::begin();
+        fail(&unread, QUICK);
+        set(&unread, LASTS, REST);
+        assert_eq!(fail(&unread, QUICK), GetOutcome::Busy);
+        unread.read();
+        assert_eq!(fail(&unread, 1), GetOutcome::Corrupt, "others could be read since");
+        let unread = Unread::new(LASTS);
+        fail(&unread, QUICK);
+        set(&unread, LASTS, REST);
+        unread.device.lock().expect("no panic").failing = Instant::now().checked_sub(GONE);
+        assert_eq!(fail(&unread, 1), GetOutcome::Corrupt, "nothing could be read for long");
     }
 
     #[test]
