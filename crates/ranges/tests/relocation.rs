@@ -166,7 +166,7 @@ fn a_range_that_does_not_fit_is_left_out_as_published_and_taken_in_part_by_ours(
     assert_eq!(lists(&ours), (&[UNIT, 2 * UNIT, 3 * UNIT][..], &[6 * UNIT, 7 * UNIT, 8 * UNIT][..]));
 }
 
-/// Of the even addresses one page may be promoted, of the odd ones all.
+/// Two programs: one page may be promoted at even addresses, all at odd ones.
 struct TwoPrograms(Pages);
 
 impl Placement for TwoPrograms {

@@ -1,8 +1,8 @@
-//! Whether moves paid: what each program's promotions promised, and what came of it.
+//! Whether moves paid: what each program's promotions promised, and what they brought.
 //!
-//! Before: a plan promotes pages because they were accessed more often than those that they replace. After: for the next
-//! epochs the accesses to both are compared with that promise. A program most of whose promotions come to nothing (it
-//! goes through its memory in order, or its phases are short) may have ever fewer promoted, down to 1/32 of what may be
+//! Before: a plan promotes pages because they were accessed more often than those that they replace. After: for the
+//! next epochs the accesses to both are compared with that promise. A program whose promotions bring nothing (it goes
+//! through its memory in order, or its phases are short) may have ever fewer promoted, down to 1/32 of what may be
 //! moved, and as many as before when they pay again. The papers have nothing like it: where the hottest memory is that
 //! which was just used and will not be used again soon, their moves cost bandwidth and gain nothing.
 //! Threads: the tierer's. Units: epochs, units of 2 MiB, samples in [`SAMPLE`]ths for each epoch.
@@ -41,7 +41,7 @@ struct Moved {
     recent: u64,
 }
 
-/// Promises of a program, and what came of them.
+/// Promises of a program, and what they brought.
 #[derive(Clone, Copy, Debug, Default)]
 struct Account {
     promised: f64,
@@ -49,7 +49,7 @@ struct Account {
     halvings: u32,
 }
 
-/// What was moved lately, and what that was worth.
+/// What was moved in the last epochs, and what that was worth.
 #[derive(Debug, Default)]
 pub(crate) struct Worth {
     moved: HashMap<Place, Moved>,
