@@ -87,7 +87,7 @@ pub struct Plan {
     /// From the fast to the slow tier.
     pub demote: Vec<u64>,
     /// The last of both lists are pairs, one for the other. For each the samples that a byte of the one has more than a
-    /// byte of the other, of all that their ranges count.
+    /// byte of the other, of all that their ranges count; 0 by the published rule, which promises nothing.
     pub gains: Vec<f64>,
 }
 
@@ -194,8 +194,9 @@ pub fn plan(ranked: &[Range], pages: &dyn Placement, limits: Limits, rule: Rule)
     let owed = to_count(limits.reserve.saturating_sub(limits.free).min(limits.most));
     let mut demote = demotions(ranked, pages, whole, part, (promote.len() - spare).saturating_add(owed));
     let pairs = promote[spare..].iter().zip(demote.iter().skip(owed));
-    let of_pair = |(hot, cold): (&Candidate<'_>, &Candidate<'_>)| {
-        gain(hot.range, cold.range).or((rule == Rule::Published).then_some(0.0))
+    let of_pair = |(hot, cold): (&Candidate<'_>, &Candidate<'_>)| match rule {
+        Rule::Published => Some(0.0),
+        Rule::Ours => gain(hot.range, cold.range),
     };
     let gains: Vec<f64> = pairs.map_while(of_pair).collect();
     promote.truncate(spare + gains.len());

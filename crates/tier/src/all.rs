@@ -16,6 +16,11 @@ pub const INDEX: u32 = 57;
 /// Most programs: their indexes fit above [`INDEX`].
 pub const MOST_PROGRAMS: usize = 1 << (64 - INDEX);
 
+/// Returns the index of the program that an address of this space is of, and its own address.
+pub fn place(address: u64) -> (usize, u64) {
+    ((address >> INDEX) as usize, address & ((1 << INDEX) - 1))
+}
+
 /// Returns the ranges of programs, from how often all memory of each was read, and its ranges. Those that were not read
 /// yet are left out.
 pub fn ranges_of<'a>(programs: impl Iterator<Item = (u32, &'a [Range])>) -> Vec<Range> {
@@ -34,16 +39,15 @@ pub struct All<'a>(pub Vec<(&'a Pages, u64)>);
 impl All<'_> {
     /// The pages of the program that has a range, the range without its index, and that.
     fn of(&self, range: &Range) -> Option<(&Pages, Range, u64)> {
-        let index = range.start >> INDEX;
-        let plain = |address: u64| address & ((1 << INDEX) - 1);
-        let (pages, _) = self.0.get(index as usize)?;
-        Some((pages, Range { start: plain(range.start), end: plain(range.end), ..*range }, index << INDEX))
+        let ((index, start), (_, end)) = (place(range.start), place(range.end));
+        let (pages, _) = self.0.get(index)?;
+        Some((pages, Range { start, end, ..*range }, (index as u64) << INDEX))
     }
 }
 
 impl Placement for All<'_> {
     fn program(&self, range: &Range) -> (usize, u64) {
-        let index = (range.start >> INDEX) as usize;
+        let (index, _) = place(range.start);
         (index, self.0.get(index).map_or(0, |(_, most)| *most))
     }
 

@@ -24,7 +24,7 @@ use ballast_ranges::relocate::{self, Limits, Rule, Tier};
 use ballast_ranges::{Classifier, Fitted, Roots, SAMPLE, rank};
 use ballast_sys::{Remote, clock};
 
-use crate::all::{All, INDEX, MOST_PROGRAMS, ranges_of};
+use crate::all::{All, MOST_PROGRAMS, place, ranges_of};
 use crate::beside::{self, Balancing};
 use crate::kernel_files::Files;
 use crate::mover::{Became, Mover, Moves, Order};
@@ -128,8 +128,9 @@ impl std::fmt::Debug for Tierer {
     }
 }
 
-fn by_pid(watched: &[Watched], pid: u32) -> Option<&Watched> {
-    watched.binary_search_by_key(&pid, |watched| watched.program.pid).ok().map(|at| &watched[at])
+/// The index of a program among these, which are sorted.
+fn index_of(watched: &[Watched], pid: u32) -> Option<usize> {
+    watched.binary_search_by_key(&pid, |watched| watched.program.pid).ok()
 }
 
 fn ours(roots: Roots) -> Box<dyn Classifier + Send> {
@@ -261,7 +262,8 @@ impl Tierer {
         let before = clock::cpu_time();
         self.watched.iter_mut().for_each(|watched| watched.classifier.end_epoch());
         let watched = &self.watched;
-        self.worth.judge(self.status.epochs, |pid, address| Some(by_pid(watched, pid)?.classifier.recent(address)));
+        let recent = |pid, address| Some(watched[index_of(watched, pid)?].classifier.recent(address));
+        self.worth.judge(self.status.epochs, recent);
         self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
         if self.status.aside.is_none() && self.is_known() && Instant::now() >= self.plan_again {
             self.relocate()?;
@@ -309,7 +311,7 @@ impl Tierer {
             cpu += clock::cpu_time() - before;
         };
         let missed = self.source.take(&mut |pid, address, found| {
-            let Ok(at) = watched.binary_search_by_key(&pid, |watched| watched.program.pid) else { return };
+            let Some(at) = index_of(watched, pid) else { return };
             samples += u64::from(found.count);
             if asked < MOST_ASKED
                 && let Some(share) = watched[at].pages.fast_share(address)
@@ -366,10 +368,7 @@ impl Tierer {
         let programs = self.watched.iter().map(|watched| (watched.pages.rounds(), watched.classifier.ranges()));
         let ranked = rank(&ranges_of(programs));
         self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
-        let most = |watched: &Watched| match self.rule {
-            Rule::Ours => self.worth.most(watched.program.pid, limits.most),
-            Rule::Published => limits.most,
-        };
+        let most = |watched: &Watched| self.worth.most(watched.program.pid, limits.most);
         let pages = All(self.watched.iter().map(|watched| (&watched.pages, most(watched))).collect());
         let plan = relocate::plan(&ranked, &pages, limits, self.rule);
         self.note(&plan);
@@ -381,23 +380,22 @@ impl Tierer {
     /// Remembers which pages a plan moves for which others, to see whether that pays.
     fn note(&mut self, plan: &relocate::Plan) {
         let [promote, demote] = [&plan.promote, &plan.demote].map(|list| &list[list.len() - plan.gains.len()..]);
-        let place = |address: u64| (&self.watched[(address >> INDEX) as usize], address & ((1 << INDEX) - 1));
         let epoch = self.status.epochs;
         for ((hot, cold), gain) in promote.iter().zip(demote).zip(&plan.gains) {
-            let [(of_hot, hot), (of_cold, cold)] = [*hot, *cold].map(place);
+            let [(hot_at, hot), (cold_at, cold)] = [*hot, *cold].map(place);
+            let [of_hot, of_cold] = [hot_at, cold_at].map(|at| &self.watched[at]);
             let [by, pid] = [of_hot, of_cold].map(|watched| watched.program.pid);
             // Counts are halved in each epoch: with as many new samples in each they are twice that.
             let gains = gain * (PAGE * SAMPLE) as f64 / 2.0;
-            self.worth.moved(epoch, (by, hot), by, Some(gains), of_hot.classifier.recent(hot));
-            self.worth.moved(epoch, (pid, cold), by, None, of_cold.classifier.recent(cold));
+            self.worth.moved(epoch, (by, hot), by, Some(gains), || of_hot.classifier.recent(hot));
+            self.worth.moved(epoch, (pid, cold), by, None, || of_cold.classifier.recent(cold));
         }
     }
 
     fn carry_out(&mut self, plan: &relocate::Plan, reserve: u64) -> io::Result<()> {
         let pids: Vec<u32> = self.watched.iter().map(|watched| watched.program.pid).collect();
         let mover = Mover { files: &self.files, tiers: &self.tiers, pids: &pids };
-        let order =
-            |address: &u64| Order { process: (address >> INDEX) as usize, address: address & ((1 << INDEX) - 1) };
+        let order = |(process, address)| Order { process, address };
         // Half of the reserve, because other programs may take memory of it meanwhile.
         let turn = usize::try_from(reserve / 2).unwrap_or(usize::MAX).max(1);
         // What must be free before anything is promoted.
@@ -409,7 +407,7 @@ impl Tierer {
                 if list.is_empty() {
                     continue;
                 }
-                let orders: Vec<Order> = list.iter().map(order).collect();
+                let orders: Vec<Order> = list.iter().map(|at| order(place(*at))).collect();
                 let watched = &mut self.watched;
                 let has_room = mover.carry(tier, &orders, &mut self.status.moves, &mut |order, became| {
                     let pages = &mut watched[order.process].pages;

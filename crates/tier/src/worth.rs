@@ -9,6 +9,7 @@
 //! Promise: at most the units moved in [`JUDGED`] epochs are remembered; a program never loses all of its promotions.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use ballast_base::PAGES_PER_UNIT;
 use ballast_ranges::{SAMPLE, UNIT};
@@ -92,15 +93,22 @@ impl Worth {
     }
 
     /// A page was promoted for what it gains for an epoch, or (with nothing) demoted for a page of program `by`.
-    /// `recent` is its unit's count.
-    pub fn moved(&mut self, epoch: u64, (pid, address): (u32, u64), by: u32, gains: Option<f64>, recent: u64) {
+    /// `recent` returns its unit's count.
+    pub fn moved(
+        &mut self,
+        epoch: u64,
+        (pid, address): (u32, u64),
+        by: u32,
+        gains: Option<f64>,
+        recent: impl FnOnce() -> u64,
+    ) {
         let part = if gains.is_some() { 1.0 } else { -1.0 } / PAGES_PER_UNIT as f64;
-        let fresh = Moved { epoch, by, part: 0.0, promised: 0.0, recent };
-        let moved = self.moved.entry((pid, address / UNIT)).or_insert(fresh);
         // Only the last move of a unit says where its pages are.
-        if moved.epoch != epoch || moved.by != by || moved.part * part < 0.0 {
-            *moved = fresh;
-        }
+        let goes_on = |last: &Moved| last.epoch == epoch && last.by == by && last.part * part >= 0.0;
+        let moved = match self.moved.entry((pid, address / UNIT)) {
+            Entry::Occupied(last) if goes_on(last.get()) => last.into_mut(),
+            entry => entry.insert_entry(Moved { epoch, by, part: 0.0, promised: 0.0, recent: recent() }).into_mut(),
+        };
         moved.part += part;
         moved.promised += gains.unwrap_or(0.0);
     }
@@ -130,8 +138,8 @@ mod tests {
             let gains = (promise * SAMPLE) as f64 / PAGES_PER_UNIT as f64;
             for page in 0..PAGES_PER_UNIT {
                 let page = page * PAGE_SIZE as u64;
-                worth.moved(epoch, (PID, epoch * UNIT + page), PID, Some(gains), promise * SAMPLE);
-                worth.moved(epoch, (PID, (1 << 20) + epoch * UNIT + page), PID, None, 0);
+                worth.moved(epoch, (PID, epoch * UNIT + page), PID, Some(gains), || promise * SAMPLE);
+                worth.moved(epoch, (PID, (1 << 20) + epoch * UNIT + page), PID, None, || 0);
             }
             counts.insert(epoch, promise * SAMPLE);
         }
@@ -159,8 +167,8 @@ mod tests {
         let mut worth = Worth::default();
         for page in 0..PAGES_PER_UNIT {
             let page = page * PAGE_SIZE as u64;
-            worth.moved(0, (PID, page), PID, Some(4.0), 0);
-            worth.moved(0, (PID + 1, page), PID, None, 0);
+            worth.moved(0, (PID, page), PID, Some(4.0), || 0);
+            worth.moved(0, (PID + 1, page), PID, None, || 0);
         }
         for epoch in 1..8 {
             worth.judge(epoch, |_, _| Some(1 << 12));

@@ -317,6 +317,7 @@ mod tests {
         (roads.vertices[7][0], kmeans.points[7][1]) = (1, 5);
         assert_eq!([roads.wrong().expect("compared"), kmeans.wrong().expect("compared")], [1, 1]);
     }
+
     #[test]
     fn the_summary_of_requests_has_their_number_and_percentiles() {
         let took = (1..=200).rev().map(Duration::from_micros).collect();

@@ -118,7 +118,7 @@ impl Vm {
         goes_on: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
         let _time = WithTime::begin();
-        let (mut done, mut missing) = (Ok(()), Vec::new());
+        let (mut done, mut missing) = (Ok(()), None);
         let most = (BATCH / region.granule_pages()).max(1) as usize;
         // Returns the first of these that is not available, and false if this is to end.
         let mut tries = |pages: &mut dyn Iterator<Item = PageIdx>| {
@@ -127,7 +127,7 @@ impl Vm {
                 let tried = self.restore_batch(region, &mut pages.take(most), &views(), &mut missing);
                 done = std::mem::replace(&mut done, Ok(())).and(tried);
             }
-            (missing.pop(), is_to_go_on)
+            (missing.take(), is_to_go_on)
         };
         // Those that are asked for often, each since when; those that wait.
         let (mut often, mut waiting) = (VecDeque::<(PageIdx, Instant)>::new(), VecDeque::new());
@@ -170,14 +170,14 @@ impl Vm {
         done
     }
 
-    /// The same of a batch, once and up to the first page that is not available now, which is added to `later`. The
+    /// The same of a batch, once and up to the first page that is not available now, which `missing` is then. The
     /// layout may change after that, as a store may take for ever.
     fn restore_batch(
         &self,
         region: &Region,
         pages: &mut dyn Iterator<Item = PageIdx>,
         views: &[Arc<View>],
-        later: &mut Vec<PageIdx>,
+        missing: &mut Option<PageIdx>,
     ) -> io::Result<()> {
         // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
         let layout = self.layout();
@@ -210,7 +210,7 @@ impl Vm {
                 match outcome.served {
                     Ok(Served::Later) => {
                         region.check_table()?;
-                        later.push(page);
+                        *missing = Some(page);
                         drop(layout);
                         std::thread::sleep(PAUSE);
                         return done;
