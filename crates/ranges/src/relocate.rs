@@ -66,7 +66,8 @@ pub enum Rule {
     Published,
     /// Ours: also as much of the next range as still fits, and of that range the pages that are there already, since
     /// its pages are equally hot. A page moves only if its range is hotter than that of the page it replaces, by more
-    /// than [`SPREADS`] standard deviations of the difference.
+    /// than [`SPREADS`] standard deviations of the difference; free memory counts as a page without accesses, so what
+    /// nobody touches is not promoted into it.
     Ours,
 }
 
@@ -92,6 +93,17 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// Returns the page that changes places with this one of those that go to a tier: its index in the other list.
+    /// `None`: this one moves alone.
+    pub fn partner(&self, to: Tier, at: usize) -> Option<usize> {
+        let alone = |list: &[u64]| list.len().saturating_sub(self.gains.len());
+        let (own, other) = match to {
+            Tier::Fast => (&self.promote, &self.demote),
+            Tier::Slow => (&self.demote, &self.promote),
+        };
+        Some(at.checked_sub(alone(own))? + alone(other))
+    }
+
     /// Returns the moves in turns: pages to demote, then pages to promote, of each at most `pages`. If a turn is no
     /// larger than the reserve, the fast tier always has room.
     pub fn turns(&self, pages: usize) -> impl Iterator<Item = (&[u64], &[u64])> {
@@ -123,6 +135,11 @@ fn gain(hot: &Range, cold: &Range) -> Option<f64> {
     (gain > SPREADS * (hot_variance + cold_variance).sqrt() && gain > LEAST_GAIN * hot_rate).then_some(gain)
 }
 
+/// Is a range hotter than memory that nobody touches?
+fn is_touched(range: &Range) -> bool {
+    gain(range, &Range { count: 0, variance: 0, ..*range }).is_some()
+}
+
 /// Pages of the ranges that deserve the fast tier and are not in it, hottest first; how many ranges deserve it as a
 /// whole; and how many pages of the next one do.
 fn promotions<'a>(
@@ -139,8 +156,9 @@ fn promotions<'a>(
         let (present, fast) = pages.count(range);
         let (program, its_most) = pages.program(range);
         let its = of_program.entry(program).or_default();
-        // What may not be promoted needs no room.
-        let wanted = fast + (present - fast).min(its_most.saturating_sub(*its));
+        // What may not be promoted needs no room, nor does what nobody touches.
+        let may = if rule == Rule::Published || is_touched(range) { its_most.saturating_sub(*its) } else { 0 };
+        let wanted = fast + (present - fast).min(may);
         let is_whole = wanted <= room;
         let part = if is_whole || rule == Rule::Ours { wanted.min(room) } else { 0 };
         let (before, missing) = (found.len(), usize::try_from(part.saturating_sub(fast)).unwrap_or(usize::MAX));

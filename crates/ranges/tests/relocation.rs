@@ -213,3 +213,31 @@ fn one_observation_that_was_counted_for_each_unit_of_a_large_range_moves_nothing
     assert_eq!(seen_accessed(1), []);
     assert_eq!(seen_accessed(9), (110..150).map(|unit| unit * UNIT).collect::<Vec<_>>());
 }
+
+#[test]
+fn free_fast_memory_is_for_what_is_touched_and_nothing_is_demoted_for_want_of_accesses() {
+    // The last was touched once, which may be chance.
+    let counts = [0, 900, 0, 700, 0, SAMPLE];
+    let (ranked, pages) = one_page_each(&counts, &[0]);
+    let limits = Limits { fast: 6, free: 5, reserve: 1, most: 9 };
+    let ours = plan(&ranked, &pages, limits, Rule::Ours);
+    assert_eq!(lists(&ours), (&[2 * UNIT, 4 * UNIT][..], &[][..]));
+    let published = plan(&ranked, &pages, limits, Rule::Published);
+    assert_eq!(published.promote.len(), 4, "as the paper says: all that fits");
+}
+
+#[test]
+fn pages_that_change_places_know_each_other_and_those_that_move_alone_have_no_partner() {
+    let plan = |promote: usize, demote: usize, pairs: usize| Plan {
+        promote: (0..promote as u64).collect(),
+        demote: (0..demote as u64).collect(),
+        gains: vec![1.0; pairs],
+    };
+    let partners = |plan: &Plan, to, count| (0..count).map(|at| plan.partner(to, at)).collect::<Vec<_>>();
+    let spare = plan(3, 2, 2);
+    assert_eq!(partners(&spare, Tier::Fast, 3), [None, Some(0), Some(1)]);
+    assert_eq!(partners(&spare, Tier::Slow, 2), [Some(1), Some(2)]);
+    let owed = plan(1, 3, 1);
+    assert_eq!(partners(&owed, Tier::Fast, 1), [Some(2)]);
+    assert_eq!(partners(&owed, Tier::Slow, 3), [None, None, Some(0)]);
+}
