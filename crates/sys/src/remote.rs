@@ -33,6 +33,15 @@ pub enum Collapsed {
     Gone,
 }
 
+/// A page that a process maps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MappedPage {
+    /// Its physical address.
+    pub address: u64,
+    /// It is mapped once. The kernel's page of zeros never is.
+    pub is_exclusive: bool,
+}
+
 /// A process whose page tables are scanned and collapsed.
 #[derive(Debug)]
 pub struct Remote {
@@ -102,14 +111,24 @@ impl Remote {
     /// Write the physical addresses of the pages from `start` on to `out`; `None` for a page that is not mapped, or
     /// whose address the caller may not know.
     pub fn physical(&self, start: Hva, out: &mut [Option<u64>]) -> io::Result<()> {
+        let mut found = vec![None; out.len()];
+        self.pages(start, &mut found)?;
+        found.iter().zip(out).for_each(|(found, out)| *out = found.map(|page| page.address));
+        Ok(())
+    }
+
+    /// The same with whether no other process maps the page.
+    pub fn pages(&self, start: Hva, out: &mut [Option<MappedPage>]) -> io::Result<()> {
         const PRESENT: u64 = 1 << 63;
+        const EXCLUSIVE: u64 = 1 << 56;
         const FRAME: u64 = (1 << 55) - 1;
         let mut words = vec![0u8; out.len() * 8];
         let page = PageIdx::containing(start.0).0;
         self.pagemap.read_exact_at(&mut words, page * 8)?;
         for (word, out) in words.chunks_exact(8).zip(out) {
             let word = u64::from_ne_bytes(word.try_into().expect("eight bytes"));
-            *out = Some(PageIdx(word & FRAME).offset()).filter(|at| word & PRESENT != 0 && *at != 0);
+            let page = MappedPage { address: PageIdx(word & FRAME).offset(), is_exclusive: word & EXCLUSIVE != 0 };
+            *out = Some(page).filter(|page| word & PRESENT != 0 && page.address != 0);
         }
         Ok(())
     }
@@ -268,6 +287,21 @@ mod tests {
         let Some(first) = found[0] else { return skip("root", "physical addresses are hidden") };
         assert!(first.is_multiple_of(HUGE_SIZE as u64));
         assert!(found.iter().zip((first..).step_by(4096)).all(|(found, expected)| *found == Some(expected)));
+    }
+
+    #[test]
+    fn a_page_that_is_mapped_a_second_time_is_not_exclusive() {
+        let fd = memfd::create("ballast-test", Bytes(2 * 4096)).expect("memfd");
+        let maps = [0, 1].map(|_| Mapping::shared(&fd, 0, 2 * 4096).expect("map"));
+        maps[0].populate(0, 2 * 4096).expect("populate");
+        maps[1].populate(0, 4096).expect("populate");
+        let remote = Remote::open(std::process::id()).expect("own process");
+        let mut found = [None; 2];
+        remote.pages(Hva(maps[0].addr() as u64), &mut found).expect("pagemap");
+        if found[0].is_none() {
+            return skip("root", "physical addresses are hidden");
+        }
+        assert_eq!(found.map(|page| page.map(|page| page.is_exclusive)), [Some(false), Some(true)]);
     }
 
     /// Collapses. The host may be short of free huge pages for a moment, and the kernel takes one before it finds
