@@ -2,9 +2,9 @@
 //!
 //! Before: the host says how many pages of a node it wants. After: the agent holds that many, pinned, and has told the
 //! host which ones; or fewer, if the guest cannot spare them.
-//! Units: pages. Promise: it is filled a chunk at a time, so that the host's other requests do not wait; it shrinks
-//! when the guest waits for memory, or when no host listens any more; the kernel has all of it back when the agent
-//! ends.
+//! Units: pages. Promise: it is filled a chunk at a time, so that the host's other requests do not wait; a node without
+//! memory to spare keeps no other one waiting; it shrinks when the guest waits for memory, or when no host listens any
+//! more; the kernel has all of it back when the agent ends.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -41,21 +41,19 @@ pub struct Balloon {
     held: BTreeMap<u32, Vec<Chunk>>,
     slots: Vec<u32>,
     next_slot: u32,
-    rest_until: Option<Instant>,
+    /// Nodes of which nothing is taken until then, and why.
+    rests: BTreeMap<u32, (Instant, String)>,
     /// Time at which stall was read last, and its value then.
     stall: Option<(Instant, u64)>,
     /// Time that it has spent on taking memory since then. The kernel counts its waits as stall.
     own: Duration,
-    /// Reason why it holds less than the host wants.
-    pub note: String,
 }
 
 impl Balloon {
     /// Sets the number of pages that the host wants of a node.
     pub fn want(&mut self, node: u32, pages: u64) {
         self.wanted.insert(node, pages);
-        self.rest_until = None;
-        self.note.clear();
+        self.rests.remove(&node);
     }
 
     /// Returns the number of pages held of a node.
@@ -71,20 +69,38 @@ impl Balloon {
 
     /// Returns the memory that it lacks of each node, with what the node keeps free beside it.
     pub fn lacks(&self) -> BTreeMap<u32, u64> {
-        let lacks = self.wanted.iter().map(|(node, wanted)| (*node, wanted.saturating_sub(self.held(*node))));
+        let lacks = self.wanted.keys().map(|node| (*node, self.lacks_of(*node)));
         lacks.filter(|(_, pages)| *pages > 0).map(|(node, pages)| (node, pages + least(node))).collect()
+    }
+
+    /// Returns why it holds less than the host wants, of the first node that is so.
+    pub fn note(&self) -> Option<&str> {
+        let mut rests = self.rests.iter().filter(|(node, _)| self.lacks_of(**node) > 0);
+        rests.next().map(|(_, (_, why))| why.as_str())
+    }
+
+    fn lacks_of(&self, node: u32) -> u64 {
+        self.wanted.get(&node).map_or(0, |wanted| wanted.saturating_sub(self.held(node)))
+    }
+
+    fn rests(&self, node: u32, now: Instant) -> bool {
+        self.rests.get(&node).is_some_and(|(until, _)| now < *until)
     }
 
     /// Returns whether it differs from the number that the host wants, so that [`step`](Self::step) has work.
     pub fn is_busy(&self, now: Instant) -> bool {
-        let rests = self.rest_until.is_some_and(|until| now < until);
-        self.wanted.iter().any(|(node, pages)| self.held(*node) > *pages || (self.held(*node) < *pages && !rests))
+        let has_work = |node: u32, pages: u64| {
+            let held = self.held(node);
+            held > pages || (held < pages && !self.rests(node, now))
+        };
+        self.wanted.iter().any(|(node, pages)| has_work(*node, *pages))
     }
 
     /// Gives everything back, because no host wants it.
     pub fn empty(&mut self) {
         self.wanted.clear();
         self.held.clear();
+        self.rests.clear();
         // Closing the table removes all pins.
         self.pins = None;
         self.slots.clear();
@@ -100,32 +116,30 @@ impl Balloon {
     }
 
     fn one_step(&mut self, now: Instant) -> Option<(u32, Vec<Run>)> {
-        let rests = self.rest_until.is_some_and(|until| now < until);
         for (node, wanted) in self.wanted.clone() {
             let held = self.held(node);
             if held > wanted {
                 self.shrink(node, held - wanted);
                 return None;
             }
-            if held == wanted || rests {
+            if held == wanted || self.rests(node, now) {
                 continue;
             }
             let pages = (wanted - held).min(CHUNK).min(vital::spare(node).saturating_sub(least(node)));
             if pages == 0 {
-                self.rest(now, format!("node {node} has no more to spare"));
+                self.rest(node, now, format!("node {node} has no more to spare"));
                 continue;
             }
             match self.take(node, pages) {
                 Ok(runs) => return Some((node, runs)),
-                Err(error) => self.rest(now, format!("node {node}: {error}")),
+                Err(error) => self.rest(node, now, format!("node {node}: {error}")),
             }
         }
         None
     }
 
-    fn rest(&mut self, now: Instant, why: String) {
-        self.rest_until = Some(now + REST);
-        self.note = why;
+    fn rest(&mut self, node: u32, now: Instant, why: String) {
+        self.rests.insert(node, (now + REST, why));
     }
 
     /// Returns 1/8 of the held memory if tasks wait for memory. Called now and then even if no step is due, because a
@@ -142,7 +156,9 @@ impl Balloon {
         if !is_stalled || self.wanted.values().all(|pages| *pages == 0) {
             return;
         }
-        self.rest(now, "the guest waits for memory".into());
+        for node in self.wanted.keys().copied().collect::<Vec<_>>() {
+            self.rest(node, now, "the guest waits for memory".into());
+        }
         for node in self.held.keys().copied().collect::<Vec<_>>() {
             let pages = self.held(node) / 8;
             self.shrink(node, pages);
@@ -218,6 +234,23 @@ mod tests {
         assert!(lacks.len() == 1 && lacks[&0] >= 100 + SPARE_LEAST, "{lacks:?}");
         balloon.want(0, 0);
         assert_eq!(balloon.lacks(), BTreeMap::new());
+    }
+
+    #[test]
+    fn a_node_that_gives_no_more_keeps_no_other_one_waiting() {
+        // No machine has them, so the first step finds that neither has memory to spare.
+        let (first, second) = (4000, 4001);
+        let (mut balloon, now) = (Balloon::default(), Instant::now());
+        balloon.want(first, 100);
+        assert!(balloon.is_busy(now) && balloon.step(now).is_none() && !balloon.is_busy(now));
+        assert!(balloon.note().is_some_and(|why| why.contains("node 4000")), "{:?}", balloon.note());
+        balloon.want(second, 100);
+        assert!(balloon.is_busy(now) && !balloon.rests(second, now), "the second has not been asked yet");
+        assert!(balloon.rests(first, now), "and what is wanted of it does not wake the first");
+        assert!(balloon.step(now).is_none() && !balloon.is_busy(now));
+        assert!(balloon.is_busy(now + REST), "both are tried again");
+        balloon.want(first, 0);
+        assert!(balloon.note().is_some_and(|why| why.contains("node 4001")), "{:?}", balloon.note());
     }
 
     #[test]

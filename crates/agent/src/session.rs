@@ -335,8 +335,8 @@ impl<'a> Guest<'a> {
         tick.tracking = tracking;
         tick.tiering = self.tiering.map(Tiering::told).unwrap_or_default();
         tick.cpu_us = vital::cpu_us() + of_damon;
-        let notes = [&self.note, &self.balloon.note].into_iter().find(|note| !note.is_empty());
-        tick.note = notes.cloned().or_else(|| self.far_apart(now)).unwrap_or_default();
+        let note = Some(self.note.as_str()).filter(|note| !note.is_empty()).or_else(|| self.balloon.note());
+        tick.note = note.map(str::to_owned).or_else(|| self.far_apart(now)).unwrap_or_default();
         for node in &mut tick.nodes {
             node.ballooned = self.balloon.held(node.node);
         }
