@@ -54,4 +54,4 @@ for line in "0 70 80G" "1 180 20G"; do
 done
 export QEMU_MEMORY QEMU_MACHINE QEMU_ARGS
 # The guest's own needs are not those of the whole test run.
-REQUIRE=two-nodes,numa QEMU_SECONDS=${QEMU_SECONDS:-900} exec scripts/in-qemu.sh "$kernel" "${commands[@]}"
+REQUIRE=two-nodes,numa,cgroup QEMU_SECONDS=${QEMU_SECONDS:-900} exec scripts/in-qemu.sh "$kernel" "${commands[@]}"

@@ -3,7 +3,8 @@
 //! Before: `--tiering`, with the owner's choice of programs. After: a thread of its own works until [`Tiering::end`],
 //! and what it does is known to the host ([`Tiering::told`]).
 //! Threads: one, named `tiering`; nothing of the rest of the agent waits for it, and it needs nothing of the host.
-//! Promise: without `--tiering` nothing of it runs. Where there is nothing to tier, it says why and looks again later.
+//! Promise: without `--tiering` nothing of it runs. Where there is nothing to tier, or no more, it says why and looks
+//! again later.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ballast_guest::message::{self, TierUse, TieringState};
-use ballast_tier::{EPOCH, Settings, Status, Tierer};
+use ballast_tier::{EPOCH, Settings, Status, Tierer, Unavailable};
 
 use crate::damon;
 
@@ -79,7 +80,14 @@ fn work(settings: &Settings, stop: &AtomicBool, told: &Mutex<message::Tiering>, 
             match tierer.step() {
                 Ok(()) => tell(told, shown(tierer.status())),
                 // A program that ended, say; the next step may succeed.
-                Err(error) => unable(format!("tiering: {error}")),
+                Err(error @ Unavailable::Io(_)) => unable(error.to_string()),
+                // A tier is gone. It may be plugged in again.
+                Err(error) => {
+                    unable(error.to_string());
+                    drop(tierer);
+                    std::thread::park_timeout(AGAIN);
+                    break;
+                }
             }
             std::thread::park_timeout(EPOCH.saturating_sub(began.elapsed()).max(Duration::from_millis(1)));
         }

@@ -21,6 +21,11 @@ pub fn place(address: u64) -> (usize, u64) {
     ((address >> INDEX) as usize, address & ((1 << INDEX) - 1))
 }
 
+/// Returns the address of this space that an address of the program with this index has.
+pub fn joined(index: usize, address: u64) -> u64 {
+    (index as u64) << INDEX | address
+}
+
 /// Returns the ranges of programs, from how often all memory of each was read, and its ranges. Those that were not read
 /// yet are left out.
 pub fn ranges_of<'a>(programs: impl Iterator<Item = (u32, &'a [Range])>) -> Vec<Range> {

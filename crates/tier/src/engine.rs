@@ -1,17 +1,18 @@
 //! The loop: sample, classify, plan, move; one epoch of 500 ms after the other (Demeter §3.2).
 //!
 //! ```text
-//! step    choose programs (every 10th) ─► their map of memory ─► source.watch
+//! step    look at nodes again, choose programs (every 10th) ─► their map of memory ─► source.watch
 //!         source.take ─► classifier.record, by program
 //!         pages.look (a part of their page tables)
 //!         classifier.end_epoch ─► did moves pay? ─► ranges of all programs in one order ─► relocate::plan
-//!         ─► Mover, turn by turn
+//!         ─► carry_out and Mover, turn by turn
 //! ```
 //!
 //! Before: tiers, a source, a choice of programs. After: what is hot is in the fast tier, as far as it fits.
 //! Threads: one, the caller's, which calls [`Tierer::step`] twice a second. Units: pages of 4 KiB, bytes, epochs.
-//! Promise: at most the set bandwidth is moved, and planning takes at most 1/50 of a CPU; nothing is moved while
-//! another program promotes. When it is dropped, everything except the place of pages is as before.
+//! Promise: at most the set bandwidth is moved; planning takes at most 1/50 of a CPU, reading page tables as much;
+//! nothing is moved while another program promotes; a program whose pages may not be moved keeps no other one waiting.
+//! When it is dropped, everything except the place of pages is as before.
 //!
 //! Programs share one order of heat: their addresses are told apart by their index in the bits that no address has.
 
@@ -24,25 +25,25 @@ use ballast_ranges::relocate::{self, Limits, Rule, Tier};
 use ballast_ranges::{Classifier, Fitted, Roots, SAMPLE, rank};
 use ballast_sys::{Remote, clock};
 
-use crate::all::{All, MOST_PROGRAMS, place, ranges_of};
+use crate::all::{All, MOST_PROGRAMS, joined, place, ranges_of};
 use crate::beside::{self, Balancing};
+use crate::carry::carry_out;
 use crate::kernel_files::Files;
-use crate::mover::{Became, Mover, Moves, Order};
+use crate::mover::{Became, Mover, Order};
 use crate::nodes::{Tiers, usage};
+use crate::pace::Pace;
 use crate::pages::Pages;
-use crate::programs::{Choice, Program, choose, memory};
+use crate::programs::{choose, memory};
+use crate::settings::{EPOCH, Settings, Unavailable};
 use crate::source::damon::Damon;
 use crate::source::perf::{Found, Perf};
 use crate::source::{SampleSource, Samples};
 use crate::status::{Status, TierStatus};
-use crate::worth::Worth;
+use crate::watched::{Watched, index_of};
+use crate::worth::{By, Worth};
 
-/// How long an epoch is (§3.2.1).
-pub const EPOCH: Duration = Duration::from_millis(500);
 /// Epochs between two choices of programs.
 const CHOOSE_EVERY: u64 = 10;
-/// Page-table entries read in an epoch: of 2 GiB of memory. Reading one takes some 10 ns.
-const PAGES_READ: u64 = 1 << 19;
 /// Planning takes at most 1/N of a CPU: after a plan that took long the next one waits.
 const PLAN_PART: u32 = 50;
 /// The fast tier keeps 1/N of itself free above the kernel's watermarks, and at most this.
@@ -55,55 +56,6 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// Makes the classifier of one program.
 pub type MakeClassifier = fn(Roots) -> Box<dyn Classifier + Send>;
 
-/// Settings of the guest's owner.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// Programs to manage.
-    pub choice: Choice,
-    /// Most bytes promoted in a second; as many are demoted.
-    pub most_bytes_per_s: u64,
-    /// Switch NUMA balancing off while this runs. Otherwise this moves nothing where balancing promotes.
-    pub take_over: bool,
-    /// The caller has DAMON: the threads from this index on are for tiering, one for each program. `None`: take DAMON.
-    pub damon_threads_from: Option<usize>,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self { choice: Choice::default(), most_bytes_per_s: 256 << 20, take_over: false, damon_threads_from: None }
-    }
-}
-
-/// Reasons why there is no tiering here.
-#[derive(Debug, thiserror::Error)]
-pub enum Unavailable {
-    /// All memory is of one speed, as far as this kernel knows.
-    #[error("Tiering: all memory is one tier: {0} nodes that nothing tells apart")]
-    OneTier(usize),
-    /// The kernel does not tell where pages are, or not to this user.
-    #[error("Tiering: where pages are is not known: {0}")]
-    Frames(&'static str),
-    /// There is no source of samples.
-    #[error("Tiering: nothing samples accesses: {pmu}; {damon}")]
-    NoSource {
-        /// Why no PMU.
-        pmu: &'static str,
-        /// Why not DAMON.
-        damon: io::Error,
-    },
-    /// Something else.
-    #[error("Tiering: {0}")]
-    Io(#[from] io::Error),
-}
-
-/// A program that is managed.
-struct Watched {
-    program: Program,
-    process: Remote,
-    classifier: Box<dyn Classifier + Send>,
-    pages: Pages,
-}
-
 /// Tiering inside a guest.
 pub struct Tierer {
     files: Files,
@@ -115,6 +67,7 @@ pub struct Tierer {
     tiers: Tiers,
     watched: Vec<Watched>,
     worth: Worth,
+    pace: Pace,
     plan_again: Instant,
     /// Pages that others want of the fast nodes, beside what is kept free anyway.
     asked: u64,
@@ -126,11 +79,6 @@ impl std::fmt::Debug for Tierer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Tierer").field("status", &self.status).finish_non_exhaustive()
     }
-}
-
-/// The index of a program among these, which are sorted.
-fn index_of(watched: &[Watched], pid: u32) -> Option<usize> {
-    watched.binary_search_by_key(&pid, |watched| watched.program.pid).ok()
 }
 
 fn ours(roots: Roots) -> Box<dyn Classifier + Send> {
@@ -182,30 +130,13 @@ impl Tierer {
     /// # Errors
     /// Why this machine cannot.
     pub fn with_source(settings: Settings, source: Box<dyn SampleSource>) -> Result<Self, Unavailable> {
-        let files = Files::default();
+        Self::with_files(Files::default(), settings, source)
+    }
+
+    fn with_files(files: Files, settings: Settings, source: Box<dyn SampleSource>) -> Result<Self, Unavailable> {
         let tiers = Self::check(&files)?;
         let balancing = if settings.take_over { Balancing::off(&files)? } else { None };
-        let status = Status {
-            tiers: Vec::new(),
-            told_by: tiers.told,
-            source: source.name().into(),
-            aside: None,
-            notes: Vec::new(),
-            programs: 0,
-            managed_bytes: 0,
-            managed_fast_bytes: 0,
-            epochs: 0,
-            samples: 0,
-            samples_missed: 0,
-            fast_hit_pct: None,
-            epoch_samples: 0,
-            ranges: 0,
-            splits: 0,
-            moves: Moves::default(),
-            cpu_us: 0,
-            classifier_cpu_us: 0,
-            monitor_cpu_us: 0,
-        };
+        let status = Status { told_by: tiers.told, source: source.name().into(), ..Status::default() };
         let own_damon = source.name() == "damon" || settings.damon_threads_from.is_some();
         Ok(Self {
             files,
@@ -217,6 +148,7 @@ impl Tierer {
             tiers,
             watched: Vec::new(),
             worth: Worth::default(),
+            pace: Pace::default(),
             plan_again: Instant::now(),
             asked: 0,
             status,
@@ -242,33 +174,52 @@ impl Tierer {
 
     /// Runs one epoch. The caller waits for [`EPOCH`] between two of them; DAMON's source waits for up to 200 ms in it.
     ///
-    /// # Errors The kernel refuses a call that it accepted before. The next step may succeed.
-    pub fn step(&mut self) -> io::Result<()> {
+    /// # Errors
+    /// [`Unavailable::Io`]: the kernel refuses a call that it accepted before. The next step may succeed. Any other:
+    /// this machine cannot any more, say because the memory of one tier was unplugged.
+    pub fn step(&mut self) -> Result<(), Unavailable> {
         let before = clock::cpu_time();
         let result = self.epoch();
         self.status.cpu_us += (clock::cpu_time() - before).as_micros() as u64;
         result
     }
 
-    fn epoch(&mut self) -> io::Result<()> {
+    fn epoch(&mut self) -> Result<(), Unavailable> {
         if self.status.epochs.is_multiple_of(CHOOSE_EVERY) {
+            self.detect()?;
             self.choose()?;
             let beside = beside::look(&self.files, self.own_damon)?;
             (self.status.aside, self.status.notes) = (beside.promoter, beside.notes);
+            let resting = self.watched.iter().filter(|watched| watched.rests(self.status.epochs)).count();
+            if resting > 0 {
+                let note = format!("the kernel refuses to move memory of {resting} programs (their cpusets, say)");
+                self.status.notes.push(note);
+            }
         }
         self.status.epochs += 1;
         self.sample()?;
         self.look()?;
         let before = clock::cpu_time();
-        self.watched.iter_mut().for_each(|watched| watched.classifier.end_epoch());
+        self.watched.iter_mut().for_each(Watched::end_epoch);
         let watched = &self.watched;
         let recent = |pid, address| Some(watched[index_of(watched, pid)?].classifier.recent(address));
-        self.worth.judge(self.status.epochs, recent);
+        let new = |pid| Some(watched[index_of(watched, pid)?].new);
+        self.worth.judge(self.status.epochs, recent, new);
         self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
         if self.status.aside.is_none() && self.is_known() && Instant::now() >= self.plan_again {
             self.relocate()?;
         }
-        self.show()
+        Ok(self.show()?)
+    }
+
+    /// Nodes come and go, and so do parts of them. What is known of pages was read by the old ones.
+    fn detect(&mut self) -> Result<(), Unavailable> {
+        let tiers = Self::check(&self.files)?;
+        if tiers != self.tiers {
+            self.watched.iter_mut().for_each(|watched| watched.pages = Pages::default());
+            (self.status.told_by, self.tiers) = (tiers.told, tiers);
+        }
+        Ok(())
     }
 
     /// Choose programs again. The state of those that stay is kept.
@@ -285,11 +236,10 @@ impl Tierer {
                 None => {
                     let Ok(process) = Remote::open(program.pid) else { continue };
                     let classifier = (self.make)(memory.roots);
-                    Watched { program: program.clone(), process, classifier, pages: Pages::default() }
+                    Watched::new(program.clone(), process, classifier)
                 }
             };
-            watched.program = program;
-            watched.pages.set_areas(memory.areas);
+            watched.chosen(program, memory.areas);
             self.watched.push(watched);
         }
         // Sorted, so that a source is not restarted without need.
@@ -300,13 +250,14 @@ impl Tierer {
 
     fn sample(&mut self) -> io::Result<()> {
         let watched = &mut self.watched;
+        watched.iter_mut().for_each(Watched::begin);
         let (mut samples, mut asked, mut hits, mut known) = (0u64, 0u64, 0.0, 0.0);
         let mut cpu = Duration::ZERO;
         let mut batch: Vec<(usize, u64, Samples)> = Vec::new();
         let mut record = |watched: &mut Vec<Watched>, batch: &mut Vec<(usize, u64, Samples)>| {
             let before = clock::cpu_time();
             for (at, address, samples) in batch.drain(..) {
-                watched[at].classifier.record_rough(address, samples.count, samples.each);
+                watched[at].record(address, samples.count, samples.each);
             }
             cpu += clock::cpu_time() - before;
         };
@@ -335,16 +286,23 @@ impl Tierer {
 
     /// Read a part of the page tables.
     fn look(&mut self) -> io::Result<()> {
-        let each = PAGES_READ / (self.watched.len() as u64).max(1);
-        let tiers = &self.tiers;
+        let (tiers, entries) = (&self.tiers, self.pace.entries(self.watched.len()));
+        let (mut read, before) = (0, clock::cpu_time());
         // One that is gone is dropped when programs are chosen again; until then its pages are absent.
-        self.watched.retain_mut(|watched| watched.pages.look(&watched.process, tiers, each).is_ok());
+        self.watched.retain_mut(|watched| match watched.look(tiers, entries) {
+            Ok(entries) => {
+                read += entries;
+                true
+            }
+            Err(_) => false,
+        });
+        self.pace.took(read, clock::cpu_time() - before);
         Ok(())
     }
 
-    /// Has all of a program's memory been read once? Before that, a plan would take unknown pages for absent.
+    /// Is there a program whose pages are known and may be moved?
     fn is_known(&self) -> bool {
-        self.watched.iter().any(|watched| watched.pages.rounds() > 0)
+        self.watched.iter().any(|watched| watched.rounds(self.status.epochs) > 0)
     }
 
     fn relocate(&mut self) -> io::Result<()> {
@@ -355,7 +313,8 @@ impl Tierer {
             now = (now.0 + node.size, now.1 + node.free, now.2 + node.high);
         }
         let (size, free, high) = now;
-        let known = self.watched.iter().filter(|watched| watched.pages.rounds() > 0);
+        let epoch = self.status.epochs;
+        let known = self.watched.iter().filter(|watched| watched.rounds(epoch) > 0);
         let fast: u64 = known.map(|watched| watched.pages.counts().1).sum();
         // What the kernel keeps for itself is no room, and where it is short of that, nothing can be promoted.
         let short = high.saturating_sub(free) / PAGE;
@@ -365,65 +324,55 @@ impl Tierer {
         let most = (self.settings.most_bytes_per_s as f64 * seconds) as u64 / PAGE;
         let limits = Limits { fast: fast + free, free, reserve: reserve + short + self.asked, most: most.max(1) };
         let before = clock::cpu_time();
-        let programs = self.watched.iter().map(|watched| (watched.pages.rounds(), watched.classifier.ranges()));
+        let programs = self.watched.iter().map(|watched| (watched.rounds(epoch), watched.classifier.ranges()));
         let ranked = rank(&ranges_of(programs));
         self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
         let most = |watched: &Watched| self.worth.most(watched.program.pid, limits.most);
         let pages = All(self.watched.iter().map(|watched| (&watched.pages, most(watched))).collect());
         let plan = relocate::plan(&ranked, &pages, limits, self.rule);
-        self.note(&plan);
         // CPU time: where programs leave it few CPUs, waiting for one is no cost of this.
         self.plan_again = Instant::now() + (clock::cpu_time() - began) * PLAN_PART;
         self.carry_out(&plan, reserve)
     }
 
-    /// Remembers which pages a plan moves for which others, to see whether that pays.
-    fn note(&mut self, plan: &relocate::Plan) {
-        let [promote, demote] = [&plan.promote, &plan.demote].map(|list| &list[list.len() - plan.gains.len()..]);
-        let epoch = self.status.epochs;
-        for ((hot, cold), gain) in promote.iter().zip(demote).zip(&plan.gains) {
-            let [(hot_at, hot), (cold_at, cold)] = [*hot, *cold].map(place);
-            let [of_hot, of_cold] = [hot_at, cold_at].map(|at| &self.watched[at]);
-            let [by, pid] = [of_hot, of_cold].map(|watched| watched.program.pid);
-            // Counts are halved in each epoch: with as many new samples in each they are twice that.
-            let gains = gain * (PAGE * SAMPLE) as f64 / 2.0;
-            self.worth.moved(epoch, (by, hot), by, Some(gains), || of_hot.classifier.recent(hot));
-            self.worth.moved(epoch, (pid, cold), by, None, || of_cold.classifier.recent(cold));
-        }
-    }
-
     fn carry_out(&mut self, plan: &relocate::Plan, reserve: u64) -> io::Result<()> {
         let pids: Vec<u32> = self.watched.iter().map(|watched| watched.program.pid).collect();
         let mover = Mover { files: &self.files, tiers: &self.tiers, pids: &pids };
-        let order = |(process, address)| Order { process, address };
+        let (watched, moves, epoch) = (&mut self.watched, &mut self.status.moves, self.status.epochs);
         // Half of the reserve, because other programs may take memory of it meanwhile.
-        let turn = usize::try_from(reserve / 2).unwrap_or(usize::MAX).max(1);
-        // What must be free before anything is promoted.
-        let (ahead, demote) = plan.demote.split_at(plan.demote.len().saturating_sub(plan.promote.len()));
-        let pairs = relocate::Plan { demote: demote.to_vec(), promote: plan.promote.clone(), gains: Vec::new() };
-        let first: [(&[u64], &[u64]); 1] = [(ahead, &[])];
-        for (demote, promote) in first.into_iter().chain(pairs.turns(turn)) {
-            for (tier, list) in [(Tier::Slow, demote), (Tier::Fast, promote)] {
-                if list.is_empty() {
-                    continue;
+        let turn = usize::try_from(reserve / 2).unwrap_or(usize::MAX);
+        let made = carry_out(plan, turn, &mut |tier, pages, each| {
+            let order = |(process, address)| Order { process, address };
+            let orders: Vec<Order> = pages.iter().map(|page| order(place(*page))).collect();
+            mover.carry(tier, &orders, moves, &mut |order, became| {
+                let of = &mut watched[order.process];
+                match became {
+                    Became::In(tier) => of.pages.moved(order.address, tier),
+                    Became::Gone => of.pages.gone(order.address),
+                    Became::Stays => of.pages.kept(order.address),
+                    Became::Refused => of.refused(epoch),
                 }
-                let orders: Vec<Order> = list.iter().map(|at| order(place(*at))).collect();
-                let watched = &mut self.watched;
-                let has_room = mover.carry(tier, &orders, &mut self.status.moves, &mut |order, became| {
-                    let pages = &mut watched[order.process].pages;
-                    match became {
-                        Became::In(tier) => pages.moved(order.address, tier),
-                        Became::Gone => pages.gone(order.address),
-                        Became::Stays => pages.kept(order.address),
-                    }
-                })?;
-                if !has_room {
-                    // A page for which no room can be made need not be promoted.
-                    return Ok(());
-                }
-            }
-        }
+                each(joined(order.process, order.address), became);
+            })
+        })?;
+        self.note(plan, &made);
         Ok(())
+    }
+
+    /// Remembers which pages were moved for which others, to see whether that pays.
+    fn note(&mut self, plan: &relocate::Plan, made: &[usize]) {
+        let epoch = self.status.epochs;
+        let alone = plan.promote.len() - plan.gains.len();
+        for &at in made {
+            let Some(partner) = plan.partner(Tier::Fast, at) else { continue };
+            let [(hot_at, hot), (cold_at, cold)] = [plan.promote[at], plan.demote[partner]].map(place);
+            let [of_hot, of_cold] = [hot_at, cold_at].map(|at| &self.watched[at]);
+            let by = By { pid: of_hot.program.pid, rate: of_hot.rate };
+            // Counts are halved in each epoch: with as many new samples in each they are twice that.
+            let gains = plan.gains[at - alone] * (PAGE * SAMPLE) as f64 / 2.0;
+            self.worth.moved(epoch, (by.pid, hot), by, Some(gains), || of_hot.classifier.recent(hot));
+            self.worth.moved(epoch, (of_cold.program.pid, cold), by, None, || of_cold.classifier.recent(cold));
+        }
     }
 
     fn show(&mut self) -> io::Result<()> {
@@ -446,3 +395,7 @@ impl Tierer {
         Ok(())
     }
 }
+
+#[cfg(test)]
+#[path = "tests_engine.rs"]
+mod tests;

@@ -7,8 +7,8 @@
 //!             nodes (which is fast)   pages (where each page is)   beside (who else moves pages)
 //! ```
 //!
-//! Read the files in this order: [`nodes`], [`programs`], [`source`], [`pages`], [`mover`], [`beside`], [`engine`],
-//! [`status`]. [`kernel_files`] reads `/proc` and `/sys` for all of them.
+//! Read the files in this order: [`settings`], [`nodes`], [`programs`], [`source`], [`pages`], `watched.rs`, [`mover`],
+//! `carry.rs`, [`beside`], [`engine`], [`status`]. [`kernel_files`] reads `/proc` and `/sys` for all of them.
 //!
 //! Before: a guest with two tiers, and root in it. After: the pages that its programs touch most are in fast memory.
 //! Threads: the caller's one. Units: bytes, pages of 4 KiB, epochs of 500 ms. Promise: no page's content changes, no
@@ -17,16 +17,22 @@
 
 pub mod all;
 mod beside;
+mod carry;
 pub mod engine;
 pub mod kernel_files;
 pub mod mover;
 pub mod nodes;
+mod pace;
 pub mod pages;
 pub mod programs;
+pub mod settings;
 pub mod source;
 pub mod status;
+mod unit;
+mod watched;
 mod worth;
 
-pub use engine::{EPOCH, Settings, Tierer, Unavailable};
+pub use engine::Tierer;
 pub use nodes::Tiers;
+pub use settings::{EPOCH, Settings, Unavailable};
 pub use status::Status;

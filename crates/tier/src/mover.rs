@@ -3,7 +3,8 @@
 //! Before: a plan of [`ballast_ranges::relocate`]. After: pages are on other nodes, and each result is booked.
 //! The paper swaps pages; no stock call can, so a turn is no larger than the reserve that the fast tier keeps free.
 //! Threads: the caller's. Units: pages, bytes.
-//! Promise: a page that stays is counted by reason and left alone for a while; a tier that is full ends the turn.
+//! Promise: a page that stays is counted by reason and left alone for a while; a tier that is full ends the turn; what
+//! is refused for one program keeps no other one's pages where they are.
 
 use std::io;
 
@@ -32,6 +33,8 @@ pub struct Moves {
     pub full: u64,
     /// Pages that the kernel cannot move.
     pub never: u64,
+    /// Pages of programs that may not have them moved there (their cpuset, say).
+    pub refused: u64,
 }
 
 /// Where a page of a process is to go.
@@ -52,6 +55,8 @@ pub enum Became {
     Gone,
     /// It stays where it was.
     Stays,
+    /// The kernel refused to move any page of this program to that node.
+    Refused,
 }
 
 /// Moves pages to nodes with room.
@@ -69,7 +74,7 @@ impl Mover<'_> {
     /// Moves pages of any processes to this tier, and reports the result for each. Returns false if it is full.
     ///
     /// # Errors
-    /// Not permitted.
+    /// The kernel does not say what is free.
     pub fn carry(
         &self,
         to: Tier,
@@ -85,10 +90,19 @@ impl Mover<'_> {
         for part in orders.chunk_by(|a, b| a.process == b.process) {
             let Some(&pid) = self.pids.get(part[0].process) else { continue };
             let addresses: Vec<u64> = part.iter().map(|order| order.address).collect();
-            let Some(mut places) = move_pages(pid, &addresses, node)? else {
-                moves.absent += part.len() as u64;
-                part.iter().for_each(|order| each(*order, Became::Gone));
-                continue;
+            let mut places = match move_pages(pid, &addresses, node) {
+                Ok(Some(places)) => places,
+                Ok(None) => {
+                    moves.absent += part.len() as u64;
+                    part.iter().for_each(|order| each(*order, Became::Gone));
+                    continue;
+                }
+                // Its cpuset is without the node, it belongs to another user, or the node is gone by now.
+                Err(_) => {
+                    moves.refused += part.len() as u64;
+                    part.iter().for_each(|order| each(*order, Became::Refused));
+                    continue;
+                }
             };
             // If a list fails in part, the kernel stops and gives no reasons; so each page is moved alone to learn its
             // reason.
@@ -96,7 +110,7 @@ impl Mover<'_> {
             for at in 0..places.len() {
                 if places[at] == Place::Untried && asked < MOST_ALONE && has_room {
                     asked += 1;
-                    let Some(alone) = move_pages(pid, &addresses[at..=at], node)? else { continue };
+                    let Ok(Some(alone)) = move_pages(pid, &addresses[at..=at], node) else { continue };
                     places[at] = alone[0];
                     has_room &= alone[0] != Place::Full;
                 }
@@ -208,10 +222,30 @@ mod tests {
                 gone.push(order.address)
             }
         };
-        match mover.carry(Tier::Fast, &orders, &mut moves, each) {
-            Err(error) => return ballast_needs::skip("numa", error),
-            Ok(has_room) => assert!(has_room),
+        assert!(mover.carry(Tier::Fast, &orders, &mut moves, each).expect("meminfo"));
+        if moves.refused > 0 {
+            return ballast_needs::skip("numa", "this kernel moves no pages between nodes");
         }
         assert_eq!((moves.promoted, moves.absent, gone), (7, 1, vec![orders[7].address]));
+    }
+
+    #[test]
+    fn what_the_kernel_refuses_for_one_program_keeps_no_page_of_another_one_where_it_is() {
+        let files = Files::default();
+        let Ok(mut tiers) = Tiers::detect(&files) else { return ballast_needs::skip("numa", "no nodes") };
+        tiers.list.truncate(1);
+        let memory = ballast_sys::Anon::new(PAGE_SIZE).expect("memory");
+        memory.word(0).store(9, Ordering::Relaxed);
+        let order = |process| Order { process, address: memory.addr() as u64 };
+        // A kernel thread has no memory, so the kernel refuses.
+        let (pids, mut moves, mut seen) = ([2, std::process::id()], Moves::default(), Vec::new());
+        let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
+        let each = &mut |order: Order, became| seen.push((order.process, became));
+        assert!(mover.carry(Tier::Fast, &[order(0), order(1)], &mut moves, each).expect("meminfo"));
+        if seen[0].1 != Became::Refused || seen[1].1 == Became::Refused {
+            return ballast_needs::skip("numa", format!("{seen:?}"));
+        }
+        assert_eq!(seen, [(0, Became::Refused), (1, Became::In(Tier::Fast))]);
+        assert_eq!((moves.refused, moves.promoted), (1, 1));
     }
 }

@@ -27,7 +27,7 @@ pub struct Tier {
 }
 
 /// How the tiers were told apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Told {
     /// The kernel's memory tiers.
@@ -37,11 +37,12 @@ pub enum Told {
     /// Distances.
     Distance,
     /// Not at all: there is one tier.
+    #[default]
     Nothing,
 }
 
 /// The tiers of this machine, the fastest first.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tiers {
     /// The fastest first; nodes without memory are in none.
     pub list: Vec<Tier>,

@@ -1,72 +1,95 @@
-//! Where a program's pages are: a bit for each page that is there, and one for each that is in the fast tier.
+//! Where a program's pages are: which are there, which of them are in the fast tier, and which may be moved.
 //!
 //! Before: [`crate::programs`] knows what a program maps. After: `ballast_ranges::relocate` plans with it, and moves
 //! are recorded in it. The page table is read a part at a time, round and round, so that the cost of an epoch does not
-//! depend on the size. Units: addresses; units of 2 MiB, 512 bits each (64 KiB of bits for a GiB). Threads: none of its
-//! own.
+//! depend on the size; what is mapped anew is read first. Units: addresses; units of 2 MiB (128 KiB of bits for a GiB).
+//! Threads: none of its own.
 //! Promise: bounded by the program's memory. The bits may be old; then a move fails and is reported.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::ControlFlow;
 
-use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
+use ballast_base::{Hva, PAGE_SIZE};
 use ballast_ranges::Range;
 use ballast_ranges::relocate::{Placement, Tier};
 use ballast_sys::Remote;
 
 use crate::nodes::Tiers;
+use crate::unit::{PAGE, Seen, UNIT, Unit, WORDS, place};
 
-const PAGE: u64 = PAGE_SIZE as u64;
-const UNIT: u64 = HUGE_SIZE as u64;
-const WORDS: usize = PAGES_PER_UNIT as usize / 64;
 /// Units whose page-table entries are read by one call: 512 KiB of entries.
 const READ_UNITS: u64 = 128;
 /// Rounds through its memory after which pages that could not be moved are tried again.
 const FORGIVEN_AFTER: u32 = 16;
-
-#[derive(Clone, Debug, Default)]
-struct Unit {
-    present: [u64; WORDS],
-    fast: [u64; WORDS],
-    /// Pages that could not be moved, and are left alone for a while.
-    kept: [u64; WORDS],
-}
 
 /// The pages of one program.
 #[derive(Clone, Debug, Default)]
 pub struct Pages {
     units: BTreeMap<u64, Unit>,
     areas: Vec<(u64, u64)>,
-    /// Address at which the next read begins.
+    /// Parts of these that were never read, descending; each is read from its start on.
+    unread: Vec<(u64, u64)>,
+    /// Address at which the next read of the others begins.
     cursor: u64,
     rounds: u32,
 }
 
-fn place(address: u64) -> (u64, usize, u64) {
-    let page = address % UNIT / PAGE;
-    (address / UNIT, (page / 64) as usize, 1 << (page % 64))
+/// Returns what these ranges have beside the others; both ascending.
+fn without(ranges: &[(u64, u64)], others: &[(u64, u64)]) -> Vec<(u64, u64)> {
+    let mut left = Vec::new();
+    for &(mut start, end) in ranges {
+        let after = others.partition_point(|(_, other)| *other <= start);
+        for &(from, to) in others[after..].iter().take_while(|(from, _)| *from < end) {
+            if start < from {
+                left.push((start, from));
+            }
+            start = to;
+        }
+        if start < end {
+            left.push((start, end));
+        }
+    }
+    left
 }
 
 impl Pages {
-    /// Sets the memory that the program maps now, and forgets all other pages.
+    /// Sets the memory that the program maps now, ascending, and forgets all other pages.
     pub fn set_areas(&mut self, areas: Vec<(u64, u64)>) {
         let covered = |unit: u64| {
             let after = areas.partition_point(|(start, _)| *start < (unit + 1) * UNIT);
             areas[..after].last().is_some_and(|(_, end)| *end > unit * UNIT)
         };
         self.units.retain(|unit, _| covered(*unit));
+        self.unread.reverse();
+        let read = without(&self.areas, &self.unread);
+        self.unread = without(&areas, &read);
+        self.unread.reverse();
         self.areas = areas;
     }
 
-    /// Reads about `most` page-table entries, from the end of the last read. Returns how many.
+    /// Reads page-table entries: at most `most` of parts that were never read, then about `known` of the others, from
+    /// the end of the last read, round and round. Returns how many.
     ///
     /// # Errors
     /// The process is gone, or its page table may not be read.
-    pub fn look(&mut self, process: &Remote, tiers: &Tiers, most: u64) -> io::Result<u64> {
+    pub fn look(&mut self, process: &Remote, tiers: &Tiers, most: u64, known: u64) -> io::Result<u64> {
         let mut read = 0;
-        let mut frames = Vec::new();
-        while read < most {
+        while let Some(&(start, end)) = self.unread.last() {
+            if read >= most {
+                return Ok(read);
+            }
+            let to = self.read(process, tiers, (start, end), most - read)?;
+            read += (to - start) / PAGE;
+            self.unread.pop();
+            self.unread.extend((to < end).then_some((to, end)));
+        }
+        if self.rounds == 0 {
+            self.rounds = 1;
+            return Ok(read);
+        }
+        let known = known.min(most) + read;
+        while read < known {
             let after = self.areas.partition_point(|(_, end)| *end <= self.cursor);
             let Some(&(start, end)) = self.areas.get(after) else {
                 self.cursor = 0;
@@ -77,32 +100,37 @@ impl Pages {
                 break;
             };
             let from = start.max(self.cursor);
-            let to = end.min(from / UNIT * UNIT + READ_UNITS * UNIT);
-            frames.clear();
-            frames.resize(((to - from) / PAGE) as usize, None);
-            process.physical(Hva(from), &mut frames)?;
-            let node = |at: Option<u64>| at.and_then(|at| tiers.node_of(at / PAGE));
-            let found = frames.iter().map(|frame| node(*frame).map(|node| tiers.is_fast(node)));
-            self.note((from..to).step_by(PAGE_SIZE).zip(found));
-            read += (to - from) / PAGE;
-            self.cursor = to;
+            self.cursor = self.read(process, tiers, (from, end), known - read)?;
+            read += (self.cursor - from) / PAGE;
         }
         Ok(read)
     }
 
-    fn note(&mut self, found: impl Iterator<Item = (u64, Option<bool>)>) {
+    /// Reads about `most` entries from the start of a range on. Returns where it ended.
+    fn read(&mut self, process: &Remote, tiers: &Tiers, (from, end): (u64, u64), most: u64) -> io::Result<u64> {
+        let units = most.div_ceil(UNIT / PAGE).clamp(1, READ_UNITS);
+        let to = end.min((from / UNIT + units) * UNIT);
+        let mut found = vec![None; ((to - from) / PAGE) as usize];
+        process.pages(Hva(from), &mut found)?;
+        let seen = found.iter().map(|page| {
+            let page = (*page)?;
+            let node = tiers.node_of(page.address / PAGE)?;
+            Some(Seen { is_fast: tiers.is_fast(node), is_shared: !page.is_exclusive })
+        });
+        self.note((from..to).step_by(PAGE_SIZE).zip(seen));
+        Ok(to)
+    }
+
+    fn note(&mut self, found: impl Iterator<Item = (u64, Option<Seen>)>) {
         let mut last: Option<(u64, Unit)> = None;
-        for (address, is_fast) in found {
+        for (address, seen) in found {
             let (number, word, bit) = place(address);
             if last.as_ref().is_none_or(|(last, _)| *last != number) {
                 self.put(last.take());
                 last = Some((number, self.units.remove(&number).unwrap_or_default()));
             }
             let Some((_, unit)) = &mut last else { continue };
-            unit.present[word] &= !bit;
-            unit.fast[word] &= !bit;
-            unit.present[word] |= if is_fast.is_some() { bit } else { 0 };
-            unit.fast[word] |= if is_fast == Some(true) { bit } else { 0 };
+            unit.see((word, bit), seen);
         }
         self.put(last);
     }
@@ -129,8 +157,7 @@ impl Pages {
     pub fn gone(&mut self, address: u64) {
         let (number, word, bit) = place(address);
         if let Some(unit) = self.units.get_mut(&number) {
-            unit.present[word] &= !bit;
-            unit.fast[word] &= !bit;
+            unit.see((word, bit), None);
         }
     }
 
@@ -144,12 +171,8 @@ impl Pages {
 
     /// Pages that can be moved, and how many of them are in the fast tier.
     pub fn counts(&self) -> (u64, u64) {
-        let ones = |words: [u64; WORDS]| words.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
-        let each = self.units.values().map(|unit| {
-            let free = |words: &[u64; WORDS]| std::array::from_fn(|at| words[at] & !unit.kept[at]);
-            (ones(free(&unit.present)), ones(free(&unit.fast)))
-        });
-        each.fold((0, 0), |(present, fast), (more, of_them)| (present + more, fast + of_them))
+        let each = self.units.values().map(Unit::counts);
+        each.fold((0, 0), |(free, fast), (more, of_them)| (free + more, fast + of_them))
     }
 
     /// Is this page in the fast tier: 1 or 0, or the share of its unit if the page is not known. `None` if nothing is
@@ -160,8 +183,7 @@ impl Pages {
         if unit.present[word] & bit != 0 {
             return Some(f64::from(u8::from(unit.fast[word] & bit != 0)));
         }
-        let ones = |words: &[u64; WORDS]| words.iter().map(|word| word.count_ones()).sum::<u32>();
-        Some(f64::from(ones(&unit.fast)) / f64::from(ones(&unit.present).max(1)))
+        Some(unit.fast_share())
     }
 }
 
@@ -198,7 +220,7 @@ impl Pages {
             (0..WORDS).map(move |word| {
                 let address = number * UNIT + word as u64 * SPAN;
                 let inside = before(address, end) & !before(address, start);
-                let free = unit.present[word] & !unit.kept[word] & inside;
+                let free = unit.free(word) & inside;
                 Word { address, free, fast: free & unit.fast[word] }
             })
         })
@@ -235,15 +257,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pages_are_visited_once_in_order_with_their_tier_until_they_are_gone_or_kept(
-            found in proptest::collection::btree_map(0u64..2000, any::<Option<bool>>(), 0..200),
+        fn pages_are_visited_once_in_order_with_their_tier_until_they_are_gone_or_kept_and_shared_ones_never(
+            found in proptest::collection::btree_map(0u64..2000, any::<Option<(bool, bool)>>(), 0..200),
             then in proptest::collection::vec((0u64..2000, 0u8..4), 0..50),
             start in 0u64..2000, len in 0u64..2000,
         ) {
             let mut pages = Pages::default();
-            pages.note(found.iter().map(|(page, is_fast)| (page * PAGE, *is_fast)));
+            let seen = |(is_fast, is_shared)| Seen { is_fast, is_shared };
+            pages.note(found.iter().map(|(page, found)| (page * PAGE, found.map(seen))));
+            // Shared ones are like those that are kept.
             let mut model: Map<u64, (bool, bool)> =
-                found.iter().filter_map(|(page, is_fast)| Some((*page, ((*is_fast)?, false)))).collect();
+                found.iter().filter_map(|(page, found)| Some((*page, (*found)?))).collect();
             for (page, what) in then {
                 let address = page * PAGE;
                 let known = model.get_mut(&page);
@@ -284,31 +308,59 @@ mod tests {
     #[test]
     fn what_is_unmapped_is_forgotten_and_a_look_goes_round() {
         let mut pages = Pages::default();
-        pages.note([(0, Some(true)), (UNIT, Some(false)), (3 * UNIT, Some(true))].into_iter());
+        let seen = |is_fast| Some(Seen { is_fast, is_shared: false });
+        pages.note([(0, seen(true)), (UNIT, seen(false)), (3 * UNIT, seen(true))].into_iter());
         pages.set_areas(vec![(UNIT + PAGE, UNIT + 3 * PAGE), (3 * UNIT, 4 * UNIT)]);
         assert_eq!(pages.counts(), (2, 1), "a unit that is covered in part is kept until it is looked at");
         assert_eq!((pages.fast_share(3 * UNIT), pages.fast_share(9 * UNIT)), (Some(1.0), None));
         assert_eq!(pages.fast_share(3 * UNIT + PAGE), Some(1.0), "the unit's, for a page that is not known");
     }
 
+    proptest! {
+        #[test]
+        fn what_ranges_have_beside_others_is_found_address_by_address(
+            bounds in proptest::collection::btree_set(0u64..60, 0..12),
+            others in proptest::collection::btree_set(0u64..60, 0..12),
+        ) {
+            let pairs = |bounds: &std::collections::BTreeSet<u64>| {
+                let bounds: Vec<u64> = bounds.iter().copied().collect();
+                bounds.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect::<Vec<_>>()
+            };
+            let (ranges, others) = (pairs(&bounds), pairs(&others));
+            let is_in = |list: &[(u64, u64)], at: u64| list.iter().any(|(start, end)| (*start..*end).contains(&at));
+            let left = without(&ranges, &others);
+            prop_assert!(left.iter().all(|(start, end)| start < end));
+            for at in 0..60 {
+                prop_assert_eq!(is_in(&left, at), is_in(&ranges, at) && !is_in(&others, at), "{}: {:?}", at, left);
+            }
+        }
+    }
+
     #[test]
     fn the_pages_of_a_real_process_are_found_and_belong_to_a_node() {
         let files = crate::kernel_files::Files::default();
         let Ok(tiers) = Tiers::detect(&files) else { return ballast_needs::skip("numa", "no nodes") };
-        let memory = ballast_sys::Anon::new(300 * PAGE_SIZE).expect("memory");
-        (0..300)
-            .step_by(2)
-            .for_each(|page| memory.word(page * PAGE_SIZE).store(1, std::sync::atomic::Ordering::Relaxed));
+        let memory = ballast_sys::Anon::new(3000 * PAGE_SIZE).expect("memory");
+        let touch = |pages: std::ops::Range<usize>| {
+            let words = pages.step_by(2).map(|page| memory.word(page * PAGE_SIZE));
+            words.for_each(|word| word.store(1, std::sync::atomic::Ordering::Relaxed));
+        };
+        touch(0..300);
         let start = memory.addr() as u64;
         let process = Remote::open(std::process::id()).expect("this process");
         let mut pages = Pages::default();
         pages.set_areas(vec![(start, start + 300 * PAGE)]);
         while pages.rounds() == 0 {
-            pages.look(&process, &tiers, 100).expect("readable");
+            pages.look(&process, &tiers, 100, 0).expect("readable");
         }
         if pages.counts() == (0, 0) {
             return ballast_needs::skip("root", "physical addresses are hidden");
         }
         assert_eq!(pages.counts().0, 150);
+        // What is mapped later is read first, and at once, however slowly what is known is read again.
+        touch(0..3000);
+        pages.set_areas(vec![(start, start + 3000 * PAGE)]);
+        assert!(pages.look(&process, &tiers, 10_000, 0).expect("readable") >= 2700);
+        assert_eq!((pages.counts().0, pages.look(&process, &tiers, 10_000, 0).expect("readable")), (1500, 0));
     }
 }

@@ -98,7 +98,8 @@ fn is_below(path: &str, group: &str) -> bool {
 /// The memory of a program that can be classified, and where its pages are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Memory {
-    /// Heap and mappings (Demeter §3.2.1): code, data and stack of the program itself are outside.
+    /// Heap and mappings (Demeter §3.2.1), also those below the program's code, where Go and Java have their heaps:
+    /// code, data and stack of the program itself are outside.
     pub roots: Roots,
     /// Parts of these with memory that the program alone decides about: anonymous, shared anonymous, tmpfs. Files
     /// belong to the page cache (§3.4.2). First addresses, and the addresses after the last.
@@ -128,7 +129,9 @@ pub enum MemoryError {
 /// It is gone, may not be read, or maps nothing that can be classified.
 pub fn memory(files: &Files, pid: u32) -> Result<Memory, MemoryError> {
     let text = files.text(&format!("/proc/{pid}/maps"))?;
-    parse(&text).map_err(|source| MemoryError::Roots { pid, source })
+    let exe = std::fs::read_link(files.path(&format!("/proc/{pid}/exe"))).ok();
+    let exe = exe.as_ref().and_then(|path| path.to_str());
+    parse(&text, exe).map_err(|source| MemoryError::Roots { pid, source })
 }
 
 /// A line of `/proc/PID/maps`.
@@ -159,7 +162,8 @@ impl<'a> Area<'a> {
     }
 }
 
-fn parse(maps: &str) -> Result<Memory, RootsError> {
+/// Finds roots and areas in a map of memory, of a program whose own file is `exe`.
+fn parse(maps: &str, exe: Option<&str>) -> Result<Memory, RootsError> {
     let all: Vec<Area<'_>> = maps.lines().filter_map(Area::parse).collect();
     // The program has no memory above it.
     let stack = all.iter().find(|area| area.path == "[stack]").map(|area| area.start);
@@ -168,16 +172,21 @@ fn parse(maps: &str) -> Result<Memory, RootsError> {
     let heap = heap.first().zip(heap.last()).map(|(first, last)| (first.start, last.end));
     // The program's own code and data are below the heap, and what it maps is above it; without a heap, what comes
     // after the program's own file.
-    let own = all.first().filter(|area| area.is_file).map(|area| area.path);
-    let code = all.iter().filter(|area| own == Some(area.path)).map(|area| area.end).max().unwrap_or(0);
-    let above = heap.map_or(code, |(_, end)| end);
-    let first = all.iter().filter(|area| area.is_its_own() && area.start >= above && area.end <= top);
-    let mapped = first.map(|area| area.start).min();
+    let is_exe = |area: &&Area<'_>| area.is_file && Some(area.path) == exe;
+    let own = all.iter().find(is_exe).or_else(|| all.iter().find(|area| area.is_file)).map(|area| area.path);
+    let code: Vec<&Area<'_>> = all.iter().filter(|area| own == Some(area.path)).collect();
+    let above = heap.map_or_else(|| code.iter().map(|area| area.end).max().unwrap_or(0), |(_, end)| end);
+    let own_areas = || all.iter().filter(|area| area.is_its_own() && area.end <= top);
+    let mapped = own_areas().filter(|area| area.start >= above).map(|area| area.start).min();
+    // What it maps below all of that: the heaps of Go and Java. They grow up.
+    let below = heap.map(|(start, _)| start).into_iter().chain(code.iter().map(|area| area.start)).min().unwrap_or(0);
+    let lowest = own_areas().filter(|area| area.end <= below).map(|area| area.start).min();
+    let low = lowest.map(|start| (start / UNIT * UNIT, below / UNIT * UNIT));
     // The heap grows up and the mappings grow down; the gap between them is divided in the middle.
     let units = |(start, end): (u64, u64)| (start / UNIT * UNIT, end.div_ceil(UNIT) * UNIT);
     let middle = |low: u64, high: u64| low + (high - low) / 2 / UNIT * UNIT;
     let top = top / UNIT * UNIT;
-    let roots: Vec<(u64, u64)> = match (heap.map(units), mapped) {
+    let rest = match (heap.map(units), mapped) {
         (Some((start, end)), Some(mapped)) if mapped / UNIT * UNIT > end => {
             let border = middle(end, mapped / UNIT * UNIT);
             vec![(start, border), (border, top)]
@@ -186,13 +195,13 @@ fn parse(maps: &str) -> Result<Memory, RootsError> {
         (None, Some(mapped)) => vec![(mapped / UNIT * UNIT, top)],
         (None, None) => Vec::new(),
     };
-    let roots: Vec<(u64, u64)> = roots.into_iter().filter(|(start, end)| start < end).collect();
-    let inside = |area: &&Area<'_>| area.is_its_own() && area.start >= roots[0].0 && area.end <= top;
-    let areas = |roots: &[(u64, u64)]| match roots {
-        [] => Vec::new(),
-        _ => all.iter().filter(inside).map(|area| (area.start, area.end)).collect(),
+    let roots: Vec<(u64, u64)> = low.into_iter().chain(rest).filter(|(start, end)| start < end).collect();
+    let is_inside = |area: &&Area<'_>| {
+        // Two roots that touch have no area across their border.
+        let root = roots[..roots.partition_point(|(start, _)| *start <= area.start)].last();
+        root.is_some_and(|(_, end)| area.start < *end) && area.is_its_own() && area.end <= top
     };
-    let areas = areas(&roots);
+    let areas = all.iter().filter(is_inside).map(|area| (area.start, area.end)).collect();
     Ok(Memory { roots: Roots::new(&roots)?, areas })
 }
 
@@ -219,7 +228,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]
 
     #[test]
     fn heap_and_mappings_are_roots_and_code_data_and_stack_are_not() {
-        let memory = parse(PIE).expect("a program");
+        let memory = parse(PIE, None).expect("a program");
         let roots: Vec<_> = memory.roots.ranges().collect();
         assert_eq!(roots.len(), 2);
         assert_eq!(roots[0].0, 0x55d0_1220_0000);
@@ -234,9 +243,49 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]
     fn a_program_without_a_heap_has_one_root_and_one_without_memory_none() {
         let text: String =
             PIE.lines().filter(|line| !line.ends_with("[heap]")).map(|line| format!("{line}\n")).collect();
-        let memory = parse(&text).expect("a program");
+        let memory = parse(&text, None).expect("a program");
         assert_eq!(memory.roots.ranges().next().map(|(start, _)| start), Some(0x55d0_0020_0000));
-        assert_eq!(parse("").expect_err("nothing"), RootsError::Count(0));
+        assert_eq!(parse("", None).expect_err("nothing"), RootsError::Count(0));
+    }
+
+    /// A JVM: its heap and its archive of classes lie far below its code, its own C heap behind that.
+    const JAVA: &str = "\
+6c0000000-6e0000000 rw-p 00000000 00:00 0
+6e0000000-7c0000000 ---p 00000000 00:00 0
+800000000-800c00000 rw-p 00001000 fe:01 70   /usr/lib/jvm/lib/server/classes.jsa
+801000000-801400000 rw-p 00000000 00:00 0
+40000000000-40080000000 rw-s 00000000 00:01 5    /memfd:java_heap (deleted)
+561000000000-561000001000 r-xp 00000000 fe:01 77   /usr/lib/jvm/bin/java
+561000003000-561000004000 rw-p 00000000 00:00 0
+561001000000-561001021000 rw-p 00000000 00:00 0    [heap]
+7f0000000000-7f0040000000 rw-p 00000000 00:00 0
+7ffff0000000-7ffff0021000 rw-p 00000000 00:00 0    [stack]
+";
+    /// A Go program, built as a position-independent one: it has no C heap.
+    const GO: &str = "\
+c000000000-c040000000 rw-p 00000000 00:00 0
+55d000000000-55d000800000 r-xp 00000000 fe:01 77   /usr/bin/server
+55d000800000-55d000900000 rw-p 00800000 fe:01 77   /usr/bin/server
+55d000900000-55d000980000 rw-p 00000000 00:00 0
+7f0000000000-7f0004000000 rw-p 00000000 00:00 0
+7ffff0000000-7ffff0021000 rw-p 00000000 00:00 0    [stack]
+";
+
+    #[test]
+    fn memory_below_a_programs_code_is_a_root_and_may_grow_up_to_it() {
+        let java = parse(JAVA, Some("/usr/lib/jvm/bin/java")).expect("a program");
+        let roots: Vec<_> = java.roots.ranges().collect();
+        assert_eq!(roots.len(), 3);
+        assert_eq!((roots[0], roots[1].0), ((0x6_c000_0000, 0x5610_0000_0000), 0x5610_0100_0000));
+        let starts: Vec<u64> = java.areas.iter().map(|(start, _)| *start).collect();
+        let heaps = [0x6_c000_0000, 0x8_0100_0000, 0x400_0000_0000, 0x5610_0100_0000, 0x7f00_0000_0000];
+        assert_eq!(starts, heaps, "all but code, data and stack");
+        let go = parse(GO, Some("/usr/bin/server")).expect("a program");
+        let roots: Vec<_> = go.roots.ranges().collect();
+        assert_eq!(roots, [(0xc0_0000_0000, 0x55d0_0000_0000), (0x55d0_0080_0000, 0x7fff_f000_0000)]);
+        assert_eq!((go.areas[0].0, go.areas.len()), (0xc0_0000_0000, 3));
+        let unknown = parse(GO, None).expect("a program");
+        assert_eq!(unknown, go, "the first file is taken for the program's");
     }
 
     #[test]
@@ -254,7 +303,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]
         fn any_text_is_a_map_or_an_error(
             text in "([0-9a-f]{1,16}-[0-9a-f]{1,16} [-rwxp]{4} 0 0:0 [01] [a-z/\\[\\]]{0,8}\n|.{0,30}\n){0,9}",
         ) {
-            if let Ok(memory) = parse(&text) {
+            if let Ok(memory) = parse(&text, Some("/a")) {
                 prop_assert!(memory.areas.iter().all(|(start, end)| start < end));
             }
         }

@@ -31,7 +31,7 @@ impl TierStatus {
 }
 
 /// State of tiering.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// The fastest first.
     pub tiers: Vec<TierStatus>,

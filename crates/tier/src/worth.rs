@@ -1,10 +1,11 @@
 //! Whether moves paid: what each program's promotions promised, and what they brought.
 //!
-//! Before: a plan promotes pages because they were accessed more often than those that they replace. After: for the
-//! next epochs the accesses to both are compared with that promise. A program whose promotions bring nothing (it goes
-//! through its memory in order, or its phases are short) may have ever fewer promoted, down to 1/32 of what may be
-//! moved, and as many as before when they pay again. The papers have nothing like it: where the hottest memory is that
-//! which was just used and will not be used again soon, their moves cost bandwidth and gain nothing.
+//! Before: pages were promoted because they were accessed more often than those that they replace. After: for the next
+//! epochs the accesses to both are compared with that promise, which is for as many samples as the program has: while
+//! it sleeps, nothing is expected. A program whose promotions bring nothing (it goes through its memory in order, or
+//! its phases are short) may have ever fewer promoted, down to 1/32 of what may be moved, and as many as before soon
+//! after they pay again. The papers have nothing like it: where the hottest memory is that which was just used and will
+//! not be used again soon, their moves cost bandwidth and gain nothing.
 //! Threads: the tierer's. Units: epochs, units of 2 MiB, samples in [`SAMPLE`]ths for each epoch.
 //! Promise: at most the units moved in [`JUDGED`] epochs are remembered; a program never loses all of its promotions.
 
@@ -25,18 +26,27 @@ const PAYS: f64 = 0.1;
 const FEW: f64 = 10.0 * SAMPLE as f64;
 /// A program's part of what may be moved is 1/2^N, up to this N.
 const MOST_HALVINGS: u32 = 5;
+/// Less than this in all sums, and a program is forgotten.
+const NOTHING: f64 = 0.01;
 
 /// A unit of a program, by its process id.
 type Place = (u32, u64);
+
+/// The program whose pages were promoted, and its samples of an epoch then.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct By {
+    pub pid: u32,
+    pub rate: f64,
+}
 
 /// A unit of which pages were moved.
 #[derive(Clone, Copy, Debug)]
 struct Moved {
     epoch: u64,
-    /// The program whose pages were promoted for it.
-    by: u32,
-    /// Part of its pages, negative if they were demoted, and what they promised for an epoch.
+    by: By,
+    /// Part of its pages, negative if they were demoted.
     part: f64,
+    /// What they promised for each sample of the program.
     promised: f64,
     /// Its recent samples at the last look.
     recent: u64,
@@ -50,6 +60,20 @@ struct Account {
     halvings: u32,
 }
 
+impl Account {
+    fn judge(&mut self) {
+        if self.promised <= FEW {
+            self.halvings = self.halvings.saturating_sub(1);
+        } else if self.delivered >= PAYS * self.promised {
+            self.halvings /= 2;
+        } else if self.halvings < MOST_HALVINGS {
+            self.halvings += 1;
+            // From now on half as much is promised, and that weighs as much as what was before.
+            (self.promised, self.delivered) = (self.promised / 2.0, self.delivered / 2.0);
+        }
+    }
+}
+
 /// What was moved in the last epochs, and what that was worth.
 #[derive(Debug, Default)]
 pub(crate) struct Worth {
@@ -58,9 +82,9 @@ pub(crate) struct Worth {
 }
 
 impl Worth {
-    /// An epoch has ended. `recent` is the count of a unit as [`ballast_ranges::Classifier::recent`] returns it;
-    /// `None`: that program is not managed any more.
-    pub fn judge(&mut self, epoch: u64, recent: impl Fn(u32, u64) -> Option<u64>) {
+    /// An epoch has ended. `recent` is the count of a unit as [`ballast_ranges::Classifier::recent`] returns it, and
+    /// `new` the samples of a program in this epoch; `None`: that program is not managed any more.
+    pub fn judge(&mut self, epoch: u64, recent: impl Fn(u32, u64) -> Option<u64>, new: impl Fn(u32) -> Option<u64>) {
         for account in self.programs.values_mut() {
             (account.promised, account.delivered) = (account.promised * KEPT, account.delivered * KEPT);
         }
@@ -70,20 +94,19 @@ impl Worth {
                 return false;
             }
             let Some(now) = recent(*pid, *unit * UNIT) else { return false };
+            let Some(of_program) = new(moved.by.pid) else { return false };
             // Counts were halved since: `now` is half of what was left and what is new.
             let new = (2 * now).saturating_sub(moved.recent) as f64;
             moved.recent = now;
-            let account = programs.entry(moved.by).or_default();
-            account.promised += moved.promised;
-            account.delivered += new * moved.part;
+            let account = programs.entry(moved.by.pid).or_default();
+            account.promised += moved.promised * of_program as f64;
+            // What others do while the program sleeps says nothing about its promotions.
+            let part = if moved.part < 0.0 { moved.part * moved.by.awake(of_program) } else { moved.part };
+            account.delivered += new * part;
             true
         });
-        for account in programs.values_mut() {
-            let is_lost = account.promised > FEW && account.delivered < PAYS * account.promised;
-            account.halvings =
-                if is_lost { (account.halvings + 1).min(MOST_HALVINGS) } else { account.halvings.saturating_sub(1) };
-        }
-        programs.retain(|_, account| account.halvings > 0 || account.promised >= 1.0);
+        programs.values_mut().for_each(Account::judge);
+        programs.retain(|_, account| account.halvings > 0 || account.promised >= NOTHING);
     }
 
     /// Returns how many pages of this program may be promoted, where `most` may be of all programs.
@@ -98,19 +121,31 @@ impl Worth {
         &mut self,
         epoch: u64,
         (pid, address): (u32, u64),
-        by: u32,
+        by: By,
         gains: Option<f64>,
         recent: impl FnOnce() -> u64,
     ) {
         let part = if gains.is_some() { 1.0 } else { -1.0 } / PAGES_PER_UNIT as f64;
-        // Only the last move of a unit says where its pages are.
-        let goes_on = |last: &Moved| last.epoch == epoch && last.by == by && last.part * part >= 0.0;
+        // Of moves there and back the last says where its pages are; what goes the same way adds up, also over epochs
+        // in which little may be moved.
+        let goes_on = |last: &Moved| last.by.pid == by.pid && last.part * part >= 0.0;
         let moved = match self.moved.entry((pid, address / UNIT)) {
             Entry::Occupied(last) if goes_on(last.get()) => last.into_mut(),
             entry => entry.insert_entry(Moved { epoch, by, part: 0.0, promised: 0.0, recent: recent() }).into_mut(),
         };
+        (moved.epoch, moved.by) = (epoch, by);
         moved.part += part;
-        moved.promised += gains.unwrap_or(0.0);
+        moved.promised += gains.unwrap_or(0.0) / by.rate.max(1.0);
+        // Pages that went back without a partner, and come again, count once.
+        let too_many = moved.part.abs().max(1.0);
+        (moved.part, moved.promised) = (moved.part / too_many, moved.promised / too_many);
+    }
+}
+
+impl By {
+    /// Returns which part of its samples it has, 1 at most.
+    fn awake(&self, new: u64) -> f64 {
+        (new as f64 / self.rate.max(1.0)).min(1.0)
     }
 }
 
@@ -121,45 +156,100 @@ mod tests {
 
     const MOST: u64 = 1 << 15;
     const PID: u32 = 7;
+    /// Samples of the program in an epoch in which it works.
+    const RATE: u64 = 1000 * SAMPLE;
+    const BY: By = By { pid: PID, rate: RATE as f64 };
 
-    /// In each epoch a unit is promoted whole, for one that is demoted, and promises this number of samples. Then each
-    /// promoted one has as many samples an epoch as `seen` says of the epochs since. Returns the program's part of MOST
-    /// after this many epochs.
-    fn after(worth: &mut Worth, epochs: std::ops::Range<u64>, promise: u64, seen: fn(u64) -> u64) -> u64 {
-        // Of promoted units the counts at the last two looks.
-        let mut counts: HashMap<u64, u64> = HashMap::new();
-        for epoch in epochs {
-            counts.retain(|unit, count| {
-                *count = (*count + seen(epoch - *unit) * SAMPLE) / 2;
-                true
-            });
-            worth
-                .judge(epoch, |pid, address| (pid == PID).then(|| counts.get(&(address / UNIT)).copied().unwrap_or(0)));
-            let gains = (promise * SAMPLE) as f64 / PAGES_PER_UNIT as f64;
-            for page in 0..PAGES_PER_UNIT {
-                let page = page * PAGE_SIZE as u64;
-                worth.moved(epoch, (PID, epoch * UNIT + page), PID, Some(gains), || promise * SAMPLE);
-                worth.moved(epoch, (PID, (1 << 20) + epoch * UNIT + page), PID, None, || 0);
-            }
-            counts.insert(epoch, promise * SAMPLE);
+    /// A program of which in each epoch as much of a unit is promoted as may be, for as much of one that is demoted.
+    struct Program {
+        worth: Worth,
+        /// The counts of promoted units at the last look.
+        counts: HashMap<u64, u64>,
+    }
+
+    impl Program {
+        fn new() -> Self {
+            Self { worth: Worth::default(), counts: HashMap::new() }
         }
-        worth.most(PID, MOST)
+
+        /// An epoch in which the program has this number of samples, a promoted unit as many as `seen` says of the
+        /// epochs since, and one more is promoted if that promises samples. Returns the program's part of MOST.
+        fn epoch(&mut self, epoch: u64, samples: u64, promise: u64, seen: impl Fn(u64) -> u64) -> u64 {
+            let counts = &mut self.counts;
+            counts.iter_mut().for_each(|(unit, count)| *count = (*count + seen(epoch - *unit) * SAMPLE) / 2);
+            let recent = |address: u64| counts.get(&(address / UNIT)).copied().unwrap_or(0);
+            self.worth.judge(epoch, |pid, address| (pid == PID).then(|| recent(address)), |_| Some(samples));
+            if promise > 0 {
+                let gains = (promise * SAMPLE) as f64 / PAGES_PER_UNIT as f64;
+                for page in 0..self.worth.most(PID, PAGES_PER_UNIT) {
+                    let page = page * PAGE_SIZE as u64;
+                    self.worth.moved(epoch, (PID, epoch * UNIT + page), BY, Some(gains), || promise * SAMPLE);
+                    self.worth.moved(epoch, (PID, ((1 << 20) + epoch) * UNIT + page), BY, None, || 0);
+                }
+                counts.insert(epoch, promise * SAMPLE);
+            }
+            self.worth.most(PID, MOST)
+        }
+
+        fn after(&mut self, epochs: std::ops::Range<u64>, seen: fn(u64) -> u64) -> u64 {
+            epochs.map(|epoch| self.epoch(epoch, RATE, 80, seen)).last().unwrap_or(MOST)
+        }
     }
 
     #[test]
     fn promotions_that_are_not_accessed_again_become_fewer_and_never_none_and_as_many_again_when_they_are() {
-        let mut worth = Worth::default();
-        let (as_promised, never) = (|_| 8, |_| 0);
-        assert_eq!(after(&mut worth, 0..40, 8, as_promised), MOST);
-        assert_eq!(after(&mut worth, 40..80, 8, never), MOST >> MOST_HALVINGS);
-        assert_eq!(worth.most(PID + 1, MOST), MOST, "another program's are its own");
-        assert_eq!(after(&mut worth, 80..120, 8, as_promised), MOST);
-        assert!(worth.moved.len() <= 2 * (JUDGED as usize + 2), "{}", worth.moved.len());
+        let mut program = Program::new();
+        let (as_promised, never) = (|_| 80, |_| 0);
+        assert_eq!(program.after(0..40, as_promised), MOST);
+        assert_eq!(program.after(40..80, never), MOST >> MOST_HALVINGS);
+        assert_eq!(program.worth.most(PID + 1, MOST), MOST, "another program's are its own");
+        assert_eq!(program.after(80..92, as_promised), MOST, "within 6 s");
+        assert!(program.worth.moved.len() <= 2 * (JUDGED as usize + 2), "{}", program.worth.moved.len());
+    }
+
+    #[test]
+    fn what_pays_again_soon_after_it_did_not_is_promoted_as_before_within_four_epochs() {
+        for lost in [8, 12, 20, 60] {
+            let mut program = Program::new();
+            assert!(program.after(0..lost, |_| 0) <= MOST >> 4);
+            let back = (lost..).find(|epoch| program.after(*epoch..epoch + 1, |_| 80) == MOST).expect("some epoch");
+            assert!(back - lost <= 4, "after {lost} epochs of loss, {} more", back - lost);
+        }
     }
 
     #[test]
     fn promotions_pay_that_are_accessed_for_two_epochs_of_eight() {
-        assert_eq!(after(&mut Worth::default(), 0..60, 8, |since| if since <= 2 { 8 } else { 0 }), MOST);
+        assert_eq!(Program::new().after(0..60, |since| if since <= 2 { 80 } else { 0 }), MOST);
+    }
+
+    #[test]
+    fn a_service_that_works_one_second_in_ten_keeps_its_promotions_and_loses_them_where_they_bring_nothing() {
+        let run = |share: u64| {
+            let mut program = Program::new();
+            let parts = (0..200).map(|epoch| {
+                let works = epoch % 20 < 2;
+                let (samples, promise) = if works { (RATE, 80) } else { (0, 0) };
+                program.epoch(epoch, samples, promise, |_| if works { share } else { 0 })
+            });
+            parts.collect::<Vec<u64>>()
+        };
+        assert!(run(80).iter().all(|part| *part == MOST), "{:?}", run(80));
+        assert!(run(0).iter().any(|part| *part < MOST));
+    }
+
+    #[test]
+    fn small_promises_of_a_unit_add_up_over_the_epochs_in_which_its_pages_are_moved() {
+        let mut worth = Worth::default();
+        for epoch in 0..128 {
+            worth.judge(epoch, |_, _| Some(0), |_| Some(RATE));
+            // Four pages of each of a few units: a quarter of a sample in all.
+            for page in 0..16 {
+                let (unit, page) = (page / 4, (epoch * 4 + page % 4) % PAGES_PER_UNIT);
+                let address = unit * UNIT + page * PAGE_SIZE as u64;
+                worth.moved(epoch, (PID, address), BY, Some(SAMPLE as f64 / 64.0), || 0);
+            }
+        }
+        assert_eq!(worth.most(PID, MOST), MOST >> MOST_HALVINGS);
     }
 
     #[test]
@@ -167,15 +257,15 @@ mod tests {
         let mut worth = Worth::default();
         for page in 0..PAGES_PER_UNIT {
             let page = page * PAGE_SIZE as u64;
-            worth.moved(0, (PID, page), PID, Some(4.0), || 0);
-            worth.moved(0, (PID + 1, page), PID, None, || 0);
+            worth.moved(0, (PID, page), BY, Some(4.0), || 0);
+            worth.moved(0, (PID + 1, page), BY, None, || 0);
         }
         for epoch in 1..8 {
-            worth.judge(epoch, |_, _| Some(1 << 12));
+            worth.judge(epoch, |_, _| Some(1 << 12), |_| Some(RATE));
         }
         assert_eq!(worth.most(PID, MOST), MOST >> MOST_HALVINGS, "both are accessed alike");
         for epoch in 8..200 {
-            worth.judge(epoch, |_, _| None);
+            worth.judge(epoch, |_, _| None, |_| None);
         }
         assert!(worth.moved.is_empty() && worth.programs.is_empty());
     }

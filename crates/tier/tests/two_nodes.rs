@@ -10,6 +10,7 @@ use ballast_tier::Tiers;
 use ballast_tier::kernel_files::Files;
 use ballast_tier::mover::{Became, Mover, Moves, Order};
 use ballast_tier::nodes::usage;
+use ballast_tier::programs::memory;
 
 const PAGES: usize = 1500;
 
@@ -78,6 +79,60 @@ fn pages_that_are_mapped_a_second_time_stay_and_are_counted_as_that() {
     mover.carry(to, &orders, &mut moves, each).expect("permitted");
     assert_eq!(places(), before);
     assert!(moves.shared == 100 && stay == 100 && moves.promoted + moves.demoted == 0, "{moves:?}");
+}
+
+/// A process that may use the memory of one node. Dropping it ends it.
+struct Confined {
+    child: std::process::Child,
+    group: &'static str,
+}
+
+impl Confined {
+    fn start(node: u32) -> std::io::Result<Self> {
+        let (all, group) = ("/sys/fs/cgroup", "/sys/fs/cgroup/two-nodes-test");
+        std::fs::write(format!("{all}/cgroup.subtree_control"), "+cpuset")?;
+        std::fs::create_dir(group)?;
+        let child = std::process::Command::new("sleep").arg("1000").spawn()?;
+        let confined = Self { child, group };
+        std::fs::write(format!("{group}/cpuset.mems"), node.to_string())?;
+        std::fs::write(format!("{group}/cgroup.procs"), confined.child.id().to_string())?;
+        Ok(confined)
+    }
+}
+
+impl Drop for Confined {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_dir(self.group);
+    }
+}
+
+#[test]
+fn a_program_whose_cpuset_is_without_the_node_is_refused_and_others_go_there() {
+    let Some((files, tiers)) = two_tiers() else { return };
+    let confined = match Confined::start(tiers.list[0].nodes[0]) {
+        Err(error) => return ballast_needs::skip("cgroup", error),
+        Ok(confined) => confined,
+    };
+    let pid = confined.child.id();
+    // It may not have mapped its memory yet.
+    let areas = std::iter::repeat_with(|| memory(&files, pid).ok()).flatten().map(|memory| memory.areas);
+    let areas = areas.into_iter().find(|areas| !areas.is_empty()).expect("it never ends");
+    let ours = Anon::new(PAGES * PAGE_SIZE).expect("memory");
+    (0..PAGES).for_each(|page| ours.word(page * PAGE_SIZE).store(1, Ordering::Relaxed));
+    let (pids, mut moves) = ([pid, std::process::id()], Moves::default());
+    let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
+    let first = areas.iter().map(|(start, _)| Order { process: 0, address: *start });
+    let all: Vec<Order> = first.chain(orders(&ours).into_iter().map(|order| Order { process: 1, ..order })).collect();
+    let mut refused = 0;
+    let each = &mut |order: Order, became| match order.process {
+        0 => refused += usize::from(became == Became::Refused),
+        _ => assert_eq!(became, Became::In(Tier::Slow)),
+    };
+    assert!(mover.carry(Tier::Slow, &all, &mut moves, each).expect("meminfo"));
+    assert_eq!((refused, moves.demoted), (areas.len(), PAGES as u64), "{moves:?}");
+    assert!(nodes(&ours).iter().all(|place| *place == Place::Node(tiers.list[1].nodes[0])));
 }
 
 #[test]

@@ -164,7 +164,7 @@ impl Program {
             let mut pages = Pages::default();
             pages.set_areas(vec![(self.address, self.address + (self.units * HUGE_SIZE) as u64)]);
             while pages.rounds() == 0 {
-                pages.look(&process, tiers, 1 << 16)?;
+                pages.look(&process, tiers, 1 << 16, 0)?;
             }
             for (page, found) in found.iter_mut().enumerate().filter(|(_, found)| found.is_none()) {
                 *found = pages.fast_share(self.address + (page * PAGE_SIZE) as u64);

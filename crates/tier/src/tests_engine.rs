@@ -1,0 +1,99 @@
+//! The loop, on files that stand for a machine.
+
+use super::*;
+use crate::nodes::tests::{put, two_nodes};
+use crate::programs::Choice;
+use crate::source::scripted::Scripted;
+
+const NODES: &str = "/sys/devices/system/node";
+
+fn start(files: &Files, source: Scripted) -> Option<Tierer> {
+    let choice = Choice { least: 0, ..Choice::default() };
+    let settings = Settings { choice, ..Settings::default() };
+    match Tierer::with_files(files.clone(), settings, Box::new(source)) {
+        Err(Unavailable::Frames(why)) => {
+            ballast_needs::skip("root", why);
+            None
+        }
+        tierer => Some(tierer.expect("two tiers")),
+    }
+}
+
+#[test]
+fn nodes_that_come_are_used_and_when_one_tier_is_left_that_is_said() {
+    let root = tempfile::tempdir().expect("directory");
+    two_nodes(root.path());
+    let files = Files::below(root.path());
+    let Some(mut tierer) = start(&files, Scripted::default()) else { return };
+    tierer.step().expect("an epoch");
+    assert_eq!(tierer.status().tiers.len(), 2);
+    put(root.path(), &format!("{NODES}/has_memory"), "0-2\n");
+    put(root.path(), &format!("{NODES}/online"), "0-2\n");
+    put(root.path(), &format!("{NODES}/node2/distance"), "30 30 10\n");
+    put(root.path(), &format!("{NODES}/node2/meminfo"), "Node 2 MemTotal: 8 kB\nNode 2 MemFree: 8 kB\n");
+    (0..CHOOSE_EVERY).for_each(|_| tierer.step().expect("an epoch"));
+    assert_eq!(tierer.status().tiers.len(), 3);
+    put(root.path(), &format!("{NODES}/has_memory"), "0\n");
+    let ended = (0..CHOOSE_EVERY).find_map(|_| tierer.step().err());
+    assert!(matches!(ended, Some(Unavailable::OneTier(1))), "{ended:?}");
+}
+
+/// A process that sleeps. Dropping it ends it.
+struct Sleeper(std::process::Child);
+
+impl Sleeper {
+    fn start() -> Self {
+        let child = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep");
+        let what = format!("/proc/{}/wchan", child.id());
+        while !std::fs::read_to_string(&what).expect("wchan").contains("nanosleep") {
+            std::thread::yield_now();
+        }
+        Self(child)
+    }
+}
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_program_whose_pages_may_not_be_moved_is_asked_once_in_30_s_and_ends_nothing() {
+    let root = tempfile::tempdir().expect("directory");
+    two_nodes(root.path());
+    // All memory is of the slow node; the kernel has no such node as the fast one, so it refuses.
+    for node in [0, 1] {
+        std::fs::remove_dir_all(root.path().join(format!("sys/devices/system/node/node{node}"))).expect("gone");
+    }
+    put(root.path(), "/sys/devices/system/memory/block_size_bytes", "100000000000\n");
+    put(root.path(), &format!("{NODES}/node0/memory0/state"), "online\n");
+    for (list, nodes) in [("has_memory", "0,63\n"), ("online", "0,63\n"), ("has_cpu", "63\n")] {
+        put(root.path(), &format!("{NODES}/{list}"), nodes);
+    }
+    for (node, distance) in [(0, "10 20\n"), (63, "20 10\n")] {
+        put(root.path(), &format!("{NODES}/node{node}/distance"), distance);
+        let meminfo = format!("Node {node} MemTotal: 1048576 kB\nNode {node} MemFree: 524288 kB\n");
+        put(root.path(), &format!("{NODES}/node{node}/meminfo"), &meminfo);
+    }
+    let sleeper = Sleeper::start();
+    let pid = sleeper.0.id();
+    std::fs::create_dir_all(root.path().join("proc")).expect("directory");
+    std::os::unix::fs::symlink(format!("/proc/{pid}"), root.path().join(format!("proc/{pid}"))).expect("link");
+    let files = Files::below(root.path());
+    let areas = memory(&files, pid).expect("its memory").areas;
+    let samples: Vec<(u32, u64, u32)> = areas.iter().map(|(start, _)| (pid, *start, 50)).collect();
+    let Some(mut tierer) = start(&files, Scripted::new(vec![samples; 200])) else { return };
+    let mut asked = Vec::new();
+    for _ in 0..150 {
+        tierer.plan_again = Instant::now();
+        tierer.step().expect("an epoch");
+        asked.push(tierer.status().moves.refused);
+    }
+    // In the first epoch, and 60 and 120 later.
+    let times = asked.chunk_by(|a, b| a == b).filter(|same| same[0] > 0).count();
+    assert!(times == 3 && tierer.status().moves.promoted == 0, "{asked:?}");
+    assert!(tierer.status().notes.iter().any(|note| note.contains("refuses")), "{:?}", tierer.status());
+    assert_eq!(tierer.status().programs, 1);
+}
