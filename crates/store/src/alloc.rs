@@ -56,6 +56,11 @@ pub(crate) struct Allocator {
     punch_failures: AtomicU64,
 }
 
+/// The runs of neighbours among these numbers, which are in order.
+fn runs(numbers: &[u32]) -> impl Iterator<Item = Range<u32>> {
+    numbers.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + run.len() as u32)
+}
+
 /// The slab table contradicts itself.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("Validating a store: {0}")]
@@ -317,8 +322,7 @@ impl Allocator {
             to_punch.drain(..surplus).collect()
         };
         emptied.sort_unstable();
-        let runs: Vec<Range<u32>> =
-            emptied.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + run.len() as u32).collect();
+        let runs: Vec<Range<u32>> = runs(&emptied).collect();
         if runs.len() > 1 {
             self.arena.unmap(&runs);
         }
@@ -331,12 +335,12 @@ impl Allocator {
     /// and charged. A slab that is not: another opening of the arena has swept it.
     fn retire(&self, run: Range<u32>) {
         let numbers: Vec<u32> = run.filter(|number| self.is_in(*number, Phase::Retiring)).collect();
-        for run in numbers.chunk_by(|a, b| a + 1 == *b) {
-            if self.arena.punch(&(run[0]..run[0] + run.len() as u32)).is_err() {
+        for run in runs(&numbers) {
+            if self.arena.punch(&run).is_err() {
                 self.punch_failures.fetch_add(run.len() as u64, Ordering::Relaxed);
                 continue;
             }
-            run.iter().for_each(|number| self.make_free(*number));
+            run.for_each(|number| self.make_free(number));
         }
     }
 
@@ -348,8 +352,9 @@ impl Allocator {
     }
 
     /// Mark and sweep: keep the slots that `live` names, free the others, make every count agree. No other thread or
-    /// process may use the arena meanwhile.
-    pub(crate) fn recover(&self, live: impl Iterator<Item = Place>) -> Recovered {
+    /// process may use the arena meanwhile. The slabs that it empties are punched at once, or (`later`) by the next
+    /// `settle`, when others use the arena again.
+    pub(crate) fn recover(&self, live: impl Iterator<Item = Place>, later: bool) -> Recovered {
         let mut report = Recovered::default();
         let fresh = self.arena.fresh_rebuild().unwrap_or_else(|_| self.arena.fresh());
         let mut marks = vec![LiveSlots::default(); fresh as usize];
@@ -359,7 +364,7 @@ impl Allocator {
                 _ => report.missing += 1,
             }
         }
-        let mut held = 0;
+        let (mut held, mut emptied, mut punched) = (0, Vec::new(), Vec::new());
         for (number, slots) in (0..fresh).zip(&marks) {
             let slab = self.arena.slab(number);
             let (was, free_before) = (slab.count(), self.is_free(number));
@@ -370,17 +375,23 @@ impl Allocator {
                 held += 1;
                 continue;
             }
+            report.freed_slabs += u64::from(!free_before);
             // A FREE slab is punched too: a late reader may have made one of its pages present.
-            if self.arena.punch(&(number..number + 1)).is_err() {
-                self.punch_failures.fetch_add(1, Ordering::Relaxed);
-                held += u32::from(!free_before);
+            if later && !free_before { emptied.push(number) } else { punched.push(number) }
+        }
+        for run in runs(&punched) {
+            if self.arena.punch(&run).is_ok() {
+                run.for_each(|number| self.arena.slab(number).retired());
                 continue;
             }
-            slab.retired();
-            report.freed_slabs += u64::from(!free_before);
+            let left = run.filter(|number| self.is_in(*number, Phase::Retiring)).count();
+            self.punch_failures.fetch_add(left as u64, Ordering::Relaxed);
+            report.freed_slabs = report.freed_slabs.saturating_sub(left as u64);
+            held += left as u32;
         }
-        self.arena.held_set(held);
+        self.arena.held_set(held + emptied.len() as u32);
         self.learn();
+        lock(&self.to_punch).extend(emptied);
         self.resync();
         report
     }
@@ -414,22 +425,4 @@ impl Allocator {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_slab_that_is_full_again_and_again_is_listed_only_while_another_one_is_in_turn() {
-        let arena = Arena::create(&crate::arena::RAM, 8).expect("an arena");
-        let allocator = Allocator::new(arena, Budget::new(Bytes(64 << 20)), 0);
-        let alloc = || allocator.alloc(0).expect("room").place;
-        let listed = || lock(&allocator.with_room[0]).len();
-        let first: Vec<Place> = (0..allocator.capacity(0)).map(|_| alloc()).collect();
-        for _ in 0..1000 {
-            assert!(allocator.free(first[0]));
-            assert_eq!((listed(), alloc()), (0, first[0]));
-        }
-        assert_ne!(alloc().slab, first[0].slab);
-        assert!(allocator.free(first[1]) && allocator.free(first[2]));
-        assert_eq!(listed(), 1);
-    }
-}
+mod tests;

@@ -117,10 +117,7 @@ impl GroupMember {
     /// The VM is gone and will not return.
     pub fn end(&self) {
         let pages = std::mem::take(&mut *lock(&self.pages));
-        {
-            let _using = self.group.using();
-            pages.handles().for_each(|handle| self.group.drop_reference(handle));
-        }
+        self.group.in_pieces(pages.handles(), |handle| self.group.drop_reference(handle));
         let mut index = lock(&self.group.index);
         index.members.remove(&self.vm);
         index.missing.remove(&word_of(self.vm));

@@ -145,6 +145,11 @@ impl RamStore {
     ///
     /// No other thread or process may use the arena meanwhile.
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
+        self.sweep_and_punch(live, false)
+    }
+
+    /// The same; `later`: the next `tidy` returns the memory of emptied slabs, when others use the arena again.
+    pub(crate) fn sweep_and_punch(&self, live: impl Iterator<Item = Handle>, later: bool) -> Recovered {
         let mut same_filled = 0;
         let places = live.filter_map(|handle| match Named::by(handle) {
             Named::SameFilled(_) => {
@@ -153,7 +158,7 @@ impl RamStore {
             }
             Named::Blob { place, .. } => Some(place),
         });
-        let mut report = self.allocator.recover(places);
+        let mut report = self.allocator.recover(places, later);
         report.same_filled = same_filled;
         let arena = self.allocator.arena();
         arena.set_counter(Counter::LiveBlobs as usize, report.kept_blobs);

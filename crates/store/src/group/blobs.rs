@@ -28,6 +28,10 @@ const ASK_EVERY: Duration = Duration::from_secs(1);
 /// Another engine lays out a new arena, or sweeps one, within this; else it was killed and has not ended yet.
 const LEFT_WITHIN: Duration = Duration::from_secs(1);
 
+/// References that a thread takes or drops before one that is to have the arena alone gets its turn: as long as that
+/// one waits, so do the puts and frees of all members.
+const PIECE: usize = 1024;
+
 /// The contents of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupUsage {
@@ -159,6 +163,15 @@ impl Group {
         self.using.read().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Calls `each` for all of these while slots may be used, a piece at a time.
+    pub(super) fn in_pieces<T>(&self, all: impl Iterator<Item = T>, mut each: impl FnMut(T)) {
+        let mut all = all.peekable();
+        while all.peek().is_some() {
+            let _using = self.using();
+            all.by_ref().take(PIECE).for_each(&mut each);
+        }
+    }
+
     /// Store a page, or add a reference of a blob that has its bytes.
     pub(super) fn put(&self, bytes: &PageBytes) -> PutOutcome {
         let _using = self.using();
@@ -210,7 +223,9 @@ impl Group {
         }
     }
 
-    /// A member's pages name exactly these from now on. Returns how many of them do not exist.
+    /// A member's pages name exactly these from now on. Returns how many there are, and how many of them do not exist.
+    /// A sweep between two pieces frees none of them: the member is missing until the end, or what it named before is
+    /// not dropped yet.
     pub(super) fn recover(
         &self,
         vm: VmId,
@@ -218,57 +233,48 @@ impl Group {
         live: &mut dyn Iterator<Item = (PageKey, Handle)>,
     ) -> (u64, u64) {
         let (mut named, mut missing) = (Pages::default(), 0);
-        {
-            let _using = self.using();
-            for (key, handle) in live {
-                let mut index = lock(&self.index);
-                match self.ram.checksum_and_slot(handle) {
-                    Some((checksum, _)) => {
-                        index.add(handle, checksum);
-                        self.references.fetch_add(1, Relaxed);
-                        named.add(number_of(key), handle);
-                    }
-                    None => missing += 1,
+        self.in_pieces(live, |(key, handle)| {
+            let mut index = lock(&self.index);
+            match self.ram.checksum_and_slot(handle) {
+                Some((checksum, _)) => {
+                    index.add(handle, checksum);
+                    self.references.fetch_add(1, Relaxed);
+                    named.add(number_of(key), handle);
                 }
+                None => missing += 1,
             }
-            let kept = named.len() as u64;
-            // Members that went to the other engine may name the blobs that this one no longer names.
-            self.find_missing_members(&mut lock(&self.index));
-            let before = std::mem::replace(&mut *lock(pages), named);
-            before.handles().for_each(|handle| self.drop_reference(handle));
-            lock(&self.index).missing.remove(&word_of(vm));
-            if !lock(&self.index).missing.is_empty() {
-                return (kept, missing);
-            }
-        }
+        });
+        // Members that went to the other engine may name the blobs that this one no longer names.
+        self.find_missing_members(&mut lock(&self.index));
+        let before = std::mem::replace(&mut *lock(pages), named);
+        self.in_pieces(before.handles(), |handle| self.drop_reference(handle));
+        lock(&self.index).missing.remove(&word_of(vm));
         self.sweep();
         (lock(pages).len() as u64, missing)
     }
 
     /// A member's pages name these at most; another engine has it, too.
     pub(super) fn follow(&self, pages: &Mutex<Pages>, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
-        let _using = self.using();
         let before = std::mem::take(&mut *lock(pages));
-        for (key, handle) in live {
+        self.in_pieces(live, |(key, handle)| {
             // The other engine freed the missing ones before it gave up any member.
-            let Some((checksum, _)) = self.ram.checksum_and_slot(handle) else { continue };
+            let Some((checksum, _)) = self.ram.checksum_and_slot(handle) else { return };
             lock(&self.index).add(handle, checksum);
             self.references.fetch_add(1, Relaxed);
             lock(pages).add(number_of(key), handle);
-        }
-        before.handles().for_each(|handle| self.drop_reference(handle));
+        });
+        self.in_pieces(before.handles(), |handle| self.drop_reference(handle));
     }
 
     /// A member is here alone. Its pages name exactly these, except what is freed at this moment.
     pub(super) fn own(&self, vm: VmId, pages: &Mutex<Pages>, live: &HashMap<u64, Handle>) {
-        {
-            let _using = self.using();
-            let gone = lock(pages).not_in(live);
-            for (page, handle) in gone {
-                if lock(pages).remove(page, handle) {
-                    self.drop_reference(handle);
-                }
+        let gone = lock(pages).not_in(live);
+        self.in_pieces(gone.into_iter(), |(page, handle)| {
+            if lock(pages).remove(page, handle) {
+                self.drop_reference(handle);
             }
+        });
+        {
             let mut index = lock(&self.index);
             self.find_missing_members(&mut index);
             index.missing.remove(&word_of(vm));
@@ -276,9 +282,18 @@ impl Group {
         self.sweep();
     }
 
-    /// Free blobs that no word names, if all members have come and no other engine has the arena; else later. One
-    /// thread at a time, because it lets other engines open the arena again when it is done.
+    /// Free blobs that no word names, if all members have come and no other engine has the arena; else later.
     fn sweep(&self) {
+        // While a thread waits for the arena, all puts and frees wait for it.
+        if lock(&self.index).missing.is_empty() {
+            self.sweep_alone();
+            // Nothing waits for the memory to be returned.
+            self.tidy();
+        }
+    }
+
+    /// One thread at a time, because it lets other engines open the arena again when it is done.
+    fn sweep_alone(&self) {
         let _alone_here = self.using.write().unwrap_or_else(PoisonError::into_inner);
         if !lock(&self.index).missing.is_empty() || !presence::alone(&self.file, ENGINES).unwrap_or(false) {
             return;
@@ -293,7 +308,7 @@ impl Group {
         index.by_content.retain(|_, blob| blob.references > 0);
         index.others.retain(|_, references| *references > 0);
         let live = index.by_content.values().map(|blob| blob.handle).chain(index.others.keys().copied());
-        self.ram.sweep(live);
+        self.ram.sweep_and_punch(live, true);
     }
 
     /// Members that came to another engine are missing here.
@@ -356,31 +371,4 @@ impl Drop for Shares<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{Budget, pages};
-    use ballast_base::Bytes;
-
-    #[test]
-    fn while_a_sweep_runs_no_thread_punches_slabs_and_afterwards_they_are_returned() {
-        let arena = ballast_handover::arena::create().expect("memfd");
-        let options = RamOptions { punch_later: true, ..RamOptions::new(Budget::new(Bytes(64 << 20))) };
-        let group = Group::open(&arena, options).expect("a group");
-        let slabs = || group.usage().bytes / crate::SLAB_BYTES as u64;
-        let handles: Vec<Handle> = (0..256)
-            .map(|page| match group.put(&pages::incompressible(page)) {
-                PutOutcome::Stored(handle) => handle,
-                other => panic!("a put came to {other:?}"),
-            })
-            .collect();
-        let full = slabs();
-        handles.into_iter().for_each(|handle| group.drop_reference(handle));
-        assert_eq!(slabs(), full, "emptied slabs wait");
-        let sweep = group.using.write().expect("no panic");
-        group.tidy();
-        assert_eq!(slabs(), full, "the sweep has them");
-        drop(sweep);
-        group.tidy();
-        assert!(slabs() < full, "{} of {full} slabs are left", slabs());
-    }
-}
+mod tests;
