@@ -271,7 +271,10 @@ impl Garbage {
             match self.unlink(cluster, share, waiting) {
                 Ok(()) => drop(lock(&self.freed).refusing.remove(&node)),
                 Err(why) => {
-                    lock(&self.freed).refusing.insert(node, Instant::now() + REFUSES_FOR);
+                    let (now, mut freed) = (Instant::now(), lock(&self.freed));
+                    // The map may have had other nodes.
+                    freed.refusing.retain(|_, until| now < *until);
+                    freed.refusing.insert(node, now + REFUSES_FOR);
                     refusal.get_or_insert(why);
                 }
             }

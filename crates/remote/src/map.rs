@@ -16,10 +16,14 @@ pub struct Shard {
     pub primary: Option<Addr>,
     /// All other nodes, whether they respond or not.
     pub replicas: Vec<Addr>,
+    /// How many of these may become the primary: replicas that the cluster does not call failed.
+    pub electable: u32,
 }
 
-/// Limit of nodes in a cluster. The cluster specification advises against more than 1,000.
-const NODES_MAX: usize = 2048;
+/// Limit of nodes, and of shards, in a cluster. The cluster specification advises against more than 1,000.
+pub const NODES_MAX: usize = 2048;
+/// Longest name of a host, which is that of the DNS.
+const HOST_MAX: usize = 255;
 
 /// The map of slots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -31,14 +35,27 @@ pub struct SlotMap {
 
 impl SlotMap {
     /// Builds the map of these shards.
-    pub fn new(shards: Vec<Shard>) -> Self {
+    ///
+    /// # Errors
+    /// There are too many shards or nodes, or a slot that is none or that two ranges have.
+    pub fn new(shards: Vec<Shard>) -> Result<Self, Malformed> {
+        let nodes: usize = shards.iter().map(|shard| shard.replicas.len() + 1).sum();
+        if shards.len() > NODES_MAX || nodes > NODES_MAX {
+            return Err(Malformed("more nodes than a cluster can have"));
+        }
         let mut owner = vec![None; usize::from(SLOTS)];
-        for (number, shard) in (0u16..).zip(&shards) {
+        for (number, shard) in (0u16..=u16::MAX).zip(&shards) {
             for (first, last) in &shard.slots {
-                owner[usize::from(*first)..=usize::from(*last)].fill(Some(number));
+                let range = owner.get_mut(usize::from(*first)..=usize::from(*last));
+                let range = range.ok_or(Malformed("slots are no ranges"))?;
+                // So the ranges are as many as the slots at most.
+                if range.iter().any(Option::is_some) {
+                    return Err(Malformed("a slot is there twice"));
+                }
+                range.fill(Some(number));
             }
         }
-        Self { shards, owner }
+        Ok(Self { shards, owner })
     }
 
     /// Reads the reply of this node to `CLUSTER SHARDS`.
@@ -47,8 +64,7 @@ impl SlotMap {
     /// The reply is malformed.
     pub fn read(reply: Said<'_, '_>, asked: &Addr, tls: bool) -> Result<Self, Malformed> {
         let shards = reply.array().ok_or(Malformed("shards are no list"))?;
-        let map = Self::new(shards.map(|shard| read_shard(shard, asked, tls)).collect::<Result<_, _>>()?);
-        if map.nodes().count() > NODES_MAX { Err(Malformed("more nodes than a cluster can have")) } else { Ok(map) }
+        Self::new(shards.map(|shard| read_shard(shard, asked, tls)).collect::<Result<_, _>>()?)
     }
 
     /// Returns the shard that has this slot.
@@ -62,9 +78,20 @@ impl SlotMap {
         self.shard(slot)?.primary.as_ref()
     }
 
+    /// Returns the shard whose primary this node is.
+    pub fn shard_of(&self, primary: &Addr) -> Option<&Shard> {
+        self.shards.iter().find(|shard| shard.primary.as_ref() == Some(primary))
+    }
+
     /// Returns all shards with slots.
     pub fn shards(&self) -> impl Iterator<Item = &Shard> {
         self.shards.iter().filter(|shard| !shard.slots.is_empty())
+    }
+
+    /// Returns replicas of which it is unknown whose they are.
+    pub fn strays(&self) -> impl Iterator<Item = &Addr> {
+        let is_stray = |shard: &&Shard| shard.slots.is_empty() && shard.primary.is_none() && shard.electable > 0;
+        self.shards.iter().filter(is_stray).flat_map(|shard| &shard.replicas)
     }
 
     /// Returns all nodes.
@@ -104,11 +131,19 @@ fn read_shard(shard: Said<'_, '_>, asked: &Addr, tls: bool) -> Result<Shard, Mal
         let port = port.and_then(|port| u16::try_from(port).ok()).ok_or(Malformed("a node has no port"))?;
         // A node that has not met another node yet does not know its own address.
         let host = text("endpoint").or_else(|| text("ip")).unwrap_or(&asked.host);
+        if host.len() > HOST_MAX {
+            return Err(Malformed("a node's name is too long"));
+        }
         let addr = Addr { host: host.into(), port };
+        // `fail`, or `failed`: the servers say the first, and their manuals the second.
+        let has_failed = text("health").is_some_and(|health| health.starts_with("fail"));
         match text("role") {
             // A failed node is a former primary; it may still have copies.
-            Some("master") if text("health") != Some("fail") && found.primary.is_none() => found.primary = Some(addr),
-            Some(_) => found.replicas.push(addr),
+            Some("master") if !has_failed && found.primary.is_none() => found.primary = Some(addr),
+            Some(role) => {
+                found.replicas.push(addr);
+                found.electable += u32::from(role != "master" && !has_failed);
+            }
             None => return Err(Malformed("a node has no role")),
         }
     }
@@ -149,6 +184,45 @@ mod tests {
         assert_eq!((map.primary(6), map.primary(16_383), map.uncovered()), (None, None, 16_384 - 7));
         let shard = map.shard(0).expect("a shard");
         assert_eq!(shard.replicas, [addr("a", 1), addr("asked", 3)], "a failed primary may have copies");
+    }
+
+    #[test]
+    fn a_replica_that_loads_may_be_elected_and_one_that_failed_or_a_former_primary_may_not() {
+        let nodes = [
+            ("a", 1, "master", "online"),
+            ("b", 2, "replica", "online"),
+            ("c", 3, "replica", "loading"),
+            ("d", 4, "replica", "fail"),
+            ("e", 5, "replica", "failed"),
+            ("f", 6, "master", "fail"),
+        ];
+        let map = read(&reply(&nodes, &[0, 5])).expect("a map");
+        let shard = map.shard_of(&Addr { host: "a".into(), port: 1 }).expect("its shard");
+        assert_eq!((shard.electable, shard.replicas.len()), (2, 5));
+        assert_eq!(map.shard_of(&Addr { host: "b".into(), port: 2 }), None, "a replica is no primary");
+        assert_eq!(map.strays().count(), 0);
+        let alone = read(&reply(&nodes[1..2], &[])).expect("a map");
+        assert_eq!(alone.strays().collect::<Vec<_>>(), [&Addr { host: "b".into(), port: 2 }]);
+    }
+
+    #[test]
+    fn a_map_of_too_many_shards_nodes_ranges_or_long_names_is_refused() {
+        let shard = |slots: &[(u16, u16)], replicas: usize| {
+            let addr = Addr { host: "a".into(), port: 1 };
+            Shard { slots: slots.to_vec(), replicas: vec![addr; replicas], ..Shard::default() }
+        };
+        let refused = |shards: Vec<Shard>| SlotMap::new(shards).expect_err("it makes no sense");
+        refused(vec![shard(&[], 0); usize::from(u16::MAX) + 2]);
+        refused(vec![shard(&[], 0); NODES_MAX + 1]);
+        refused(vec![shard(&[], NODES_MAX)]);
+        refused(vec![shard(&[(0, SLOTS)], 0)]);
+        refused(vec![shard(&[(0, u16::MAX)], 0)]);
+        refused(vec![shard(&[(5, 3)], 0)]);
+        refused(vec![shard(&[(0, SLOTS - 1); 2], 0)]);
+        refused(vec![shard(&[(0, 5)], 0), shard(&[(5, 6)], 0)]);
+        let host = "a".repeat(HOST_MAX + 1);
+        read(&reply(&[(&host, 1, "master", "online")], &[0, 5])).expect_err("no host has such a name");
+        SlotMap::new((0..1000).map(|slot| shard(&[(slot, slot)], 1)).collect()).expect("a large cluster");
     }
 
     #[test]

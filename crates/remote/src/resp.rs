@@ -15,8 +15,8 @@ use std::ops::Range;
 pub const REPLY_MAX: usize = 32 << 20;
 /// Limit of one value in bytes. A page needs 4 KiB, `INFO` about 8 KiB.
 const BULK_MAX: usize = 1 << 20;
-/// Limit of elements in one array.
-const ARRAY_MAX: usize = 1 << 17;
+/// Limit of elements in all arrays of a reply together.
+const ELEMENTS_MAX: usize = 1 << 17;
 /// Limit of a line: a status, a number, an error.
 const LINE_MAX: usize = 4096;
 /// Limit of nested arrays. `CLUSTER SHARDS` needs four.
@@ -112,10 +112,12 @@ impl fmt::Display for Malformed {
 /// # Errors
 /// The server is of another kind, or its data is damaged.
 pub fn parse(bytes: &[u8], at: usize) -> Result<Option<(Reply, usize)>, Malformed> {
-    parse_at(bytes, at, 0)
+    let mut elements = ELEMENTS_MAX;
+    parse_at(bytes, at, 0, &mut elements)
 }
 
-fn parse_at(bytes: &[u8], at: usize, depth: u32) -> Result<Option<(Reply, usize)>, Malformed> {
+/// `elements` is how many more there may be.
+fn parse_at(bytes: &[u8], at: usize, depth: u32, elements: &mut usize) -> Result<Option<(Reply, usize)>, Malformed> {
     let Some(kind) = bytes.get(at) else { return Ok(None) };
     if !b"+-:$*_".contains(kind) {
         return Err(Malformed("it begins with no sign that there is"));
@@ -153,10 +155,11 @@ fn parse_at(bytes: &[u8], at: usize, depth: u32) -> Result<Option<(Reply, usize)
             if depth == DEPTH_MAX {
                 return Err(Malformed("arrays are too deep"));
             }
-            let Some(len) = length(ARRAY_MAX)? else { return Ok(Some((Reply::Nil, next))) };
+            let Some(len) = length(*elements)? else { return Ok(Some((Reply::Nil, next))) };
+            *elements -= len;
             let (mut inside, mut at) = (Vec::new(), next);
             for _ in 0..len {
-                let Some((reply, next)) = parse_at(bytes, at, depth + 1)? else { return Ok(None) };
+                let Some((reply, next)) = parse_at(bytes, at, depth + 1, elements)? else { return Ok(None) };
                 inside.push(reply);
                 at = next;
             }
@@ -279,6 +282,16 @@ mod tests {
         ] {
             parse(bytes, 0).expect_err(&String::from_utf8_lossy(bytes));
         }
+    }
+
+    #[test]
+    fn arrays_in_arrays_have_no_more_elements_together_than_one_may_have() {
+        let most = |inner: usize| {
+            let inside = [format!("*{inner}\r\n").as_bytes(), &b":1\r\n".repeat(inner)].concat();
+            [&b"*2\r\n"[..], &inside, &inside].concat()
+        };
+        assert!(matches!(parse(&most(ELEMENTS_MAX / 2 - 1), 0), Ok(Some(_))));
+        parse(&most(ELEMENTS_MAX / 2), 0).expect_err("two more than that");
     }
 
     proptest! {
