@@ -71,6 +71,7 @@ pub fn check(cluster: &Cluster) -> Vec<Finding> {
                 format!("{primary} has {has} replicas, and a page counts as stored with {wanted}: none is stored");
             found.push(Finding::new(true, text));
         }
+        found.extend(judge_replicas(primary, shard.electable, wanted));
         for addr in [primary].into_iter().chain(&shard.replicas) {
             match settings(cluster, addr) {
                 Ok((settings, took)) => {
@@ -81,6 +82,10 @@ pub fn check(cluster: &Cluster) -> Vec<Finding> {
             }
         }
     }
+    found.extend(map.strays().map(|addr| {
+        let text = "is a replica, and its cluster does not say of which primary (CLUSTER SHARDS): nothing waits for it";
+        Finding::new(true, format!("{addr} {text}, and if it is elected pages are lost"))
+    }));
     found.sort_by_key(|finding| !finding.serious);
     found
 }
@@ -112,6 +117,17 @@ fn judge_latency(addr: &Addr, took: Duration) -> Option<Finding> {
     let text =
         || format!("{addr} takes {took:.1?} for a request, the quickest of some: so does each touch of a page there");
     (took > FAR).then(|| Finding::new(false, text()))
+}
+
+/// Returns a finding if a primary has more replicas than the settings say: a page must be on all that may be elected.
+fn judge_replicas(primary: &Addr, has: u32, wanted: u32) -> Option<Finding> {
+    let text = || {
+        format!(
+            "{primary} has {has} replicas, and remote.replicas is {wanted}: a page counts as stored only with all of \
+             them, because each may be elected; while one is slow, or loads, pages stay in RAM"
+        )
+    };
+    (has > wanted).then(|| Finding::new(false, text()))
 }
 
 /// Returns the problems of these settings.
@@ -157,6 +173,14 @@ mod tests {
         assert_eq!(judge_latency(&addr, FAR), None);
         let found = judge_latency(&addr, Duration::from_micros(12_340)).expect("a finding");
         assert!(!found.serious && found.text.starts_with("a:1 takes 12.3ms"), "{found:?}");
+    }
+
+    #[test]
+    fn more_replicas_than_the_settings_say_are_named_and_as_many_are_not() {
+        let addr = Addr { host: "a".into(), port: 1 };
+        assert_eq!([0, 1, 2].map(|has| judge_replicas(&addr, has, 2)), [None, None, None]);
+        let found = judge_replicas(&addr, 3, 2).expect("a finding");
+        assert!(!found.serious && found.text.contains("a:1 has 3 replicas"), "{found:?}");
     }
 
     #[test]

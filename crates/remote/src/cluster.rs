@@ -8,11 +8,13 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 use std::time::{Duration, Instant};
 
+use ballast_store::held;
+
 use crate::link::{Access, Link};
-use crate::map::SlotMap;
+use crate::map::{NODES_MAX, SlotMap};
 use crate::nodes::{Kind, Node, NodeFigures, is_late};
 use crate::refusal::Addr;
 use crate::resp::Commands;
@@ -24,12 +26,14 @@ pub struct ClusterOptions {
     pub nodes: Vec<Addr>,
     /// User, password and TLS files for the servers.
     pub access: Access,
-    /// Replicas that must have a page before it counts as stored.
+    /// Replicas that must have a page at least before it counts as stored.
     pub replicas: u32,
 }
 
 /// Shortest time between two requests for the map.
 const REFRESH: Duration = Duration::from_millis(100);
+/// Age of the map at which a writer requests a new one: a replica that came since then may be elected.
+const OLD: Duration = Duration::from_secs(5);
 /// Time that a node may take to return its map, at first and at most: for opening a connection, too. It is doubled when
 /// no node did so in time, and falls again. So one node that is silent delays the map of a quick cluster by the first.
 const MAP_TIMEOUT: Duration = Duration::from_millis(300);
@@ -105,6 +109,12 @@ impl Cluster {
         if let Some(node) = nodes.get(addr) {
             return node.clone();
         }
+        // Servers name any address in redirections.
+        if nodes.len() >= 2 * NODES_MAX {
+            let map = self.map();
+            let known: HashSet<&Addr> = map.nodes().chain(&self.options.nodes).collect();
+            nodes.retain(|addr, _| known.contains(addr));
+        }
         let node = Arc::new(Node::new(addr.clone()));
         nodes.insert(addr.clone(), node.clone());
         node
@@ -129,7 +139,7 @@ impl Cluster {
     /// # Errors
     /// The node cannot be reached, or `work` failed.
     pub fn with<T>(&self, addr: &Addr, until: Instant, work: impl FnOnce(&mut Link) -> io::Result<T>) -> io::Result<T> {
-        self.node(addr).with(Kind::Read, &self.options.access, until, work)
+        self.node(addr).with(Kind::Other, &self.options.access, until, work)
     }
 
     /// The same for a request of this kind, whose result its timeout follows.
@@ -164,6 +174,17 @@ impl Cluster {
         })
     }
 
+    /// Returns how many replicas must have what is written to this primary before it counts as stored: each that may be
+    /// elected in its place, and as many as the options say.
+    ///
+    /// # Errors
+    /// By the map it is no primary, so its replicas are not known.
+    pub fn replicas_of(&self, primary: &Addr) -> Result<u32, String> {
+        let map = self.map();
+        let shard = map.shard_of(primary).ok_or_else(|| format!("which replicas {primary} has is not known yet"))?;
+        Ok(shard.electable.max(self.options.replicas))
+    }
+
     /// Returns the map of this node.
     ///
     /// # Errors
@@ -180,11 +201,27 @@ impl Cluster {
         })
     }
 
-    /// Requests a new map, unless that was done a moment ago or another thread is doing it. A node whose map has no
-    /// slots is ignored.
+    /// Returns the time of the last request for the map, unless a thread is requesting one.
+    fn refreshed(&self) -> Option<MutexGuard<'_, Option<Instant>>> {
+        match self.refreshed.try_lock() {
+            Ok(refreshed) => Some(refreshed),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Requests a new map if the last one is old.
+    pub fn refresh_if_old(&self) {
+        if self.refreshed().is_some_and(|at| at.is_none_or(|at| at.elapsed() >= OLD)) {
+            self.refresh();
+        }
+    }
+
+    /// Requests a new map, unless that was done a moment ago, another thread is doing it, or one waits for a lock of
+    /// the caller ([`held`]). A node whose map has no slots is ignored.
     pub fn refresh(&self) {
-        let Ok(mut refreshed) = self.refreshed.try_lock() else { return };
-        if refreshed.is_some_and(|at| at.elapsed() < REFRESH) {
+        let Some(mut refreshed) = self.refreshed() else { return };
+        if held::is_wanted() || refreshed.is_some_and(|at| at.elapsed() < REFRESH) {
             return;
         }
         let mut known: Vec<Addr> = self.map().nodes().chain(&self.options.nodes).cloned().collect();
@@ -195,7 +232,7 @@ impl Cluster {
         let timeout = Duration::from_millis(self.map_timeout_ms.load(Relaxed).into());
         let (mut next, round) = (timeout, Instant::now());
         // Silent nodes must not add up: the next round begins with another one.
-        for addr in known.iter().take_while(|_| round.elapsed() < MAP_TIMEOUT_MAX) {
+        for addr in known.iter().take_while(|_| round.elapsed() < MAP_TIMEOUT_MAX && !held::is_wanted()) {
             let begun = Instant::now();
             let map = match self.map_of(addr, begun + timeout) {
                 Ok(map) => map,
@@ -220,5 +257,38 @@ impl Cluster {
         }
         self.map_timeout_ms.store(next.as_millis() as u32, Relaxed);
         *refreshed = Some(Instant::now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::link::Access;
+
+    fn cluster() -> Cluster {
+        let nobody = Addr { host: "127.0.0.1".into(), port: 1 };
+        Cluster::new(ClusterOptions { nodes: vec![nobody], access: Access::default(), replicas: 1 })
+    }
+
+    #[test]
+    fn a_thread_that_panics_while_it_requests_the_map_keeps_no_other_one_from_that() {
+        let cluster = cluster();
+        let panics = || {
+            let _refreshed = cluster.refreshed.lock().expect("the first");
+            panic!("as by a defect");
+        };
+        std::thread::scope(|scope| scope.spawn(panics).join()).expect_err("it panics");
+        cluster.refresh();
+        assert!(cluster.silence().expect("a node was asked").contains("127.0.0.1:1"));
+    }
+
+    #[test]
+    fn addresses_that_servers_make_up_are_forgotten() {
+        let cluster = cluster();
+        for port in 1..=u16::MAX {
+            cluster.node(&Addr { host: "127.0.0.1".into(), port });
+        }
+        assert!(cluster.figures().len() <= 2 * NODES_MAX);
+        assert_eq!(cluster.figures()[0].0.port, 1, "a node of the settings stays");
     }
 }

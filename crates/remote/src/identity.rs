@@ -30,6 +30,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
+use ballast_store::held;
 
 use crate::cluster::Cluster;
 use crate::map::SlotMap;
@@ -39,6 +40,7 @@ use crate::refusal::Addr;
 use crate::resp::Commands;
 use crate::seal;
 use crate::slot::slot_of;
+use crate::stream::gives_way;
 
 /// Keys of an identity.
 const KEYS: usize = 16;
@@ -319,7 +321,7 @@ fn by_node(cluster: &Cluster, map: &SlotMap) -> Vec<(Option<Addr>, Vec<usize>)> 
         }
     }
     let timeout =
-        |node: &Option<Addr>| node.as_ref().map_or(Duration::MAX, |addr| cluster.node(addr).timeout(Kind::Read));
+        |node: &Option<Addr>| node.as_ref().map_or(Duration::MAX, |addr| cluster.node(addr).timeout(Kind::Other));
     nodes.sort_by_key(|(node, _)| timeout(node));
     nodes
 }
@@ -332,6 +334,10 @@ fn read(cluster: &Cluster, map: &SlotMap, wanted: u64, until: Instant) -> Said {
             said.silent = Some("some slots have no node".into());
             continue;
         };
+        if held::is_wanted() {
+            said.silent = Some(gives_way().to_string());
+            break;
+        }
         let until = until.min(Instant::now() + TIMEOUT);
         let mut asks = Commands::default();
         keys.iter().for_each(|at| asks.add(&[b"GET", &name::identity(*at)]));

@@ -7,15 +7,16 @@
 //! success although nothing was written.
 
 use std::io;
-use std::net::TcpStream;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use ballast_store::held;
 
 use crate::refusal::Addr;
 use crate::resolve::resolve;
 use crate::resp::{Commands, Malformed, REPLY_MAX, Replies, Reply, parse};
-use crate::stream::{Stream, Tls, left};
+use crate::stream::{FIRST_WAIT, Stream, Tls, connect, gives_way};
 
 /// User, password and TLS files for the servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,6 +27,28 @@ pub struct Access {
     pub password_file: Option<PathBuf>,
     /// Files for TLS; `None`: connections are not encrypted.
     pub tls: Option<Tls>,
+}
+
+/// When a call gives up: then, and later by as long as what has come takes at 1 MB/s, but never after `most`.
+#[derive(Clone, Copy, Debug)]
+pub struct Deadline {
+    /// When it gives up if nothing comes.
+    pub until: Instant,
+    /// When it gives up whatever has come.
+    pub most: Instant,
+}
+
+impl Deadline {
+    /// When it gives up after this many bytes.
+    fn after(self, bytes: usize) -> Instant {
+        self.most.min(self.until + Duration::from_micros(bytes as u64))
+    }
+}
+
+impl From<Instant> for Deadline {
+    fn from(until: Instant) -> Self {
+        Self { until, most: until }
+    }
 }
 
 /// A connection to one node.
@@ -50,7 +73,7 @@ impl Link {
     pub fn open(addr: &Addr, access: &Access, until: Instant) -> io::Result<Self> {
         let mut found = Err(io::Error::new(io::ErrorKind::NotFound, "its name has no address"));
         for at in resolve(addr, until)? {
-            found = TcpStream::connect_timeout(&at, left(until)?);
+            found = connect(at, until);
             if found.is_ok() {
                 break;
             }
@@ -75,9 +98,10 @@ impl Link {
     ///
     /// # Errors
     /// The connection is broken, the deadline has passed, or the bytes received are no reply.
-    pub fn ask(&mut self, commands: &Commands, until: Instant) -> io::Result<Replies<'_>> {
-        self.send(commands, until)?;
-        self.receive(commands.count(), until)
+    pub fn ask(&mut self, commands: &Commands, until: impl Into<Deadline>) -> io::Result<Replies<'_>> {
+        let deadline = until.into();
+        self.send(commands, deadline.until)?;
+        self.receive(commands.count(), deadline)
     }
 
     /// Sends commands whose replies are received later, all at once. The replies must be short, because no thread reads
@@ -130,11 +154,15 @@ impl Link {
     ///
     /// # Errors
     /// The same as of [`Link::ask`].
-    pub fn receive(&mut self, count: usize, until: Instant) -> io::Result<Replies<'_>> {
+    pub fn receive(&mut self, count: usize, until: impl Into<Deadline>) -> io::Result<Replies<'_>> {
+        let (deadline, begun) = (until.into(), Instant::now());
         let (mut replies, mut at) = self.parse(count)?;
         while replies.len() < count {
+            if held::is_wanted() && begun.elapsed() >= FIRST_WAIT {
+                return Err(gives_way());
+            }
             self.make_room()?;
-            match self.stream.receive(&mut self.buffer[self.len..], until)? {
+            match self.stream.receive(&mut self.buffer[self.len..], deadline.after(self.len))? {
                 0 => return Err(hung_up()),
                 read => self.len += read,
             }

@@ -16,11 +16,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ballast_store::held;
+
 use crate::cluster::Cluster;
 use crate::map::{Shard, SlotMap};
 use crate::refusal::{Addr, is_of_another_type};
 use crate::resp::Commands;
 use crate::slot::slot_of;
+use crate::stream::gives_way;
 
 /// Longest time that one node may take. It is asked for a few keys, and rarely.
 const TIMEOUT: Duration = Duration::from_secs(1);
@@ -86,6 +89,7 @@ fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<(Shard, A
     let voters = map.shards().count();
     let said: Vec<Shard> = primaries
         .iter()
+        .take_while(|_| !held::is_wanted())
         .filter_map(|addr| cluster.map_of(addr, until.min(Instant::now() + TIMEOUT)).ok()?.shard(slot).cloned())
         .collect();
     for shard in &said {
@@ -115,6 +119,9 @@ fn ask(
     until: Instant,
     value: &mut dyn FnMut(usize, &[u8]),
 ) -> io::Result<()> {
+    if held::is_wanted() {
+        return Err(gives_way());
+    }
     let until = until.min(Instant::now() + TIMEOUT);
     let mut commands = Commands::default();
     // On a primary, `READONLY` has no effect. It is undone afterwards, because others use the connection after us.

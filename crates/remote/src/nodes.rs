@@ -8,7 +8,7 @@
 //! (`store`) for each.
 //! Promise: the timeout of a slow node is raised each time, up to a limit. With a constant timeout, no request to a
 //! node that is always slightly slower would succeed. Quick requests lower it again, but never so far that the next
-//! connection could not be opened in time, and quick reads do not lower that of writes.
+//! connection could not be opened in time, and a quick request does not lower that of another kind.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -17,26 +17,42 @@ use std::time::{Duration, Instant};
 
 use ballast_base::store::OnReply;
 
-use crate::link::{Access, Link};
+use crate::link::{Access, Deadline, Link};
 use crate::refusal::Addr;
 use crate::resp::Commands;
 
 /// What a request does. Each kind has a timeout of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Asks for some pages, or for what a node knows.
+    /// Asks for a page.
     Read,
-    /// Stores or deletes a run of pages.
+    /// Asks for several pages at once.
+    Run,
+    /// Stores a run of pages, also on replicas.
     Write,
+    /// Deletes pages. No replica is waited for.
+    Unlink,
+    /// Anything else. Callers have deadlines of their own.
+    Other,
 }
 
 impl Kind {
+    const ALL: [Self; 5] = [Self::Read, Self::Run, Self::Write, Self::Unlink, Self::Other];
+
     /// Initial and shortest timeout, and the longest one.
     const fn limits(self) -> (Duration, Duration) {
         match self {
-            Self::Read => (Duration::from_millis(100), Duration::from_millis(1600)),
-            Self::Write => (Duration::from_secs(1), Duration::from_secs(4)),
+            Self::Read | Self::Other => (Duration::from_millis(100), Duration::from_millis(1600)),
+            // 2 MiB take longer than a page.
+            Self::Run => (Duration::from_millis(100), Duration::from_millis(3200)),
+            Self::Write | Self::Unlink => (Duration::from_secs(1), Duration::from_secs(4)),
         }
+    }
+
+    /// Returns when a request of this kind that begins now with this timeout is given up.
+    pub fn deadline(self, now: Instant, timeout: Duration) -> Deadline {
+        let most = if self == Self::Run { self.limits().1 } else { timeout };
+        Deadline { until: now + timeout, most: now + most.max(timeout) }
     }
 }
 
@@ -69,8 +85,8 @@ pub struct Node {
     /// Address of the node.
     pub addr: Addr,
     idle: Mutex<Vec<(Link, Instant)>>,
-    /// Timeouts of reads and of writes.
-    timeouts_ms: [AtomicU32; 2],
+    /// The timeout of each kind.
+    timeouts_ms: [AtomicU32; 5],
     /// Time that the last connection took to open.
     opening_ms: AtomicU32,
     errors: AtomicU64,
@@ -84,7 +100,7 @@ impl Node {
         Self {
             addr,
             idle: Mutex::default(),
-            timeouts_ms: [Kind::Read, Kind::Write].map(|kind| AtomicU32::new(kind.limits().0.as_millis() as u32)),
+            timeouts_ms: Kind::ALL.map(|kind| AtomicU32::new(kind.limits().0.as_millis() as u32)),
             opening_ms: AtomicU32::new(0),
             errors: AtomicU64::new(0),
             took: Default::default(),
@@ -229,17 +245,18 @@ mod tests {
     }
 
     #[test]
-    fn quick_reads_lower_their_own_timeout_and_not_that_of_writes() {
+    fn quick_reads_lower_their_own_timeout_and_not_that_of_runs_or_writes() {
         let (node, late) = (node(1), io::Error::from(io::ErrorKind::TimedOut));
-        for kind in [Kind::Read, Kind::Write] {
+        for kind in Kind::ALL {
             (0..10).for_each(|_| node.note(kind, Instant::now(), node.timeout(kind), Some(&late)));
             assert_eq!(node.timeout(kind), kind.limits().1);
         }
         (0..10).for_each(|_| node.note(Kind::Read, Instant::now(), node.timeout(Kind::Read), None));
-        assert_eq!(
-            [Kind::Read, Kind::Write].map(|kind| node.timeout(kind)),
-            [Kind::Read.limits().0, Kind::Write.limits().1]
-        );
+        let others = [Kind::Run, Kind::Write, Kind::Unlink, Kind::Other];
+        assert_eq!(node.timeout(Kind::Read), Kind::Read.limits().0);
+        assert_eq!(others.map(|kind| node.timeout(kind)), others.map(|kind| kind.limits().1));
+        (0..10).for_each(|_| node.note(Kind::Unlink, Instant::now(), node.timeout(Kind::Unlink), None));
+        assert_eq!(node.timeout(Kind::Write), Kind::Write.limits().1);
         (0..10).for_each(|_| node.note(Kind::Write, Instant::now(), node.timeout(Kind::Write), None));
         assert_eq!(node.timeout(Kind::Write), Kind::Write.limits().0);
     }

@@ -53,6 +53,8 @@ pub enum Refusal {
     Full(String),
     /// The node cannot serve the request now.
     Busy(String),
+    /// The node's replicas need longer than they were given.
+    Late(String),
 }
 
 impl Refusal {

@@ -2,8 +2,8 @@
 //!
 //! Before: the store has keys, and values to write. After: the outcome of each key, or the reason of the failure.
 //! Threads: any; the caller waits until a deadline. Units: keys of one slot.
-//! Promise: a write counts only if each key got an `OK` and a `WAIT` that followed on the same connection reported the
-//! required number of replicas. Otherwise each key may or may not have been written.
+//! Promise: a write counts only if each key got an `OK` and a `WAIT` that followed on the same connection reported all
+//! replicas that may be elected, and the required number. Otherwise each key may or may not have been written.
 //!
 //! The first attempt is one command for all keys (`MGET`, `MSET`, `UNLINK`). Values that are still being produced are
 //! sent as they become ready, in several `MSET`, with one `WAIT` after the last ([`send_as_made`]). While a slot moves
@@ -56,15 +56,20 @@ impl Values {
 pub enum Verb<'a> {
     /// Read the values.
     Get,
-    /// Store these values on the primary and on this many replicas.
-    Set { values: &'a Values, replicas: u32 },
+    /// Store these values on the primary and its replicas.
+    Set(&'a Values),
     /// Delete the keys.
     Unlink,
 }
 
 impl Verb<'_> {
-    fn kind(self) -> Kind {
-        if matches!(self, Self::Get) { Kind::Read } else { Kind::Write }
+    fn kind(self, keys: usize) -> Kind {
+        match self {
+            Self::Get if keys > 1 => Kind::Run,
+            Self::Get => Kind::Read,
+            Self::Set(_) => Kind::Write,
+            Self::Unlink => Kind::Unlink,
+        }
     }
 }
 
@@ -103,6 +108,8 @@ struct Round {
     keys: Vec<usize>,
     one_by_one: bool,
     asking: bool,
+    /// Replicas that must have what is written.
+    replicas: u32,
 }
 
 /// Requests all of `keys`, which are of one slot. `each` gets the index of a key and its outcome. For an `UNLINK` of
@@ -116,19 +123,24 @@ pub fn run(
     let Some(first) = keys.first() else { return Ok(()) };
     let failed = |why: String, unknown| Failed { full: false, why, unknown };
     let at = cluster.owner(slot_of(first)).map_err(|error| failed(error.to_string(), false))?;
-    let until = Instant::now() + cluster.node(&at).timeout(verb.kind());
+    let kind = verb.kind(keys.len());
+    let deadline = kind.deadline(Instant::now(), cluster.node(&at).timeout(kind));
     let mut unknown = false;
-    let mut rounds = vec![Round { at, keys: (0..keys.len()).collect(), one_by_one: keys.len() == 1, asking: false }];
+    let (one_by_one, all) = (keys.len() == 1, (0..keys.len()).collect());
+    let mut rounds = vec![Round { at, keys: all, one_by_one, asking: false, replicas: 0 }];
     for _ in 0..HOPS {
-        let Some(round) = rounds.pop() else { return Ok(()) };
-        let wait = until.saturating_duration_since(Instant::now()) / 2;
+        let Some(mut round) = rounds.pop() else { return Ok(()) };
+        if matches!(verb, Verb::Set(_)) {
+            round.replicas = cluster.replicas_of(&round.at).map_err(|why| failed(why, unknown))?;
+        }
+        let wait = deadline.until.saturating_duration_since(Instant::now()) / 2;
         let commands = commands(verb, keys, &round, wait);
         let mut may_be_done = false;
-        let read = cluster.with_as(verb.kind(), &round.at, until, |link| {
-            may_be_done = matches!(verb, Verb::Set { .. });
-            let replies = link.ask(&commands, until)?;
+        let read = cluster.with_as(kind, &round.at, deadline.until, |link| {
+            may_be_done = matches!(verb, Verb::Set(_));
+            let replies = link.ask(&commands, deadline)?;
             may_be_done &= !is_refused(&round, &replies);
-            Ok(if round.one_by_one {
+            in_time(if round.one_by_one {
                 read_each(verb, &round, &replies, each)
             } else {
                 read_all(verb, &round, &replies, each)
@@ -159,7 +171,7 @@ pub fn run(
             Refusal::OneByOne if !round.one_by_one => rounds.push(Round { one_by_one: true, ..round }),
             Refusal::OneByOne => return Err(failed(format!("{} moves the slot", round.at), unknown)),
             Refusal::Full(why) => return Err(Failed { full: true, why, unknown }),
-            Refusal::Busy(why) => {
+            Refusal::Busy(why) | Refusal::Late(why) => {
                 cluster.refresh();
                 return Err(failed(why, unknown));
             }
@@ -177,19 +189,22 @@ pub struct Sent {
     parts: usize,
     begun: Instant,
     timeout: Duration,
+    /// Replicas that must have it.
+    replicas: u32,
 }
 
 /// Sends values that are still being produced. Each call of `make` appends one or more values, for the next keys, and
 /// the previous ones are sent meanwhile. One `WAIT` follows the last. [`Sent::end`] reads the replies.
 pub fn send_as_made(
     cluster: &Cluster,
-    replicas: u32,
     keys: &[Vec<u8>],
     values: &mut Values,
     make: &mut dyn FnMut(&mut Values),
 ) -> Result<Sent, Failed> {
-    let owner = cluster.owner(slot_of(keys.first().map_or(&[], Vec::as_slice)));
-    let at = owner.map_err(|error| Failed { full: false, why: error.to_string(), unknown: false })?;
+    cluster.refresh_if_old();
+    let owner = cluster.owner(slot_of(keys.first().map_or(&[], Vec::as_slice))).map_err(|error| error.to_string());
+    let known = owner.and_then(|at| cluster.replicas_of(&at).map(|replicas| (at, replicas)));
+    let (at, replicas) = known.map_err(|why| Failed { full: false, why, unknown: false })?;
     let (node, begun) = (cluster.node(&at), Instant::now());
     let timeout = node.timeout(Kind::Write);
     let until = begun + timeout;
@@ -204,9 +219,9 @@ pub fn send_as_made(
         while values.len() < keys.len() {
             let from = values.len();
             make(values);
-            let round =
-                Round { at: at.clone(), keys: (from..values.len()).collect(), one_by_one: false, asking: false };
-            link.send(&commands(Verb::Set { values, replicas: 0 }, keys, &round, Duration::ZERO), until)?;
+            let part = (from..values.len()).collect();
+            let round = Round { at: at.clone(), keys: part, one_by_one: false, asking: false, replicas: 0 };
+            link.send(&commands(Verb::Set(values), keys, &round, Duration::ZERO), until)?;
             parts += 1;
         }
         let mut wait = Commands::default();
@@ -217,15 +232,15 @@ pub fn send_as_made(
         node.note(Kind::Write, begun, timeout, Some(&error));
         return Err(failed(&error, true));
     }
-    Ok(Sent { node, link, parts, begun, timeout })
+    Ok(Sent { node, link, parts, begun, timeout, replicas })
 }
 
 impl Sent {
     /// Waits for the replies. `keys` and `values` are those that were sent: if their slot has moved, they are sent
     /// again.
-    pub fn end(self, cluster: &Cluster, replicas: u32, keys: &[Vec<u8>], values: &Values) -> Result<(), Failed> {
-        let Self { node, link, parts, begun, timeout } = self;
-        let (at, verb) = (&node.addr, Verb::Set { values, replicas });
+    pub fn end(self, cluster: &Cluster, keys: &[Vec<u8>], values: &Values) -> Result<(), Failed> {
+        let Self { node, link, parts, begun, timeout, replicas } = self;
+        let at = &node.addr;
         let mut unknown = true;
         let kept = node.end(link, Kind::Write, begun, timeout, |link| {
             // The caller may come late. What is there by then is in time.
@@ -240,20 +255,20 @@ impl Sent {
                     |error| Some(Refusal::of(&error, at)),
                 )
             });
-            Ok(error.map_or_else(|| check_wait(verb, at, &replies), Err))
+            in_time(error.map_or_else(|| check_wait(replicas, at, &replies), Err))
         });
         let failed = |why: String| Failed { full: false, why, unknown };
         match kept {
             Ok(Ok(())) => Ok(()),
             Ok(Err(Refusal::Full(why))) => Err(Failed { full: true, ..failed(why) }),
-            Ok(Err(Refusal::Busy(why))) => {
+            Ok(Err(Refusal::Busy(why) | Refusal::Late(why))) => {
                 cluster.refresh();
                 Err(failed(why))
             }
             // The slot moves, or has moved. All values are ready, so this continues as an ordinary request.
             Ok(Err(Refusal::Moved(_) | Refusal::Ask(_) | Refusal::OneByOne)) => {
                 cluster.refresh();
-                run(cluster, verb, keys, &mut |_, _| ())
+                run(cluster, Verb::Set(values), keys, &mut |_, _| ())
                     .map_err(|error| Failed { unknown: unknown || error.unknown, ..error })
             }
             Err(error) => {
@@ -273,7 +288,31 @@ fn add_wait(commands: &mut Commands, replicas: u32, within: Duration) {
 }
 
 fn broken(at: &Addr, error: &io::Error) -> String {
-    if is_late(error) { format!("{at} does not answer in time") } else { format!("{at}: {error}") }
+    match error.get_ref() {
+        Some(why) if why.is::<TooFew>() => why.to_string(),
+        _ if is_late(error) => format!("{at} does not answer in time"),
+        _ => format!("{at}: {error}"),
+    }
+}
+
+/// What a `WAIT` that was too short comes to.
+#[derive(Debug)]
+struct TooFew(String);
+
+impl std::fmt::Display for TooFew {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for TooFew {}
+
+/// A `WAIT` that was too short is late like a reply that does not come: so the next one may take longer.
+fn in_time<T>(read: Result<T, Refusal>) -> io::Result<Result<T, Refusal>> {
+    match read {
+        Err(Refusal::Late(why)) => Err(io::Error::new(io::ErrorKind::TimedOut, TooFew(why))),
+        read => Ok(read),
+    }
 }
 
 /// Builds the commands of a round.
@@ -281,16 +320,16 @@ fn commands(verb: Verb<'_>, keys: &[Vec<u8>], round: &Round, wait: Duration) -> 
     let mut commands = Commands::default();
     let (many, one) = match verb {
         Verb::Get => ("MGET", "GET"),
-        Verb::Set { .. } => ("MSET", "SET"),
+        Verb::Set(_) => ("MSET", "SET"),
         Verb::Unlink => ("UNLINK", "UNLINK"),
     };
     let words = |commands: &mut Commands, at: usize| {
         commands.word(&keys[at]);
-        if let Verb::Set { values, .. } = verb {
+        if let Verb::Set(values) = verb {
             commands.word(values.get(at));
         }
     };
-    let words_each = if matches!(verb, Verb::Set { .. }) { 2 } else { 1 };
+    let words_each = if matches!(verb, Verb::Set(_)) { 2 } else { 1 };
     if !round.one_by_one {
         commands.begin(1 + words_each * round.keys.len());
         commands.word(many.as_bytes());
@@ -304,9 +343,7 @@ fn commands(verb: Verb<'_>, keys: &[Vec<u8>], round: &Round, wait: Duration) -> 
         commands.word(one.as_bytes());
         words(&mut commands, *at);
     }
-    if let Verb::Set { replicas, .. } = verb {
-        add_wait(&mut commands, replicas, wait);
-    }
+    add_wait(&mut commands, round.replicas, wait);
     commands
 }
 
@@ -317,12 +354,14 @@ fn is_refused(round: &Round, replies: &Replies<'_>) -> bool {
 }
 
 /// Checks whether the required number of replicas have the write.
-fn check_wait(verb: Verb<'_>, at: &Addr, replies: &Replies<'_>) -> Result<(), Refusal> {
-    let Verb::Set { replicas: replicas @ 1.., .. } = verb else { return Ok(()) };
+fn check_wait(replicas: u32, at: &Addr, replies: &Replies<'_>) -> Result<(), Refusal> {
+    if replicas == 0 {
+        return Ok(());
+    }
     let last = replies.get(replies.iter().len().saturating_sub(1));
     match last.int() {
         Some(have) if have >= i64::from(replicas) => Ok(()),
-        Some(have) => Err(Refusal::Busy(format!("{have} replicas of {at} have it in time, {replicas} are needed"))),
+        Some(have) => Err(Refusal::Late(format!("{have} replicas of {at} have it in time, {replicas} are needed"))),
         None => Err(last.error().map_or_else(|| senseless(at), |error| Refusal::of(&error, at))),
     }
 }
@@ -340,7 +379,7 @@ fn found<'a>(verb: Verb<'_>, round: &Round, said: Said<'a, '_>) -> Result<Found<
     match verb {
         Verb::Get if said.is_nil() => Ok(if round.asking { Found::Elsewhere } else { Found::Nothing }),
         Verb::Get => said.bytes().map(Found::Value).ok_or_else(|| senseless(&round.at)),
-        Verb::Set { .. } => {
+        Verb::Set(_) => {
             if said.text() == Some("OK") {
                 Ok(Found::Done(1))
             } else {
@@ -372,7 +411,7 @@ fn read_all(
     if matches!(verb, Verb::Get) {
         return Err(senseless(&round.at));
     }
-    check_wait(verb, &round.at, replies)?;
+    check_wait(round.replicas, &round.at, replies)?;
     round.keys.iter().take(1).for_each(|at| each(*at, done));
     Ok(Vec::new())
 }
@@ -397,14 +436,14 @@ fn read_each(
                     replies.get(number * step + step - 1).error().is_some_and(|error| error.starts_with("ASK"));
                 match more.iter_mut().find(|round| round.at == to && round.asking == asking) {
                     Some(round) => round.keys.push(*at),
-                    None => more.push(Round { at: to, keys: vec![*at], one_by_one: true, asking }),
+                    None => more.push(Round { at: to, keys: vec![*at], one_by_one: true, asking, replicas: 0 }),
                 }
             }
             Err(refusal) => return Err(refusal),
         }
     }
     if stored {
-        check_wait(verb, &round.at, replies)?;
+        check_wait(round.replicas, &round.at, replies)?;
     }
     Ok(more)
 }

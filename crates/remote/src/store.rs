@@ -3,9 +3,10 @@
 //! Before: the spill worker has pages that have been far for a long time. After: a primary and the required number of
 //! replicas have each page, compressed and with a checksum; a slow worker gets it back.
 //! Threads: any; every call except `free` and `usage` may wait for the network. A read waits up to its node's timeout
-//! (0.1 to 1.6 s, see `nodes`), a write up to another one (1 to 4 s). Units: a page is a value; `budget` counts pages.
-//! Promise: `Stored` means that an `OK` and a `WAIT` for the replicas arrived in one pipeline on one connection, while
-//! the VM's lease lasted.
+//! (0.1 to 1.6 s, several pages to 3.2 s, see `nodes`), a write up to another one (1 to 4 s). A read of a thread that
+//! has a lock ends after 0.1 s if others want that. Units: a page is a value; `budget` counts pages.
+//! Promise: `Stored` means that an `OK` and a `WAIT` for all replicas that may be elected arrived in one pipeline on
+//! one connection, while the VM's lease lasted.
 //! `Absent` means that every node that might have the page was asked (`loss`).
 //!
 //! *No index.* The handle is the page's generation (`generation`), and both form the key. No two runs of pages have the
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 use ballast_base::PageIdx;
 use ballast_base::store::{Ending, OnReply, Recovered};
 use ballast_base::wire::VmId;
-use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob};
+use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob, held};
 use ballast_sys::clock;
 
 use crate::begun::Begun;
@@ -198,8 +199,7 @@ impl RemoteStore {
                 });
             }
         };
-        let replicas = self.cluster.options().replicas;
-        match request::send_as_made(&self.cluster, replicas, &names, &mut values, &mut make) {
+        match request::send_as_made(&self.cluster, &names, &mut values, &mut make) {
             Ok(sent) => Ok(Write { first, count, generation, since, names, values, sent }),
             Err(failed) => Err(self.failed((first, count, generation), failed)),
         }
@@ -208,9 +208,7 @@ impl RemoteStore {
     /// Waits until the chunk is stored.
     fn end_chunk(&self, write: Write) -> Result<Handle, PutOutcome> {
         let Write { first, count, generation, since, names, values, sent } = write;
-        let replicas = self.cluster.options().replicas;
-        sent.end(&self.cluster, replicas, &names, &values)
-            .map_err(|failed| self.failed((first, count, generation), failed))?;
+        sent.end(&self.cluster, &names, &values).map_err(|failed| self.failed((first, count, generation), failed))?;
         // A node that belongs to another cluster may have brought that one's map meanwhile.
         if let Err(why) = self.home.takes(&self.cluster).and_then(|()| self.lease.has_lasted(since)) {
             self.garbage.failed(first, count, generation);
@@ -364,6 +362,9 @@ impl Store for RemoteStore {
         outcomes.resize(start + keys.len(), GetOutcome::Busy);
         let mut from = 0;
         for chunk in keys.chunk_by(|a, b| (a.region, a.page.0 / CHUNK_PAGES) == (b.region, b.page.0 / CHUNK_PAGES)) {
+            if from > 0 && held::is_wanted() {
+                break;
+            }
             let end = from + chunk.len();
             let outcomes = &mut outcomes[start + from..start + end];
             self.get_chunk(chunk, &handles[from..end], &mut out[from..end], outcomes);

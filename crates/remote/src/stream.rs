@@ -7,13 +7,16 @@
 //! configured authority for the expected name.
 
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::net::{RecvFlags, SendFlags};
+use ballast_store::held;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
@@ -33,6 +36,56 @@ pub struct Tls {
 
 /// Limit of reads of unrequested records at a time.
 const UNASKED: usize = 16;
+
+/// How long a thread waits for a server before it gives a lock up that others want ([`held`]).
+pub const FIRST_WAIT: Duration = Duration::from_millis(100);
+
+/// The error of a call that ended because others want a lock of the calling thread. It says nothing about the server.
+pub fn gives_way() -> io::Error {
+    io::Error::other("others wait for a lock that this thread has")
+}
+
+/// What to do after a wait that was over without a result.
+fn over(until: Instant) -> io::Result<()> {
+    if held::is_wanted() { Err(gives_way()) } else { left(until).map(drop) }
+}
+
+/// How long the next wait may take.
+fn step(until: Instant) -> io::Result<Duration> {
+    let left = left(until)?;
+    Ok(if held::is_held() { left.min(FIRST_WAIT) } else { left })
+}
+
+/// Connects.
+///
+/// # Errors
+/// The server cannot be reached in time.
+pub fn connect(at: SocketAddr, until: Instant) -> io::Result<TcpStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(
+        if at.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 },
+        SocketType::STREAM,
+        flags,
+        None,
+    )?;
+    match rustix::net::connect(&socket, &at) {
+        Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    loop {
+        let wait = Timespec::try_from(step(until)?).map_err(io::Error::other)?;
+        match poll(&mut [PollFd::new(&socket, PollFlags::OUT)], Some(&wait)) {
+            Ok(0) => over(until)?,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+            Ok(_) => break,
+        }
+    }
+    rustix::net::sockopt::socket_error(&socket)??;
+    let stream = TcpStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
 
 /// The bytes of one connection.
 #[derive(Debug)]
@@ -241,9 +294,10 @@ impl Stream {
     /// Makes one system call that waits until the deadline at most.
     fn within(&mut self, until: Instant, mut call: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
         loop {
-            self.set_timeout(left(until)?)?;
+            self.set_timeout(step(until)?)?;
             match call(&self.socket) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => over(until)?,
                 done => return done,
             }
         }

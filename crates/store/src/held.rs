@@ -66,8 +66,13 @@ pub(crate) fn has_time() -> bool {
     HAS_TIME.get()
 }
 
+/// Does this thread hold such a lock?
+pub fn is_held() -> bool {
+    HELD.with_borrow(Option::is_some)
+}
+
 /// Does another thread want the lock that this one holds?
-pub(crate) fn is_wanted() -> bool {
+pub fn is_wanted() -> bool {
     HELD.with_borrow(|held| held.as_ref().is_some_and(|wanted| wanted.load(Ordering::Acquire) > 0))
 }
 

@@ -1,6 +1,7 @@
 //! Helpers of the tests against real clusters.
 #![allow(dead_code)]
 
+use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
@@ -64,6 +65,54 @@ pub fn shards(port: u16) -> String {
         "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{port}\r\n\
          $2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n"
     )
+}
+
+/// The pieces of a reply, and the pause after each.
+pub type Slowly = (Vec<Vec<u8>>, Duration);
+
+/// Plays a server of a VM's pages at one connection: it has all slots, an identity and the VM's lease. To other
+/// commands it writes what `answer` returns; `None`: it says nothing.
+pub fn serve(stream: &TcpStream, answer: &dyn Fn(&[Vec<u8>]) -> Option<Slowly>) {
+    let port = stream.local_addr().expect("an address").port();
+    let (mut asked, mut says) = (BufReader::new(stream), stream);
+    while let Some(words) = command(&mut asked) {
+        let names = |at: usize, what: &[u8]| words.get(at).is_some_and(|word| word.starts_with(what));
+        let (pieces, pause) = if names(0, b"CLUSTER") {
+            (vec![shards(port).into_bytes()], Duration::ZERO)
+        } else if names(1, b"bl{cluster:") {
+            (vec![b"$16\r\n0000000000000007\r\n".to_vec()], Duration::ZERO)
+        } else if names(1, b"bl{") {
+            let reply = if names(0, b"PEXPIRE") { &b":1\r\n"[..] } else { b"+OK\r\n" };
+            (vec![reply.to_vec()], Duration::ZERO)
+        } else if let Some(said) = answer(&words) {
+            said
+        } else {
+            continue;
+        };
+        for piece in pieces {
+            if says.write_all(&piece).is_err() {
+                return;
+            }
+            std::thread::sleep(pause);
+        }
+    }
+}
+
+/// Reads the words of the next command.
+fn command(asked: &mut impl BufRead) -> Option<Vec<Vec<u8>>> {
+    let number = |asked: &mut dyn BufRead| {
+        let mut line = String::new();
+        asked.read_line(&mut line).ok()?;
+        line.trim_end().get(1..)?.parse::<usize>().ok()
+    };
+    let words = number(asked)?;
+    let word = |_| {
+        let mut word = vec![0; number(asked)? + 2];
+        asked.read_exact(&mut word).ok()?;
+        word.truncate(word.len() - 2);
+        Some(word)
+    };
+    (0..words).map(word).collect()
 }
 
 /// Removes all that these VMs have in the cluster. Returns the number of their pages.

@@ -1,0 +1,96 @@
+//! Tests which replicas a page must be on before it counts as stored.
+//!
+//! Before: `conformance` passed. After: whichever replica is elected, it has the page.
+//! Threads: the test's. Units: pages. All tests need `valkey`.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_remote::check::check;
+use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
+use ballast_testvm::valkey::Layout;
+use common::{LEASE, cluster, start};
+
+const VM: VmId = VmId([7; 16]);
+const DEADLINE: Duration = Duration::from_secs(60);
+
+fn key(page: u64) -> PageKey {
+    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
+}
+
+fn store(cluster: &Arc<Cluster>) -> RemoteStore {
+    RemoteStore::new(VM, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
+}
+
+/// Puts a page until that comes to what is wanted. Returns its handle, if it is stored.
+fn put_until(store: &RemoteStore, page: u64, is_stored: bool) -> Option<Handle> {
+    let begun = Instant::now();
+    loop {
+        match store.put(key(page), &pages::mixed(page)) {
+            PutOutcome::Stored(handle) if is_stored => return Some(handle),
+            PutOutcome::Stored(handle) => store.free(key(page), handle),
+            PutOutcome::Busy if !is_stored => return None,
+            outcome => assert_eq!(outcome, PutOutcome::Busy),
+        }
+        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
+    }
+}
+
+fn needs_two(store: &RemoteStore) {
+    let why = store.last_refusal().expect("a reason");
+    assert!(why.contains("1 replicas") && why.contains("2 are needed"), "{why}");
+}
+
+#[test]
+fn a_page_is_stored_only_when_every_replica_that_may_be_elected_has_it() {
+    // The cluster calls no node failed during the test.
+    let node_timeout = Duration::from_secs(60);
+    let Some(mut valkey) = start(Layout { primaries: 1, replicas: 2, node_timeout, ..Layout::default() }) else {
+        return;
+    };
+    let ours = cluster(&valkey, 1);
+    let store = store(&ours);
+    // A server knows the other ones before it knows of which shard they are.
+    let begun = Instant::now();
+    while !check(&ours).iter().any(|finding| !finding.serious && finding.text.contains("has 2 replicas")) {
+        assert!(begun.elapsed() < DEADLINE, "{:?}", check(&ours));
+    }
+    valkey.stop(2).expect("stop");
+    assert_eq!(store.put(key(0), &pages::mixed(0)), PutOutcome::Busy, "one replica has it");
+    needs_two(&store);
+    valkey.go_on(2).expect("go on");
+    let handle = put_until(&store, 0, true).expect("stored");
+    valkey.kill(0);
+    valkey.kill(1);
+    valkey.say(2, &["CONFIG", "SET", "cluster-node-timeout", "1000"]).expect("CONFIG");
+    valkey.say(2, &["CLUSTER", "FAILOVER", "TAKEOVER"]).expect("it is the primary");
+    let (begun, mut out) = (Instant::now(), [0; PAGE_SIZE]);
+    while store.get(key(0), handle, &mut out) != GetOutcome::Found {
+        assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
+    }
+    assert!(out == pages::mixed(0));
+}
+
+#[test]
+fn a_replica_that_the_cluster_calls_failed_is_not_waited_for_and_one_that_is_back_is() {
+    let Some(mut valkey) = start(Layout { primaries: 1, replicas: 2, ..Layout::default() }) else { return };
+    let store = store(&cluster(&valkey, 1));
+    put_until(&store, 0, true);
+    valkey.kill(2);
+    put_until(&store, 1, true);
+    valkey.restart(2).expect("restart");
+    valkey.wait_whole().expect("whole again");
+    // It is not called failed again.
+    (0..3)
+        .for_each(|node| drop(valkey.say(node, &["CONFIG", "SET", "cluster-node-timeout", "60000"]).expect("CONFIG")));
+    valkey.stop(2).expect("stop");
+    put_until(&store, 2, false);
+    needs_two(&store);
+    valkey.go_on(2).expect("go on");
+    put_until(&store, 2, true);
+}
