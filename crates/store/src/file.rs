@@ -2,7 +2,7 @@
 //!
 //! Before: `Store::put` brings a page, or `put_run` up to 2 MiB of them. After: a same-filled page has become a handle
 //! and nothing else; any other page is in a block of the file, its checksum in the index.
-//! Threads: any; each has an io_uring of its own (see `disk`), and so has a read that was begun (`begun`).
+//! Threads: any; each has io_urings of its own (see `disk` and `reading`), and so has a read that was begun (`begun`).
 //! Several processes may use one file, as with `RamStore`.
 //! Units: a block is 4096 bytes, an area 512 blocks. Disk space is charged and returned in areas: `tidy` punches
 //! emptied areas, and the next put does so, too, except for 16 MiB. A query of the usage reads counters and never waits
@@ -21,11 +21,16 @@
 //! dead process left *with the kernel* may reach the disk after the process's death; `recover` waits for it before it
 //! frees anything.
 
+mod batch;
 mod begun;
 mod blocks;
 mod disk;
+mod errors;
+mod faults;
 mod layout;
 mod limits;
+mod probe;
+mod reading;
 mod unread;
 
 use std::io;
@@ -42,7 +47,8 @@ use ballast_handover::arena::{MAX_SLABS, WORD_FILE_DEV, WORD_FILE_INO, WORD_TODA
 use ballast_sys::direct::{self, DirectFile};
 use ballast_sys::memfd;
 
-pub use disk::{DiskFault, DiskFaults, has_late_writes, notice_late_writes};
+pub use disk::{has_late_writes, notice_late_writes};
+pub use faults::{DiskFault, DiskFaults};
 pub use layout::AREA_BYTES;
 pub use limits::Refusal;
 
@@ -55,6 +61,7 @@ use blocks::{BAD, BEING_WRITTEN, Counter, Inner, page_after};
 use disk::{Disk, Moved};
 use layout::{AREA_BLOCKS, INDEX};
 use limits::Limits;
+use reading::{Came, Reading};
 
 /// How to run a file store.
 #[derive(Clone, Debug)]
@@ -183,13 +190,21 @@ impl FileStore {
         disk::ready()?;
         let spare = spare_block(self.inner.allocator.arena().slabs());
         let unfaulty = Disk { file: Arc::clone(&self.inner.disk.file), faults: None, read_only: false };
-        let moved = |moved: Vec<Moved>, what: &str| match moved.into_iter().next() {
-            Some(Moved::Done) => Ok(()),
-            Some(Moved::Failed(error)) => Err(io::Error::new(error.kind(), format!("{what} 4096 bytes: {error}"))),
-            _ => Err(io::Error::new(io::ErrorKind::TimedOut, format!("{what} 4096 bytes takes too long"))),
-        };
-        moved(unfaulty.write(&[(spare, &[[0x5a; PAGE_SIZE]])], |_| || (), || ()), "writing")?;
-        moved(unfaulty.read(&[(spare, 1)], |_| disk::read_timeout(u8::MAX), |_, _| ()), "reading")?;
+        let failed =
+            |what: &str, error: &io::Error| Err(io::Error::new(error.kind(), format!("{what} 4096 bytes: {error}")));
+        let late =
+            |what: &str| Err(io::Error::new(io::ErrorKind::TimedOut, format!("{what} 4096 bytes takes too long")));
+        match unfaulty.write(&[(spare, &[[0x5a; PAGE_SIZE]])], |_| || (), || ()).first() {
+            Some(Moved::Done) => {}
+            Some(Moved::Failed(error)) => return failed("writing", error),
+            _ => return late("writing"),
+        }
+        let reading = Reading::default();
+        match reading.read(&unfaulty, &[(spare, 1)], disk::read_timeout(u8::MAX), |_, _| true).first() {
+            Some(Came::Done { .. }) => {}
+            Some(Came::Failed(error, _)) => return failed("reading", error),
+            _ => return late("reading"),
+        }
         self.wait_for_writes()
     }
 
@@ -345,6 +360,7 @@ impl Store for FileStore {
     }
 
     fn tidy(&self) {
+        reading::release_unwanted();
         self.inner.allocator.settle(0);
     }
 

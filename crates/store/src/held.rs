@@ -42,8 +42,8 @@ thread_local! {
     static HAS_TIME: Cell<bool> = const { Cell::new(false) };
 }
 
-/// No guest's thread waits for what the calling thread reads, until this value is dropped: it gives up no page of a
-/// disk that is gone for a while.
+/// No guest's thread waits for what the calling thread reads, until this value is dropped: errors that it meets are not
+/// the guest's, and it gives up no page of a disk that is gone for a while.
 #[derive(Debug)]
 #[must_use]
 pub struct WithTime(bool);
@@ -62,7 +62,7 @@ impl Drop for WithTime {
 }
 
 /// Does no guest's thread wait for this one?
-pub(crate) fn has_time() -> bool {
+pub fn has_time() -> bool {
     HAS_TIME.get()
 }
 

@@ -549,11 +549,14 @@ fn a_store_that_was_closed_changes_nothing_when_its_last_write_is_over() {
 fn a_get_that_takes_too_long_is_busy_and_answers_later() {
     let Some(made) = made(64 * MIB) else { return };
     let handle = put(&made.store, 0, &pages::incompressible(0));
-    made.faults.fail_reads(3, DiskFault::Late);
+    made.faults.fail_reads_of(block_of(handle), None);
+    // Longer than 0.1, 0.2 and 0.4 s.
+    made.faults.fail_reads(1, DiskFault::Takes(Duration::from_secs(1)));
     for _ in 0..3 {
         assert_eq!(get(&made.store, 0, handle).0, GetOutcome::Busy);
     }
     must_hold(&made.store, 0, handle, &pages::incompressible(0));
+    assert_eq!(made.faults.reads_of(block_of(handle)), 1, "it was read once");
 }
 
 #[test]
@@ -565,17 +568,21 @@ fn a_disk_on_which_every_read_takes_long_gives_its_pages_back_and_a_quick_one_is
         made.faults.forget();
         busy
     };
-    let handles = put_run(&made.store, 0, &run_of(0..8));
-    let tried = tries(0, handles[0], Duration::from_secs(3));
+    let handles = put_run(&made.store, 0, &run_of(0..9));
+    made.faults.fail_reads_of(block_of(handles[0]), None);
+    let tried = tries(0, handles[0], Duration::from_secs(5));
+    assert_eq!(made.faults.reads_of(block_of(handles[0])), 1, "it was read once");
     assert!((5..TRIES).contains(&tried), "0.1, 0.2, 0.4, 0.8, 1.6 s are too short: {tried}");
     must_hold(&made.store, 0, handles[0], &pages::incompressible(0));
     assert!(tries(0, handles[0], Duration::from_millis(150)) > 0, "the page came, so this begins anew");
-    assert_eq!(tries(1, handles[1], Duration::from_secs(3600)), TRIES, "no wait is without end");
+    assert_eq!(tries(8, handles[8], Duration::from_secs(3600)), TRIES, "no wait is without end");
     // Pages that are read together are waited for as long as the slowest of them.
+    made.faults.fail_reads(1, DiskFault::Takes(Duration::from_secs(5)));
+    assert!((0..5).all(|_| get(&made.store, 1, handles[1]).0 == GetOutcome::Busy));
     made.faults.fail_reads(TRIES, DiskFault::Takes(Duration::from_secs(3)));
     let mut out = vec![[0; PAGE_SIZE]; 8];
     let mut outcomes = Vec::new();
-    made.store.get_run(key(0), &handles, &mut out, &mut outcomes);
+    made.store.get_run(key(0), &handles[..8], &mut out, &mut outcomes);
     made.faults.forget();
     assert_eq!(outcomes, [GetOutcome::Found; 8]);
     assert!(out == run_of(0..8));
@@ -598,10 +605,14 @@ fn the_days_writes_are_limited_across_successors_and_say_so() {
     put(&made.store, 11, &pages::incompressible(11));
 }
 
+/// The block of the file that has this page.
+fn block_of(handle: Handle) -> u64 {
+    handle.bits() & 0x3ff | (handle.bits() >> 10 & 0x3f_ffff) << 9
+}
+
 fn overwrite_a_byte(made: &Made, handle: Handle) {
     let file = File::from(memfd::reopen(std::os::fd::AsFd::as_fd(&made.file), true).expect("reopen"));
-    let block = handle.bits() & 0x3ff | (handle.bits() >> 10 & 0x3f_ffff) << 9;
-    file.write_all_at(&[1], block * PAGE_SIZE as u64 + 100).expect("write");
+    file.write_all_at(&[1], block_of(handle) * PAGE_SIZE as u64 + 100).expect("write");
     file.sync_all().expect("sync");
 }
 

@@ -2,21 +2,22 @@
 //!
 //! Before: `store` has an extent to write, or one to read, and a buffer of its own. After: the caller has the buffer
 //! again, and the kernel's result. If it gave up the wait, the buffer stays here until the kernel is done with it.
-//! Threads: a ring belongs to the thread that made it, or any thread may have it ([`Ring::for_any_thread`]), for one
-//! transfer at a time. Units: offsets and lengths are bytes.
+//! Threads: a ring belongs to the thread that made it, or any thread may have it ([`Ring::for_any_thread`]). Units:
+//! offsets and lengths are bytes.
 //! Promise: memory that the kernel may still read or write is never freed: transfers own their buffer and their file,
 //! and a ring that is dropped while the kernel works leaks those buffers instead, and closes the files.
 
 use std::alloc::Layout;
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::direct::DirectFile;
 
@@ -106,6 +107,20 @@ struct Flight {
     late: Option<Late>,
 }
 
+/// See [`Ring::watch`].
+#[derive(Debug)]
+pub struct RingWatch(OwnedFd);
+
+impl RingWatch {
+    /// Wait until a transfer is over, and for `timeout` at most. If several threads wait, the ring may have nothing for
+    /// this one any more.
+    pub fn wait(&self, timeout: Duration) {
+        let time = timeout.try_into().ok();
+        // An error, such as an interruption, ends the wait.
+        let _ = rustix::event::poll(&mut [PollFd::new(&self.0, PollFlags::IN)], time.as_ref());
+    }
+}
+
 /// A ring.
 pub struct Ring {
     uring: IoUring,
@@ -135,21 +150,29 @@ impl Ring {
         Ok(Self { uring, flights: (0..transfers).map(|_| None).collect() })
     }
 
-    /// A ring for one transfer at a time, for any thread, and for several after each other. The kernel posts the end of
-    /// a transfer in the thread that submitted it, when that waits or leaves the kernel: others see it after that.
+    /// A ring for up to `transfers` transfers at once, 32 at most, for any thread, and several after each other. The
+    /// kernel posts the end of a transfer in the thread that submitted it, when that waits or leaves the kernel.
     ///
     /// # Errors
     /// As above.
-    pub fn for_any_thread() -> io::Result<Self> {
+    pub fn for_any_thread(transfers: usize) -> io::Result<Self> {
         // From the entries of its first ring the kernel concludes how many threads may do what a thread's rings cannot
         // do at once. They fit in the pages of one entry.
-        Ok(Self { uring: IoUring::new(32)?, flights: vec![None] })
+        Ok(Self { uring: IoUring::new(32)?, flights: (0..transfers).map(|_| None).collect() })
     }
 
     /// Has input when a transfer is over. Only of a ring for any thread.
     pub fn fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is open as long as the ring, which is borrowed.
         unsafe { BorrowedFd::borrow_raw(self.uring.as_raw_fd()) }
+    }
+
+    /// To wait with while another thread has the ring. Only of a ring for any thread.
+    ///
+    /// # Errors
+    /// There are no descriptors.
+    pub fn watch(&self) -> io::Result<RingWatch> {
+        self.fd().try_clone_to_owned().map(RingWatch)
     }
 
     /// Begin a transfer; the kernel learns of it at the next `submit` or `wait`.
@@ -182,6 +205,11 @@ impl Ring {
     /// cannot take now.
     pub fn submit(&mut self) -> bool {
         self.uring.submit().is_ok_and(|count| count > 0)
+    }
+
+    /// Does the kernel know of all transfers?
+    pub fn is_submitted(&mut self) -> bool {
+        self.uring.submission().is_empty()
     }
 
     /// Wait for a transfer. Returns it with the bytes that this start of it has done, or the error. Returns `None` if
@@ -401,10 +429,11 @@ mod tests {
 
     #[test]
     fn a_ring_for_any_thread_tells_by_its_descriptor_what_another_thread_takes() {
-        let mut ring = match Ring::for_any_thread() {
+        let mut ring = match Ring::for_any_thread(1) {
             Ok(ring) => ring,
             Err(error) => return skip("io_uring", error),
         };
+        let watch = ring.watch().expect("a descriptor");
         let (reader, writer) = rustix::pipe::pipe().expect("pipe");
         let mut read = transfer(&Arc::new(reader.into()), Direction::Read, 0, &[0; 8]);
         read.offset = u64::MAX;
@@ -412,8 +441,8 @@ mod tests {
         ring.submit();
         assert!(ring.now(&ticket).is_none());
         rustix::io::write(&writer, &[7; 8]).expect("write");
-        rustix::event::poll(&mut [rustix::event::PollFd::new(&ring.fd(), rustix::event::PollFlags::IN)], None)
-            .expect("poll");
+        watch.wait(TIMEOUT);
+        rustix::event::poll(&mut [PollFd::new(&ring.fd(), PollFlags::IN)], None).expect("poll");
         let taken = std::thread::spawn(move || ring.now(&ticket)).join().expect("no panic");
         let (transfer, result) = taken.expect("over");
         assert_eq!((result.expect("read"), &transfer.buffer.as_slice()[..8]), (8, &[7; 8][..]));

@@ -76,13 +76,21 @@ struct Running {
     threads: [JoinHandle<()>; 2],
 }
 
-#[derive(Debug)]
+/// Says of an offset in a file whether reads of it fail.
+type Fails = Box<dyn Fn(u64) -> bool + Send>;
+
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
 }
 
-#[derive(Debug, Default)]
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
 struct State {
     /// Files by node number. The root is not among them.
     files: HashMap<u64, std::fs::File>,
@@ -92,6 +100,8 @@ struct State {
     /// The server sends no reply while this is set.
     held: bool,
     delay: Duration,
+    /// Which reads fail, with `EIO`.
+    fails: Option<Fails>,
     /// Requests that wait for a reply, in order of arrival, each with the earliest time of its reply.
     late: Vec<(Instant, Vec<u8>)>,
     reads: u64,
@@ -143,6 +153,11 @@ impl Fuse {
     /// Delay the reply to each read from now on.
     pub fn set_delay(&self, delay: Duration) {
         self.shared.lock().delay = delay;
+    }
+
+    /// From now on reads fail of which a block of 4096 bytes begins at an offset for which this is true.
+    pub fn fail_reads(&self, fails: impl Fn(u64) -> bool + Send + 'static) {
+        self.shared.lock().fails = Some(Box::new(fails));
     }
 
     /// Hold every reply from now on.
@@ -326,6 +341,10 @@ impl State {
             op::OPEN => file.map(|_| self.opened(arg)).ok_or(Errno::ISDIR),
             op::READ => {
                 let (offset, len) = (u64_at(arg, 8), u32_at(arg, 16).min(MOST));
+                let mut blocks = (offset..offset + u64::from(len)).step_by(4096);
+                if self.fails.as_ref().is_some_and(|fails| blocks.any(fails)) {
+                    return Err(Errno::IO);
+                }
                 let mut bytes = vec![0; len as usize];
                 let read = file.ok_or(Errno::ISDIR)?.read_at(&mut bytes, offset).map_err(errno_of)?;
                 Ok(Body(bytes[..read].to_vec()))

@@ -20,6 +20,7 @@ use ballast_base::store::OnReply;
 use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
 
 use super::disk::Disk;
+use super::faults::Ordered;
 use crate::{Handle, PageBytes, PageKey};
 
 /// Reads under way at a time, of one store and of all.
@@ -100,7 +101,7 @@ impl OneRead {
         if RINGS.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).is_err() {
             return Err(io::ErrorKind::WouldBlock.into());
         }
-        let made = Ring::for_any_thread().and_then(|ring| Ok((ring, Buffer::new(PAGE_SIZE)?)));
+        let made = Ring::for_any_thread(1).and_then(|ring| Ok((ring, Buffer::new(PAGE_SIZE)?)));
         let (ring, buffer) = made.inspect_err(|_| _ = RINGS.fetch_sub(1, Ordering::AcqRel))?;
         Ok((Self(Box::new(ring)), buffer))
     }
@@ -252,7 +253,7 @@ impl BegunReads {
             reads.starting += 1;
             reads.starting_since.get_or_insert(now);
         }
-        let ring = disk.next_is(Direction::Read).and_then(|ordered| Ok((ordered, OneRead::get()?)));
+        let ring = disk.next_is(Direction::Read, (block, 1)).and_then(|ordered| Ok((ordered, OneRead::get()?)));
         // This says nothing about the device.
         let is_full = ring.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
         // Two threads that begin the same page read it twice.
@@ -277,16 +278,17 @@ impl BegunReads {
         disk: &Disk,
         page: (PageKey, Handle),
         block: u64,
-        ((most, takes), (mut ring, buffer)): ((usize, Duration), (OneRead, Buffer)),
+        (ordered, (mut ring, buffer)): (Ordered, (OneRead, Buffer)),
         watch: OnReply<'_>,
     ) -> Option<UnderWay> {
         let (file, offset) = (Arc::clone(&disk.file), block * PAGE_SIZE as u64);
-        let transfer = Transfer { file, direction: Direction::Read, offset, buffer, done: 0, end: most.min(PAGE_SIZE) };
+        let transfer =
+            Transfer { file, direction: Direction::Read, offset, buffer, done: 0, end: ordered.most.min(PAGE_SIZE) };
         // It has room: it has nothing else to do.
         let ticket = ring.0.start(transfer).ok()?;
         watch(ring.0.fd());
         let since = Instant::now();
-        ring.0.submit().then_some(UnderWay { page, ring, ticket, since, takes, is_abandoned: false })
+        ring.0.submit().then_some(UnderWay { page, ring, ticket, since, takes: ordered.takes, is_abandoned: false })
     }
 
     /// What `check` makes of the bytes of a page that was begun, if they are there. Otherwise `watch` gets the
@@ -349,7 +351,7 @@ mod tests {
 
     #[test]
     fn threads_that_keep_their_rings_leave_some_for_any_number_of_others() {
-        let rings: io::Result<Vec<_>> = (0..KEPT_OF_ALL + KEPT).map(|_| Ring::for_any_thread()).collect();
+        let rings: io::Result<Vec<_>> = (0..KEPT_OF_ALL + KEPT).map(|_| Ring::for_any_thread(1)).collect();
         if let Err(error) = rings {
             return skip("io_uring", error);
         }

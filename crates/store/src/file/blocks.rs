@@ -1,8 +1,8 @@
 //! Pages into blocks and back: the block of a page, the extents that are written as one, and the consequences of a
 //! failure.
 //!
-//! Before: `file` has pages to store, or handles to read. After: `disk` moved the bytes; the index says which page is
-//! where.
+//! Before: `file` has pages to store, or handles to read. After: `disk` and `reading` moved the bytes; the index says
+//! which page is where.
 //! Threads: any. Units: a block is 4096 bytes; a piece is up to 64 consecutive pages in consecutive blocks.
 //! Promise: a header fits a handle only while its block holds that page; a block that failed is never used again.
 
@@ -20,11 +20,13 @@ use super::begun::BegunReads;
 use super::disk::{self, Disk, Moved, PIECE_BLOCKS};
 use super::layout::AREA_BLOCKS;
 use super::limits::{Limits, Refusal};
+use super::probe::Probe;
+use super::reading::{Came, Reading};
 use super::unread::Unread;
 use crate::alloc::{Allocator, Place};
 use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};
 use crate::handle::{self, Named};
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome};
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, held};
 
 /// Pages of a long run get areas of their own, which single pages do not fragment.
 const CLASS_SINGLE: usize = 0;
@@ -57,7 +59,9 @@ pub(super) struct Inner {
     pub(super) disk: Disk,
     pub(super) limits: Limits,
     begun: BegunReads,
+    reading: Reading,
     unread: Unread,
+    probe: Probe,
     /// Blocks with writes that no thread waits for and that are not over. Below zero for a moment, when one is over
     /// before it is counted.
     late: AtomicIsize,
@@ -90,9 +94,9 @@ pub(super) fn page_after(first: PageKey, index: usize) -> PageKey {
 
 impl Inner {
     pub(super) fn new(allocator: Allocator, disk: Disk, limits: Limits, unreadable_for: Duration) -> Self {
-        let (begun, late) = Default::default();
-        let next_write = RandomState::new().hash_one(0).into();
-        Self { allocator, disk, limits, begun, unread: Unread::new(unreadable_for), late, next_write }
+        let (begun, reading, probe, late) = Default::default();
+        let (unread, next_write) = (Unread::new(unreadable_for), RandomState::new().hash_one(0).into());
+        Self { allocator, disk, limits, begun, reading, unread, probe, late, next_write }
     }
 
     pub(super) fn count(&self, counter: Counter) {
@@ -141,9 +145,10 @@ impl Inner {
         self.count(Counter::BadBlocks);
     }
 
-    /// How long to wait for a piece: its blocks are read together.
-    fn read_timeout(&self, piece: &[Wanted]) -> Duration {
-        disk::read_timeout(self.unread.most_late(piece.iter().map(|wanted| wanted.block)))
+    /// How long to wait for pieces that are read together.
+    fn read_timeout(&self, pieces: &[&[Wanted]]) -> Duration {
+        let blocks = pieces.iter().flat_map(|piece| piece.iter().map(|wanted| wanted.block));
+        disk::read_timeout(self.unread.most_late(blocks))
     }
 
     /// The outcome of a put whose block was not written; decides what to do with the block.
@@ -286,21 +291,41 @@ impl Inner {
         if wanted.iter().any(|wanted| self.unread.is_to_rest(wanted.block)) {
             return std::thread::sleep(PAUSE);
         }
-        let follows = |a: &Wanted, b: &Wanted| a.index + 1 == b.index && a.block + 1 == b.block;
+        let bad = |wanted: &Wanted| self.unread.has_failed(wanted.block);
+        if held::has_time() && wanted.iter().any(bad) && !self.unread.was_read_just_now() {
+            self.is_there();
+        }
+        // What is late or kept of earlier reads is taken in the pieces in which it was read.
+        let known = self.reading.known(&self.disk);
+        let of = |wanted: &Wanted| known.iter().position(|known| known.has(wanted.block));
+        let follows = |a: &Wanted, b: &Wanted| {
+            let is_next = a.index + 1 == b.index && a.block + 1 == b.block;
+            is_next && (known.is_empty() || of(a) == of(b)) && !bad(a) && !bad(b)
+        };
         let pieces: Vec<&[Wanted]> = wanted.chunk_by(follows).flat_map(|piece| piece.chunks(PIECE_BLOCKS)).collect();
-        for (piece, moved) in pieces.iter().zip(self.read(first, &pieces, out, outcomes)) {
+        for (piece, came) in pieces.iter().zip(self.read(first, &pieces, out, outcomes)) {
             // One bad block must not cost the other pages of its piece, and a page may have been corrupted in transfer:
             // try once more.
-            let again = |wanted: &&Wanted| match &moved {
-                Moved::Done => outcomes[wanted.index] == GetOutcome::Corrupt,
-                Moved::Failed(_) => piece.len() > 1,
-                Moved::Late | Moved::Unbegun => false,
+            let again = |wanted: &&Wanted| match &came {
+                Came::Done { .. } => outcomes[wanted.index] == GetOutcome::Corrupt,
+                Came::Unsure => true,
+                Came::Failed(..) | Came::Late | Came::Unbegun => false,
             };
             let again: Vec<&[Wanted]> = piece.iter().filter(again).map(std::slice::from_ref).collect();
             if !again.is_empty() {
                 self.read(first, &again, out, outcomes);
             }
         }
+    }
+
+    /// Does the device return bytes now? Reads another block.
+    fn is_there(&self) -> bool {
+        let spare = u64::from(self.allocator.arena().slabs()) * AREA_BLOCKS as u64;
+        let is_there = self.probe.is_good(&self.disk, &self.reading, spare);
+        if is_there {
+            self.unread.read();
+        }
+        is_there
     }
 
     /// Read pieces and check their pages.
@@ -310,40 +335,42 @@ impl Inner {
         pieces: &[&[Wanted]],
         out: &mut [PageBytes],
         outcomes: &mut [GetOutcome],
-    ) -> Vec<Moved> {
+    ) -> Vec<Came> {
         let sizes: Vec<(u64, usize)> = pieces.iter().map(|piece| (piece[0].block, piece.len())).collect();
-        let read_timeout = |number: usize| self.read_timeout(pieces[number]);
-        let begun = Instant::now();
-        let moved = self.disk.read(&sizes, read_timeout, |number, pages| {
+        let (timeout, begun) = (self.read_timeout(pieces), Instant::now());
+        let came = self.reading.read(&self.disk, &sizes, timeout, |number, pages| {
+            let mut are_right = true;
             for (wanted, page) in pieces[number].iter().zip(pages) {
                 let found = codec::is_raw_page(page_after(first, wanted.index), wanted.header, page);
                 outcomes[wanted.index] = if found { GetOutcome::Found } else { GetOutcome::Corrupt };
                 out[wanted.index] = *page;
+                are_right &= found;
             }
+            are_right
         });
-        if moved.iter().any(|moved| matches!(moved, Moved::Done)) {
+        if came.iter().any(|came| matches!(came, Came::Done { is_new: true })) {
             self.unread.read();
             self.begun.took(begun.elapsed());
         }
         // A page of many blocks needs all of them at once: each is waited for longer, also if it came this time.
-        let is_late = moved.iter().any(|moved| matches!(moved, Moved::Late));
-        for (piece, moved) in pieces.iter().zip(&moved) {
+        let is_late = came.iter().any(|came| matches!(came, Came::Late));
+        for (piece, came) in pieces.iter().zip(&came) {
             for wanted in *piece {
                 if is_late {
                     self.unread.late(wanted.block);
                 }
-                match moved {
-                    Moved::Done if is_late => {}
-                    Moved::Done => drop(self.unread.forget(wanted.block)),
-                    // A longer piece does not tell which block failed; the caller reads them one by one.
-                    Moved::Failed(error) if piece.len() == 1 => {
-                        outcomes[wanted.index] = self.unread.failed(wanted.block, error, begun);
+                match came {
+                    Came::Done { .. } if is_late => {}
+                    Came::Done { .. } => drop(self.unread.forget(wanted.block)),
+                    Came::Failed(error, begun) => {
+                        let probe = || self.is_there();
+                        outcomes[wanted.index] = self.unread.failed(wanted.block, error, *begun, probe);
                     }
-                    Moved::Failed(_) | Moved::Late | Moved::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
+                    Came::Unsure | Came::Late | Came::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
                 }
             }
         }
-        moved
+        came
     }
 
     /// See [`crate::Store::begin`].
@@ -375,6 +402,7 @@ impl Inner {
         self.find(key, place, tag).ok().filter(|header| codec::is_raw_page(key, *header, page))?;
         self.unread.read();
         self.unread.forget(block_of(place));
+        self.reading.forget((block_of(place), 1));
         *out = *page;
         Some(())
     }
@@ -392,6 +420,7 @@ impl Inner {
                     return;
                 }
                 self.begun.forget((key, handle));
+                self.reading.forget((block_of(place), 1));
                 if self.unread.forget(block_of(place)) {
                     self.uncount(Counter::LiveBlocks);
                     self.retire_block(place);

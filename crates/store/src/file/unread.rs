@@ -1,9 +1,9 @@
-//! Blocks that could not be read, and when their pages are given up.
+//! Blocks that could not be read, or were late: how long to wait for them, and when their pages are given up.
 //!
 //! Before: a read failed, or was not over in time. After: the page is asked for again, or is lost.
 //! Threads: any; a lock is taken only while there are such blocks. Promise: a page is given up only if the device
 //! reported an error of the medium each time, for a while: where all paths to a disk are gone for some seconds, and at
-//! each read of a damaged sector, the error is the same. Who has time gives none up unless the device returned others.
+//! each read of a damaged sector, the error is the same. See `errors` for the rules.
 
 use std::collections::HashMap;
 use std::io;
@@ -11,46 +11,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::errors::{Device, QUICK, Verdict};
 use super::limits;
 use crate::{GetOutcome, held};
 
-/// Reads of a block that fail without a rest between them; fewer never give a page up.
-const QUICK: u8 = 6;
-/// Time between further reads of it.
+/// Time between reads of a block that has failed often.
 const REST: Duration = Duration::from_millis(100);
-/// How much of a time in which nobody read the block counts as one in which it failed. Where many of a VM's threads
-/// wait for such blocks, or an error takes seconds, each block has its turn rarely.
-const MOST_UNSEEN: Duration = Duration::from_secs(2);
-/// If nobody read a block for this long, what failed before says nothing about its next read. Who waits for blocks asks
-/// more often, also if there are many of them.
-const FORGOTTEN: Duration = Duration::from_secs(600);
-
-/// Nothing of the device could be read for this long: then it is not gone for a moment. Who waits for all pages of a VM
-/// need not give one up before.
-const GONE: Duration = Duration::from_secs(120);
-
-/// Errors of a block, without a read that went well between them.
-#[derive(Clone, Copy, Debug)]
-struct Errors {
-    count: u8,
-    /// How long they have lasted.
-    lasted: Duration,
-    first: Instant,
-    last: Instant,
-}
-
-/// Whether the device fails, or some of its blocks.
-#[derive(Clone, Copy, Debug, Default)]
-struct Device {
-    /// The last read that went well while there were blocks that could not be read, and the first error after it.
-    read: Option<Instant>,
-    failing: Option<Instant>,
-}
 
 /// How reads of a block went wrong since the last that did not.
 #[derive(Clone, Copy, Debug, Default)]
 struct Block {
-    errors: Option<Errors>,
+    verdict: Verdict,
     /// How often it was not over in time.
     late: u8,
     /// Its page was given up.
@@ -77,6 +48,10 @@ impl Unread {
         (self.count.load(Ordering::Acquire) > 0).then(|| self.blocks.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    fn device(&self) -> MutexGuard<'_, Device> {
+        self.device.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Notes that a read of this block went wrong.
     fn note<T>(&self, block: u64, note: impl FnOnce(&mut Block) -> T) -> T {
         let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -90,42 +65,58 @@ impl Unread {
         self.note(block, |of| of.late = of.late.saturating_add(1));
     }
 
-    /// The outcome of a get whose read began at this time and failed.
-    pub fn failed(&self, block: u64, error: &io::Error, begun: Instant) -> GetOutcome {
+    /// The outcome of a get whose read began at this time and failed. For who has time, `probe` reads another block,
+    /// and says whether that went well and quickly.
+    pub fn failed(&self, block: u64, error: &io::Error, begun: Instant, probe: impl FnOnce() -> bool) -> GetOutcome {
         if !limits::is_of_the_medium(error) {
             return GetOutcome::Busy;
         }
         let now = Instant::now();
         let device = {
-            let mut device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut device = self.device();
             // What was before is over: every block could be read.
             if self.count.load(Ordering::Acquire) == 0 {
-                *device = Device::default();
+                device.failing = None;
             }
             device.failing.get_or_insert(now);
             *device
         };
-        let is_lost = self.note(block, |of| {
-            let unseen = |errors: &Errors| begun.saturating_duration_since(errors.last);
-            let before = of.errors.filter(|errors| unseen(errors) < FORGOTTEN);
-            let (count, lasted, first) = before.map_or((0, Duration::ZERO, now), |errors| {
-                let read = now.saturating_duration_since(begun.max(errors.last));
-                (errors.count, errors.lasted + unseen(&errors).min(MOST_UNSEEN) + read, errors.first)
-            });
-            let count = count.saturating_add(1);
-            of.errors = Some(Errors { count, lasted, first, last: now });
-            let is_gone = device.failing.is_some_and(|since| now.saturating_duration_since(since) >= GONE);
-            let is_sure = is_gone || device.read.is_some_and(|read| read > first) || !held::has_time();
-            of.is_lost = count >= QUICK && lasted >= self.lasts && is_sure;
-            of.is_lost
-        });
-        if is_lost { GetOutcome::Corrupt } else { GetOutcome::Busy }
+        let read = (begun, now);
+        let is_lost = if held::has_time() {
+            // It must be noted that the block fails before another one is read.
+            self.note(block, |_| ());
+            let is_beside_good = device.was_there(begun) & probe();
+            let sure = (is_beside_good, device.is_gone(now));
+            self.note(block, |of| of.verdict.of_who_has_time(read, self.lasts, sure))
+        } else {
+            self.note(block, |of| of.verdict.of_guest(read, self.lasts))
+        };
+        if !is_lost {
+            return GetOutcome::Busy;
+        }
+        self.note(block, |of| of.is_lost = true);
+        GetOutcome::Corrupt
     }
 
     /// Must this block not be read now, because it failed often and a moment ago?
     pub fn is_to_rest(&self, block: u64) -> bool {
-        let errors = self.blocks().and_then(|blocks| blocks.get(&block)?.errors);
-        errors.is_some_and(|errors| errors.count >= QUICK && errors.last.elapsed() < REST)
+        let verdict = self.blocks().and_then(|blocks| Some(blocks.get(&block)?.verdict));
+        verdict.is_some_and(|of| {
+            let errors = if held::has_time() { of.with_time } else { of.guests };
+            errors.count >= QUICK && errors.last.is_some_and(|last| last.elapsed() < REST)
+        })
+    }
+
+    /// Has a read of this block failed?
+    pub fn has_failed(&self, block: u64) -> bool {
+        let verdict = self.blocks().and_then(|blocks| Some(blocks.get(&block)?.verdict));
+        verdict.is_some_and(|of| of.guests.count > 0 || of.with_time.count > 0)
+    }
+
+    /// Would an error of a read that begins now count? See `errors`.
+    pub fn was_read_just_now(&self) -> bool {
+        // Some time for the read to begin.
+        self.device().was_there(Instant::now() + REST / 2)
     }
 
     /// How often the block of these that was late most often was late.
@@ -134,11 +125,10 @@ impl Unread {
         these.filter_map(|block| blocks.get(&block)).map(|of| of.late).max().unwrap_or(0)
     }
 
-    /// A read brought bytes.
+    /// A read brought bytes, just now.
     pub fn read(&self) {
         if self.count.load(Ordering::Acquire) > 0 {
-            *self.device.lock().unwrap_or_else(PoisonError::into_inner) =
-                Device { read: Some(Instant::now()), failing: None };
+            *self.device() = Device { read: Some(Instant::now()), failing: None };
         }
     }
 
@@ -153,22 +143,43 @@ impl Unread {
 
 #[cfg(test)]
 mod tests {
+    use super::super::errors::{BESIDE, Errors, GONE};
     use super::*;
 
     const LASTS: Duration = Duration::from_secs(10);
 
-    /// Reads that begin now and fail at once.
-    fn fail(unread: &Unread, times: u8) -> GetOutcome {
+    /// Reads that begin now and fail at once, beside one of another block that goes well or not.
+    fn fail_beside(unread: &Unread, times: u8, is_good: bool) -> GetOutcome {
         let eio = io::Error::from_raw_os_error(5);
-        (0..times).map(|_| unread.failed(1, &eio, Instant::now())).last().expect("some")
+        let probe = || {
+            if is_good {
+                unread.read();
+            }
+            is_good
+        };
+        (0..times).map(|_| unread.failed(1, &eio, Instant::now(), probe)).last().expect("some")
+    }
+
+    fn fail(unread: &Unread, times: u8) -> GetOutcome {
+        fail_beside(unread, times, false)
+    }
+
+    fn with(unread: &Unread, change: impl FnOnce(&mut Verdict)) {
+        change(&mut unread.blocks().expect("one block").get_mut(&1).expect("it").verdict);
+    }
+
+    fn long_ago(time: Duration) -> Option<Instant> {
+        Some(Instant::now().checked_sub(time).expect("the machine is up for longer"))
     }
 
     /// The errors have lasted this long, and nobody has read the block for that long.
     fn set(unread: &Unread, lasted: Duration, unseen: Duration) {
-        let mut blocks = unread.blocks().expect("one block");
-        let errors = blocks.get_mut(&1).expect("it").errors.as_mut().expect("errors");
-        errors.lasted = lasted;
-        errors.last = Instant::now().checked_sub(unseen).expect("the machine is up for longer");
+        let set = |errors: &mut Errors| {
+            if errors.count > 0 {
+                *errors = Errors { lasted, last: long_ago(unseen), ..*errors };
+            }
+        };
+        with(unread, |of| [&mut of.guests, &mut of.with_time, &mut of.beside_good].into_iter().for_each(set));
     }
 
     #[test]
@@ -191,12 +202,42 @@ mod tests {
         set(&unread, LASTS, REST);
         assert_eq!(fail(&unread, QUICK), GetOutcome::Busy);
         unread.read();
-        assert_eq!(fail(&unread, 1), GetOutcome::Corrupt, "others could be read since");
+        assert_eq!(fail(&unread, QUICK), GetOutcome::Busy, "another block could be read before, and not since");
+        assert_eq!(fail_beside(&unread, QUICK + 1, true), GetOutcome::Busy, "they have not lasted");
+        set(&unread, LASTS, REST);
+        assert_eq!(fail_beside(&unread, 1, true), GetOutcome::Corrupt, "another could be read before and after");
         let unread = Unread::new(LASTS);
         fail(&unread, QUICK);
         set(&unread, LASTS, REST);
-        unread.device.lock().expect("no panic").failing = Instant::now().checked_sub(GONE);
+        unread.device().failing = long_ago(GONE);
         assert_eq!(fail(&unread, 1), GetOutcome::Corrupt, "nothing could be read for long");
+    }
+
+    #[test]
+    fn an_error_before_which_no_other_block_could_be_read_does_not_count_for_who_has_time() {
+        let unread = Unread::new(Duration::ZERO);
+        let _time = held::WithTime::begin();
+        for _ in 0..3 * QUICK {
+            assert_eq!(fail_beside(&unread, 1, true), GetOutcome::Busy, "the device has come back just now");
+            unread.device().read = long_ago(2 * BESIDE);
+        }
+        unread.read();
+        assert_eq!(fail_beside(&unread, QUICK, true), GetOutcome::Corrupt);
+    }
+
+    #[test]
+    fn errors_that_were_reported_to_who_has_time_are_none_of_the_guests_and_the_reverse() {
+        let unread = Unread::new(Duration::ZERO);
+        let restore = |times| {
+            let _time = held::WithTime::begin();
+            unread.read();
+            fail_beside(&unread, times, true)
+        };
+        fail(&unread, 1);
+        assert_eq!(restore(QUICK - 1), GetOutcome::Busy);
+        assert_eq!(fail(&unread, QUICK - 2), GetOutcome::Busy);
+        assert_eq!(restore(1), GetOutcome::Corrupt);
+        assert_eq!(fail(&unread, 1), GetOutcome::Corrupt);
     }
 
     #[test]
@@ -206,7 +247,7 @@ mod tests {
         while fail(&unread, 1) == GetOutcome::Busy {
             errors += 1;
             assert!(errors < 20, "a thread waits for it");
-            let lasted = unread.blocks().expect("one block")[&1].errors.expect("errors").lasted;
+            let lasted = unread.blocks().expect("one block")[&1].verdict.guests.lasted;
             set(&unread, lasted, rarely);
         }
         assert!(errors >= 5, "{errors} before the last");

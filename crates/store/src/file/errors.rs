@@ -1,0 +1,113 @@
+//! Verdicts: when the errors of a block are those of its medium, so that its page is given up.
+//!
+//! Before: reads of a block failed, each at a time, for a guest's thread or for one that has time
+//! ([`WithTime`](crate::held::WithTime)). After: the block is asked for again, or its page is lost.
+//! Threads: none of its own; `unread` has the lock. Units: times.
+//! Promise: no error that was reported to one kind of caller counts for the other. A device that fails as a whole for a
+//! while costs no page of who has time.
+//!
+//! | Who asks | An error counts | The page is given up |
+//! |---|---|---|
+//! | a guest's thread waits | always | after 6 errors and 10 s of them |
+//! | nobody waits | if others could be read within 0.1 s before its read began, and within 0.1 s after it | the same |
+//! | nobody waits | if nothing of the device could be read for 2 minutes | the same |
+//!
+//! A good read of the block ends all of this. A disk that is there for a second and gone for nine returns an error of a
+//! good block beside a good read only in the moment in which it goes, or comes: so one of either side is not enough.
+
+use std::time::{Duration, Instant};
+
+/// Errors that come quickly; fewer never give a page up.
+pub(super) const QUICK: u8 = 6;
+/// How much of a time in which nobody read the block counts as one in which it failed. Where many of a VM's threads
+/// wait for such blocks, or an error takes seconds, each block has its turn rarely.
+const MOST_UNSEEN: Duration = Duration::from_secs(2);
+/// If nobody read a block for this long, what failed before says nothing about its next read. Who waits for blocks asks
+/// more often, also if there are many of them.
+const FORGOTTEN: Duration = Duration::from_secs(600);
+/// Nothing of the device could be read for this long: then it is not gone for a moment. Who has time need not give a
+/// page up before.
+pub(super) const GONE: Duration = Duration::from_secs(120);
+/// A good read of another block that is no further from an error than this is one at the same time.
+pub(super) const BESIDE: Duration = Duration::from_millis(100);
+
+/// Errors of a block that were reported to one kind of caller, without a read that went well between them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Errors {
+    pub(super) count: u8,
+    /// How long they have lasted.
+    pub(super) lasted: Duration,
+    pub(super) last: Option<Instant>,
+}
+
+impl Errors {
+    /// One more, of a read that began at this time.
+    pub(super) fn add(&mut self, begun: Instant, now: Instant) {
+        let unseen = |last: Instant| begun.saturating_duration_since(last);
+        match self.last.filter(|last| unseen(*last) < FORGOTTEN) {
+            Some(last) => {
+                self.lasted += unseen(last).min(MOST_UNSEEN) + now.saturating_duration_since(begun.max(last));
+                self.count = self.count.saturating_add(1);
+            }
+            None => (self.lasted, self.count) = (Duration::ZERO, 1),
+        }
+        self.last = Some(now);
+    }
+
+    pub(super) fn are_final(&self, lasts: Duration) -> bool {
+        self.count >= QUICK && self.lasted >= lasts
+    }
+}
+
+/// Whether the device fails, or some of its blocks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Device {
+    /// The last read that went well while there were blocks that could not be read, and the first error after it.
+    pub(super) read: Option<Instant>,
+    pub(super) failing: Option<Instant>,
+}
+
+impl Device {
+    /// Could blocks be read when this read began, or since?
+    pub(super) fn was_there(&self, begun: Instant) -> bool {
+        self.read.is_some_and(|read| read + BESIDE >= begun)
+    }
+
+    /// Could none be read for long?
+    pub(super) fn is_gone(&self, now: Instant) -> bool {
+        self.failing.is_some_and(|since| now.saturating_duration_since(since) >= GONE)
+    }
+}
+
+/// The errors of a block.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Verdict {
+    /// Reported to guests' threads.
+    pub(super) guests: Errors,
+    /// Reported to who has time.
+    pub(super) with_time: Errors,
+    /// Those of them beside good reads of other blocks.
+    pub(super) beside_good: Errors,
+}
+
+impl Verdict {
+    /// An error was reported to a guest's thread. Is the page to be given up?
+    pub(super) fn of_guest(&mut self, (begun, now): (Instant, Instant), lasts: Duration) -> bool {
+        self.guests.add(begun, now);
+        self.guests.are_final(lasts)
+    }
+
+    /// The same for who has time.
+    pub(super) fn of_who_has_time(
+        &mut self,
+        (begun, now): (Instant, Instant),
+        lasts: Duration,
+        (is_beside_good, is_gone): (bool, bool),
+    ) -> bool {
+        self.with_time.add(begun, now);
+        if is_beside_good {
+            self.beside_good.add(begun, now);
+        }
+        is_beside_good && self.beside_good.are_final(lasts) || is_gone && self.with_time.are_final(lasts)
+    }
+}

@@ -1,0 +1,363 @@
+//! Reads of blocks, and those that outlive the wait for them.
+//!
+//! Before: `blocks` wants pieces of the file. After: their bytes or errors, or some are late: those stay under way, and
+//! the next caller that asks for one of their blocks waits for the same read.
+//! Threads: any. A call's reads are on a ring that any thread may have: it is the thread's until one of them is late,
+//! and the store's after that, also if the thread ends. Nobody waits with the lock held.
+//! Units: a block is 4096 bytes; a piece is 1 to 64 blocks that follow one another.
+//! Promise: while a read of a block is late, no second one of it begins. What is late is bounded, and beyond that
+//! nothing is begun. No memory is freed that the kernel may write to.
+//!
+//! | State of a block | Who has it | What ends it |
+//! |---|---|---|
+//! | idle | nobody | a call begins a read of it: *read* |
+//! | read | the call, on its thread's ring | it is over, and none of the call is late: idle; else *late* or *kept* |
+//! | late | the store | it is over: *kept*; nobody wants its page any more: *unwanted* |
+//! | kept, bytes or an error | the store | a call that gets all it asked for, or the error, takes it: idle |
+//! | | | its page is freed, its bytes are wrong, nobody came, or there is no room: idle |
+//! | unwanted | the store; the block may be written and read meanwhile | it is over: idle |
+//!
+//! A call's pieces are kept until all of them are there, because a huge page needs all at once. A read that nobody asks
+//! about again is noticed to be over by any later call of the store while some are late.
+
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::batch::{Batch, Piece, State};
+use super::disk::{AT_ONCE, Disk, READ_TIMEOUT, Transfers};
+use crate::{PageBytes, held};
+
+/// Most late reads of a store before none is begun for who has time, and for guests.
+const MOST_WITH_TIME: usize = 64;
+const MOST: usize = 96;
+/// Most blocks that are kept for who asks next: 16 MiB. Who comes after that takes the room of others, but only that of
+/// those who did not come for a while if it has time.
+const MOST_KEPT: usize = 4096;
+const A_WHILE: Duration = Duration::from_secs(10);
+/// What nobody asked for in this time is not kept.
+const FORGOTTEN: Duration = Duration::from_secs(120);
+/// A pause where there is nothing to wait with.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Reads that are late of stores that were closed.
+static UNWANTED: Mutex<Vec<Batch>> = Mutex::new(Vec::new());
+static UNWANTED_COUNT: AtomicUsize = AtomicUsize::new(0);
+
+/// The result of a piece.
+#[derive(Debug)]
+pub(super) enum Came {
+    /// Its bytes were there: of a read that began in this call, or before.
+    Done { is_new: bool },
+    /// It is not over.
+    Late,
+    /// It was not begun: one before it is late, or too many are.
+    Unbegun,
+    /// The kernel returned this error for this block, in a read that began then.
+    Failed(io::Error, Instant),
+    /// It did for this piece, or one that this is of. Its blocks are to be read alone.
+    Unsure,
+}
+
+/// Blocks that were begun before, and whose bytes or errors nobody has taken.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Known {
+    first: u64,
+    wanted: u64,
+}
+
+impl Known {
+    /// Is this block one of them?
+    pub fn has(self, block: u64) -> bool {
+        block.checked_sub(self.first).is_some_and(|at| at < 64 && self.wanted >> at & 1 == 1)
+    }
+}
+
+/// The reads of a store that are late, and what is kept of others.
+#[derive(Debug, Default)]
+pub(super) struct Reading {
+    batches: Mutex<Vec<Batch>>,
+    /// Pieces in them: nearly always 0. And those of them that are late.
+    count: AtomicUsize,
+    late: AtomicUsize,
+}
+
+/// These blocks of those that are late or kept.
+fn find(batches: &mut [Batch], blocks: (u64, usize)) -> Option<(&mut Batch, usize)> {
+    let has = |batch: &Batch| batch.pieces.iter().position(|piece| piece.bits(blocks).is_some());
+    batches.iter_mut().find_map(|batch| has(batch).map(|at| (batch, at)))
+}
+
+impl Reading {
+    fn lock(&self) -> Option<MutexGuard<'_, Vec<Batch>>> {
+        (self.count.load(Ordering::Acquire) > 0).then(|| self.batches.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Drops what nobody wants and is over. To be called after each change.
+    fn settle(&self, batches: &mut Vec<Batch>, disk: Option<&Disk>) {
+        let (mut count, mut late) = (0, 0);
+        batches.retain_mut(|batch| {
+            batch.reap(disk);
+            let is_forgotten = batch.asked.elapsed() > FORGOTTEN;
+            batch.pieces.retain(|piece| piece.is_under_way() || piece.wanted != 0 && !is_forgotten);
+            drop(batch.idle_ring());
+            count += batch.pieces.len();
+            late += batch.pieces.iter().filter(|piece| piece.is_under_way()).count();
+            !batch.pieces.is_empty()
+        });
+        self.count.store(count, Ordering::Release);
+        self.late.store(late, Ordering::Release);
+    }
+
+    /// The blocks that are late or kept. A call has each of its pieces be wholly of one of these, or of none.
+    pub fn known(&self, disk: &Disk) -> Vec<Known> {
+        let Some(mut batches) = self.lock() else { return Vec::new() };
+        self.settle(&mut batches, Some(disk));
+        let pieces = batches.iter().flat_map(|batch| &batch.pieces);
+        pieces.map(|piece| Known { first: piece.first, wanted: piece.wanted }).collect()
+    }
+
+    /// May this number of reads begin?
+    fn may_begin(&self, more: usize) -> bool {
+        let Some(mut batches) = self.lock() else { return true };
+        let (has_time, now) = (held::has_time(), Instant::now());
+        let most = if has_time { MOST_WITH_TIME } else { MOST };
+        let kept = |batch: &Batch| {
+            let kept = batch.pieces.iter().filter(|piece| !piece.is_under_way());
+            kept.map(|piece| piece.blocks).sum::<usize>()
+        };
+        let mut all: usize = batches.iter().map(kept).sum();
+        while all > MOST_KEPT {
+            let oldest = batches.iter_mut().filter(|batch| kept(batch) > 0).min_by_key(|batch| batch.asked);
+            let is_spare = |batch: &&mut Batch| !has_time || now.saturating_duration_since(batch.asked) >= A_WHILE;
+            let Some(oldest) = oldest.filter(is_spare) else { return false };
+            all -= kept(oldest);
+            oldest.pieces.retain(Piece::is_under_way);
+        }
+        self.settle(&mut batches, None);
+        self.late.load(Ordering::Acquire) + more <= most
+    }
+
+    /// Reads pieces, and waits for them. One outcome each, in order; for each `Done` piece, `take` was called with its
+    /// index and its pages, and said whether they are right.
+    pub fn read(
+        &self,
+        disk: &Disk,
+        pieces: &[(u64, usize)],
+        timeout: Duration,
+        mut take: impl FnMut(usize, &[PageBytes]) -> bool,
+    ) -> Vec<Came> {
+        let since = Instant::now();
+        let is_known = |piece| self.lock().is_some_and(|mut batches| find(&mut batches, piece).is_some());
+        let (known, new): (Vec<usize>, Vec<usize>) = (0..pieces.len()).partition(|at| is_known(pieces[*at]));
+        let mut came: Vec<Came> = pieces.iter().map(|_| Came::Unbegun).collect();
+        let (mut batches, mut is_late) = (Vec::new(), false);
+        for group in new.chunks(AT_ONCE) {
+            if is_late {
+                break;
+            }
+            if !self.may_begin(group.len()) {
+                std::thread::sleep(PAUSE);
+                is_late = true;
+                break;
+            }
+            let begun = if disk.has_no_rings() {
+                Err(io::ErrorKind::PermissionDenied.into())
+            } else {
+                Transfers::of_this_thread(|with| Batch::begin(disk, with, group.iter().map(|at| pieces[*at])))
+            };
+            match begun {
+                Ok(mut batch) => {
+                    batch.wait(disk, timeout);
+                    for (at, piece) in group.iter().zip(&mut batch.pieces) {
+                        came[*at] = Self::came(piece, (*at, pieces[*at]), (true, batch.begun), &mut take);
+                        is_late |= matches!(came[*at], Came::Late);
+                    }
+                    Transfers::of_this_thread(|with| with.reads = batch.idle_ring());
+                    batches.push(batch);
+                }
+                Err(error) => {
+                    for at in group {
+                        came[*at] = Self::without_ring(disk, pieces[*at], &error, |pages| take(*at, pages));
+                    }
+                }
+            }
+        }
+        if !known.is_empty() {
+            let known: Vec<_> = known.iter().map(|at| (*at, pieces[*at])).collect();
+            is_late |= self.take_known(disk, &known, timeout.saturating_sub(since.elapsed()), &mut came, &mut take);
+        }
+        if is_late {
+            self.keep(disk, batches);
+        } else {
+            let state = |piece: Piece| piece.state;
+            let states = batches.into_iter().flat_map(|batch| batch.pieces).map(state);
+            Transfers::of_this_thread(|with| {
+                for state in states {
+                    if let State::Kept(buffer) = state {
+                        with.put_back(buffer);
+                    }
+                }
+            });
+            known.iter().for_each(|at| self.forget(pieces[*at]));
+        }
+        came
+    }
+
+    /// The outcome of this piece, or of some blocks of it. An error is taken.
+    fn came(
+        piece: &mut Piece,
+        (at, blocks): (usize, (u64, usize)),
+        (is_new, begun): (bool, Instant),
+        take: &mut impl FnMut(usize, &[PageBytes]) -> bool,
+    ) -> Came {
+        if let Some(pages) = piece.pages(blocks) {
+            if !take(at, pages) {
+                piece.wanted = 0;
+            }
+            return Came::Done { is_new };
+        }
+        if piece.is_under_way() {
+            return Came::Late;
+        }
+        piece.wanted = 0;
+        match std::mem::replace(&mut piece.state, State::Failed(io::ErrorKind::Other.into())) {
+            State::Failed(error) if piece.blocks == 1 => Came::Failed(error, begun),
+            _ => Came::Unsure,
+        }
+    }
+
+    fn without_ring(
+        disk: &Disk,
+        piece: (u64, usize),
+        error: &io::Error,
+        take: impl FnOnce(&[PageBytes]) -> bool,
+    ) -> Came {
+        let begun = Instant::now();
+        // One for which there is no memory now is tried again.
+        if !matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported) {
+            return Came::Failed(io::Error::new(error.kind(), error.to_string()), begun);
+        }
+        match disk.read_without_ring(piece) {
+            Ok(buffer) => {
+                take(buffer.as_slice().as_chunks().0);
+                Came::Done { is_new: true }
+            }
+            Err(error) if piece.1 == 1 => Came::Failed(error, begun),
+            Err(_) => Came::Unsure,
+        }
+    }
+
+    /// Waits for pieces that were begun before. Returns whether some are late.
+    fn take_known(
+        &self,
+        disk: &Disk,
+        pieces: &[(usize, (u64, usize))],
+        timeout: Duration,
+        came: &mut [Came],
+        take: &mut impl FnMut(usize, &[PageBytes]) -> bool,
+    ) -> bool {
+        let (since, mut is_first) = (Instant::now(), true);
+        let mut batches = loop {
+            let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
+            let (mut watch, mut is_under_way) = (None, false);
+            for (_, blocks) in pieces {
+                let Some((batch, at)) = find(&mut batches, *blocks) else { continue };
+                batch.asked = since;
+                let may_be_over = !is_first || batch.pieces[at].is_waited_for(timeout);
+                batch.reap(Some(disk));
+                let is_ordered = batch.pieces[at].lasts();
+                if may_be_over && !is_ordered && batch.pieces[at].is_under_way() {
+                    is_under_way = true;
+                    watch = watch.or_else(|| batch.ring.as_ref()?.watch().ok());
+                }
+            }
+            let left = timeout.saturating_sub(since.elapsed());
+            if !is_under_way || left.is_zero() || !is_first && held::is_wanted() {
+                break batches;
+            }
+            is_first = false;
+            drop(batches);
+            match watch {
+                // Another thread may be woken in this one's place.
+                Some(watch) => watch.wait(left.min(READ_TIMEOUT)),
+                None => std::thread::sleep(left.min(PAUSE)),
+            }
+        };
+        let mut is_late = false;
+        for (at, blocks) in pieces {
+            came[*at] = match find(&mut batches, *blocks) {
+                Some((batch, piece)) => {
+                    Self::came(&mut batch.pieces[piece], (*at, *blocks), (false, batch.begun), take)
+                }
+                // Another thread has taken it.
+                None => Came::Late,
+            };
+            is_late |= matches!(came[*at], Came::Late);
+        }
+        self.settle(&mut batches, Some(disk));
+        is_late
+    }
+
+    /// Keeps what is late of a call, and what came beside it.
+    fn keep(&self, disk: &Disk, mut late: Vec<Batch>) {
+        let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
+        batches.append(&mut late);
+        self.settle(&mut batches, Some(disk));
+        drop(batches);
+        release_unwanted();
+    }
+
+    /// These blocks are not wanted any more: their bytes were taken, or their page was freed.
+    pub fn forget(&self, blocks: (u64, usize)) {
+        let Some(mut batches) = self.lock() else { return };
+        let pieces = batches.iter_mut().flat_map(|batch| &mut batch.pieces);
+        for piece in pieces {
+            if let Some(bits) = piece.bits(blocks) {
+                piece.wanted &= !bits;
+            }
+        }
+        self.settle(&mut batches, None);
+    }
+
+    /// If a read of this block is over, its bytes are not kept. Returns false if one is under way.
+    pub fn drop_if_over(&self, disk: &Disk, block: u64) -> bool {
+        let Some(mut batches) = self.lock() else { return true };
+        self.settle(&mut batches, Some(disk));
+        let Some((batch, at)) = find(&mut batches, (block, 1)) else { return true };
+        let is_over = !batch.pieces[at].is_under_way();
+        if is_over {
+            batch.pieces[at].wanted = 0;
+            self.settle(&mut batches, Some(disk));
+        }
+        is_over
+    }
+}
+
+/// Releases what is over of reads of stores that were closed.
+pub(super) fn release_unwanted() {
+    if UNWANTED_COUNT.load(Ordering::Acquire) == 0 {
+        return;
+    }
+    let mut unwanted = UNWANTED.lock().unwrap_or_else(PoisonError::into_inner);
+    unwanted.retain_mut(|batch| {
+        batch.reap(None);
+        batch.pieces.iter().any(Piece::is_under_way)
+    });
+    UNWANTED_COUNT.store(unwanted.len(), Ordering::Release);
+}
+
+impl Drop for Reading {
+    /// Buffers that the kernel may still write to outlive the store.
+    fn drop(&mut self) {
+        let mut batches = std::mem::take(self.batches.get_mut().unwrap_or_else(PoisonError::into_inner));
+        batches.iter_mut().flat_map(|batch| &mut batch.pieces).for_each(|piece| piece.wanted = 0);
+        self.settle(&mut batches, None);
+        if !batches.is_empty() {
+            UNWANTED.lock().unwrap_or_else(PoisonError::into_inner).append(&mut batches);
+            UNWANTED_COUNT.fetch_add(1, Ordering::AcqRel);
+        }
+        release_unwanted();
+    }
+}

@@ -1,0 +1,311 @@
+//! Reads of a file store that are late, and its verdicts on blocks that cannot be read: through its public interface,
+//! with a disk that fails on command.
+//!
+//! Before: a store in a file without a name in the directory for temporary files. After: each page comes back, or is
+//! lost for a reason, and each of its reads was begun once.
+//! Threads: as each test says. Units: bytes, pages, areas of 2 MiB.
+//! Promise: no sleeps, no bets on time. Where the directory knows no direct I/O, or io_uring is off, tests are skipped.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_needs::skip;
+use ballast_store::held::WithTime;
+use ballast_store::{
+    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome,
+    RegionKey, Store, pages,
+};
+use ballast_testvm::fuse::Fuse;
+
+const MIB: u64 = 1 << 20;
+const EIO: i32 = 5;
+/// Longer than anybody waits the first time.
+const LONG: Duration = Duration::from_millis(150);
+const NEVER: DiskFault = DiskFault::Takes(Duration::MAX);
+/// The block that is read to see whether the device is there.
+const SPARE: u64 = 64 * MIB / PAGE_SIZE as u64;
+
+struct Made {
+    store: FileStore,
+    faults: Arc<DiskFaults>,
+}
+
+fn made_to_last(unreadable_for: Duration) -> Option<Made> {
+    made_in(&std::env::temp_dir(), unreadable_for)
+}
+
+fn made_in(dir: &Path, unreadable_for: Duration) -> Option<Made> {
+    let (budget, faults) = (Budget::new(Bytes(64 * MIB)), Arc::<DiskFaults>::default());
+    let options = FileOptions { unreadable_for, faults: Some(faults.clone()), ..FileOptions::new(budget) };
+    let created = FileStore::create(dir, options);
+    let (store, _, _) = created.inspect_err(|error| skip("disk", error)).ok()?;
+    Some(Made { store, faults })
+}
+
+fn made() -> Option<Made> {
+    made_to_last(Duration::from_secs(10))
+}
+
+fn key(page: u64) -> PageKey {
+    RegionKey { vm: VmId([7; 16]), number: 1 }.page(PageIdx(page))
+}
+
+fn put_run(store: &FileStore, range: std::ops::Range<u64>) -> Vec<Handle> {
+    let (content, mut outcomes) = (range.clone().map(pages::incompressible).collect::<Vec<_>>(), Vec::new());
+    store.put_run(key(range.start), &content, &mut outcomes);
+    let stored = outcomes.iter().map(|outcome| match outcome {
+        PutOutcome::Stored(handle) => *handle,
+        other => panic!("{other:?}"),
+    });
+    stored.collect()
+}
+
+fn get(store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
+    let mut out = [0x77; PAGE_SIZE];
+    let outcome = store.get(key(page), handle, &mut out);
+    assert!(outcome != GetOutcome::Found || out == pages::incompressible(page), "page {page} has wrong bytes");
+    outcome
+}
+
+/// Asks until the store has an answer.
+fn get_at_last(store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
+    let until = Instant::now() + Duration::from_mins(1);
+    let mut tries = std::iter::repeat_with(|| get(store, page, handle)).take_while(|_| Instant::now() < until);
+    tries.find(|outcome| *outcome != GetOutcome::Busy).expect("an answer")
+}
+
+fn get_run(store: &FileStore, range: std::ops::Range<u64>, handles: &[Handle]) -> Vec<GetOutcome> {
+    let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; handles.len()], Vec::new());
+    store.get_run(key(range.start), handles, &mut out, &mut outcomes);
+    let right = |(page, (outcome, bytes)): (u64, (&GetOutcome, &PageBytes))| {
+        *outcome != GetOutcome::Found || *bytes == pages::incompressible(page)
+    };
+    assert!(range.zip(outcomes.iter().zip(&out)).all(right), "wrong bytes");
+    outcomes
+}
+
+/// Asks until all of it is there.
+fn get_run_at_last(store: &FileStore, range: std::ops::Range<u64>, handles: &[Handle]) {
+    let until = Instant::now() + Duration::from_mins(1);
+    while get_run(store, range.clone(), handles).iter().any(|outcome| *outcome != GetOutcome::Found) {
+        assert!(Instant::now() < until, "it is not all there");
+    }
+}
+
+/// The block of the file that has this page.
+fn block_of(handle: Handle) -> u64 {
+    handle.bits() & 0x3ff | (handle.bits() >> 10 & 0x3f_ffff) << 9
+}
+
+/// Counts the reads of these pages' blocks.
+fn count(made: &Made, handles: &[Handle]) {
+    handles.iter().for_each(|handle| made.faults.fail_reads_of(block_of(*handle), None));
+}
+
+fn reads(made: &Made, handles: &[Handle]) -> Vec<u64> {
+    handles.iter().map(|handle| made.faults.reads_of(block_of(*handle))).collect()
+}
+
+#[test]
+fn a_read_that_is_late_is_used_by_who_asks_next_though_the_thread_that_began_it_has_ended() {
+    let Some(made) = made() else { return };
+    let handles = put_run(&made.store, 0..8);
+    count(&made, &handles);
+    made.faults.fail_reads(8, DiskFault::Takes(LONG));
+    std::thread::scope(|scope| {
+        for (page, handle) in (0..).zip(&handles) {
+            let store = &made.store;
+            let ended = scope.spawn(move || get(store, page, *handle)).join();
+            assert_eq!(ended.expect("no panic"), GetOutcome::Busy);
+        }
+    });
+    for (page, handle) in (0..).zip(&handles) {
+        assert_eq!(get_at_last(&made.store, page, *handle), GetOutcome::Found);
+    }
+    assert_eq!(reads(&made, &handles), [1; 8]);
+    assert_eq!(get_at_last(&made.store, 0, handles[0]), GetOutcome::Found, "it was taken, so this is another read");
+    assert_eq!(reads(&made, &handles[..1]), [2]);
+}
+
+#[test]
+fn reads_that_never_end_leave_room_for_others_up_to_a_number_and_for_guests_beyond_that_of_who_has_time() {
+    let Some(made) = made() else { return };
+    let handles = put_run(&made.store, 0..120);
+    let never = |range: std::ops::Range<usize>| {
+        for page in range {
+            made.faults.fail_reads_of(block_of(handles[page]), Some(NEVER));
+            assert_eq!(get(&made.store, page as u64, handles[page]), GetOutcome::Busy);
+        }
+    };
+    never(0..40);
+    assert_eq!(get_at_last(&made.store, 119, handles[119]), GetOutcome::Found);
+    never(40..64);
+    count(&made, &handles[110..]);
+    {
+        let _time = WithTime::begin();
+        assert_eq!(get(&made.store, 110, handles[110]), GetOutcome::Busy);
+        assert_eq!(reads(&made, &handles[110..111]), [0], "it was not begun");
+    }
+    assert_eq!(get_at_last(&made.store, 110, handles[110]), GetOutcome::Found);
+    never(64..96);
+    assert_eq!(get(&made.store, 111, handles[111]), GetOutcome::Busy);
+    assert_eq!(reads(&made, &handles[111..112]), [0], "it was not begun");
+    // A page that nobody wants any more leaves its read behind, which is over in truth.
+    made.store.free(key(0), handles[0]);
+    assert_eq!(get_at_last(&made.store, 111, handles[111]), GetOutcome::Found);
+}
+
+#[test]
+fn a_huge_page_comes_from_a_disk_on_which_each_read_is_late_and_each_block_is_read_once() {
+    let Some(made) = made() else { return };
+    let handles = put_run(&made.store, 0..512);
+    count(&made, &handles);
+    made.faults.fail_reads(8, DiskFault::Takes(LONG));
+    assert!(get_run(&made.store, 0..512, &handles).contains(&GetOutcome::Busy));
+    get_run_at_last(&made.store, 0..512, &handles);
+    assert_eq!(reads(&made, &handles), [1; 512]);
+}
+
+#[test]
+fn what_came_of_a_huge_page_is_kept_until_its_last_piece_is_there() {
+    let Some(made) = made() else { return };
+    let handles = put_run(&made.store, 0..512);
+    count(&made, &handles);
+    made.faults.fail_reads(5, DiskFault::Takes(Duration::ZERO));
+    made.faults.fail_reads(3, DiskFault::Takes(Duration::from_secs(1)));
+    let tries = (0..20).take_while(|_| get_run(&made.store, 0..512, &handles).contains(&GetOutcome::Busy)).count();
+    assert!((3..20).contains(&tries), "0.1, 0.2 and 0.4 s are too short: {tries}");
+    assert_eq!(reads(&made, &handles), [1; 512]);
+    // A part of it is the guest's by now, as base pages.
+    made.faults.fail_reads(8, DiskFault::Takes(LONG));
+    assert!(get_run(&made.store, 0..512, &handles).contains(&GetOutcome::Busy));
+    for page in 100..300 {
+        assert_eq!(get_at_last(&made.store, page as u64, handles[page]), GetOutcome::Found);
+        made.store.free(key(page as u64), handles[page]);
+    }
+    get_run_at_last(&made.store, 300..512, &handles[300..]);
+    get_run_at_last(&made.store, 0..100, &handles[..100]);
+    assert_eq!(reads(&made, &handles), [2; 512]);
+}
+
+#[test]
+fn a_page_that_was_freed_while_its_read_was_late_is_not_found_in_the_place_of_the_next_one() {
+    let Some(made) = made() else { return };
+    for turn in 0..20 {
+        let handle = put_run(&made.store, turn..turn + 1)[0];
+        made.faults.fail_reads(1, if turn % 2 == 0 { DiskFault::Late } else { NEVER });
+        assert_eq!(get(&made.store, turn, handle), GetOutcome::Busy);
+        made.store.free(key(turn), handle);
+        let again = put_run(&made.store, turn + 1..turn + 2)[0];
+        assert_eq!(block_of(again), block_of(handle));
+        assert_eq!(get_at_last(&made.store, turn + 1, again), GetOutcome::Found);
+        made.store.free(key(turn + 1), again);
+    }
+}
+
+#[test]
+fn a_page_whose_error_takes_longer_than_anybody_waits_is_given_up_for_both_kinds_of_callers() {
+    for has_time in [false, true] {
+        let Some(made) = made_to_last(Duration::ZERO) else { return };
+        let _time = has_time.then(WithTime::begin);
+        let handles = put_run(&made.store, 0..3);
+        let slowly = DiskFault::FailsAfter(Duration::from_secs(60), EIO);
+        made.faults.fail_reads_of(block_of(handles[1]), Some(slowly));
+        assert_eq!(get_at_last(&made.store, 1, handles[1]), GetOutcome::Corrupt);
+        assert!(made.faults.reads_of(block_of(handles[1])) <= 12, "each is waited for");
+        made.store.free(key(1), handles[1]);
+        assert_eq!(made.store.usage_detail().bad_blocks, 1);
+        assert_eq!(get_at_last(&made.store, 0, handles[0]), GetOutcome::Found);
+    }
+}
+
+#[test]
+fn who_has_time_gives_no_page_up_of_a_disk_that_comes_and_goes_and_the_bad_ones_of_one_that_is_there() {
+    let Some(made) = made_to_last(Duration::ZERO) else { return };
+    let _time = WithTime::begin();
+    let handles = put_run(&made.store, 0..64);
+    let blocks: Vec<u64> = handles.iter().map(|handle| block_of(*handle)).chain([SPARE]).collect();
+    let fail = |these: &[u64], fault| these.iter().for_each(|block| made.faults.fail_reads_of(*block, fault));
+    for _ in 0..20 {
+        fail(&blocks, Some(DiskFault::Errno(EIO)));
+        for page in 0..8 {
+            assert_eq!(get(&made.store, page as u64, handles[page]), GetOutcome::Busy);
+        }
+        fail(&blocks, None);
+        // The others come back at once.
+        assert_eq!(get_at_last(&made.store, 63, handles[63]), GetOutcome::Found);
+    }
+    assert_eq!(made.store.usage_detail().bad_blocks, 0);
+    fail(&blocks[..8], Some(DiskFault::Errno(EIO)));
+    for page in 0..64 {
+        let expected = if page < 8 { GetOutcome::Corrupt } else { GetOutcome::Found };
+        assert_eq!(get_at_last(&made.store, page as u64, handles[page]), expected, "page {page}");
+        made.store.free(key(page as u64), handles[page]);
+    }
+    assert_eq!(made.store.usage_detail().bad_blocks, 8);
+    made.store.validate().expect("valid");
+}
+
+#[test]
+fn errors_that_who_has_time_meets_do_not_count_against_a_guest_and_the_reverse() {
+    let Some(made) = made_to_last(Duration::ZERO) else { return };
+    let handle = put_run(&made.store, 0..1)[0];
+    made.faults.fail_reads_of(block_of(handle), Some(DiskFault::Errno(EIO)));
+    made.faults.fail_reads_of(SPARE, Some(DiskFault::Errno(EIO)));
+    let with_time = |tries: usize| {
+        let _time = WithTime::begin();
+        (0..tries).all(|_| get(&made.store, 0, handle) == GetOutcome::Busy)
+    };
+    assert!(with_time(30));
+    assert!((0..5).all(|_| get(&made.store, 0, handle) == GetOutcome::Busy), "five are too few");
+    assert!(with_time(30));
+    assert_eq!(get_at_last(&made.store, 0, handle), GetOutcome::Corrupt, "and the sixth is not");
+}
+
+#[test]
+fn a_real_disk_on_which_each_read_and_each_error_is_late_is_asked_for_each_once() {
+    let Ok(fuse) = Fuse::serve().inspect_err(|error| skip("fuse", error)) else { return };
+    let Some(made) = made_in(&fuse.dir(), Duration::ZERO) else { return };
+    let handles = put_run(&made.store, 0..512);
+    let bad = block_of(handles[511]) * PAGE_SIZE as u64;
+    fuse.set_delay(LONG);
+    let before = fuse.reads();
+    get_run_at_last(&made.store, 0..448, &handles[..448]);
+    assert_eq!(fuse.reads() - before, 7, "of 64 blocks each");
+    std::thread::scope(|scope| {
+        for (page, handle) in (448..456).zip(&handles[448..]) {
+            let store = &made.store;
+            scope.spawn(move || assert_eq!(get_at_last(store, page, *handle), GetOutcome::Found));
+        }
+    });
+    assert_eq!(fuse.reads() - before, 15, "and a block each");
+    fuse.fail_reads(move |at| at == bad);
+    assert_eq!(get_at_last(&made.store, 511, handles[511]), GetOutcome::Corrupt);
+    assert_eq!(fuse.reads() - before, 21, "six errors are enough");
+    // One bad block costs no other page of its piece.
+    let outcomes = get_run(&made.store, 456..512, &handles[456..]);
+    assert!(!outcomes.contains(&GetOutcome::Corrupt));
+    fuse.set_delay(Duration::ZERO);
+    (456..511).for_each(|page| {
+        assert_eq!(get_at_last(&made.store, page as u64, handles[page]), GetOutcome::Found);
+    });
+}
+
+#[test]
+fn a_store_that_is_closed_while_reads_are_late_leaves_its_bytes_to_the_next() {
+    let (budget, faults) = (Budget::new(Bytes(64 * MIB)), Arc::<DiskFaults>::default());
+    let options = || FileOptions { faults: Some(faults.clone()), ..FileOptions::new(budget.clone()) };
+    let created = FileStore::create(&std::env::temp_dir(), options());
+    let Ok((store, file, index)) = created.inspect_err(|error| skip("disk", error)) else { return };
+    let handles = put_run(&store, 0..32);
+    faults.fail_reads(32, NEVER);
+    assert!((0..32).all(|page| get(&store, page as u64, handles[page]) == GetOutcome::Busy));
+    drop(store);
+    let store = FileStore::open(file, index, options()).expect("open");
+    for (page, handle) in (0..).zip(handles) {
+        assert_eq!(get_at_last(&store, page, handle), GetOutcome::Found);
+    }
+}
