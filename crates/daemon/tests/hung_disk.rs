@@ -171,6 +171,27 @@ fn all_of_a_vm_is_to_come_back_while_the_disk_hangs_and_its_memory_is_plugged_an
 }
 
 #[test]
+fn a_restore_that_is_ended_and_begun_anew_while_the_disk_hangs_is_no_failure() {
+    let Some(fuse) = disk() else { return };
+    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let ram = Ram::new(4096);
+    ram.mark();
+    let _client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
+    until("pages are on the disk", || daemon.api.vm("mine").is_ok_and(|vm| vm.far_file_bytes > 4 << 20));
+    let hangs = fuse.hold_on();
+    daemon.api.restore("mine").expect("asked for");
+    until("it waits for the disk", || daemon.vm("mine").status == VmStatus::Blocked);
+    for _ in 0..20 {
+        daemon.api.end_restore("mine").expect("ended");
+        daemon.api.restore("mine").expect("asked for again");
+    }
+    drop(hangs);
+    until("all is back", || daemon.vm("mine").far_bytes == 0);
+    assert!((0..4096).all(|page| ram.is_marked(page)), "{}", daemon.log());
+    assert!(!is_said(&daemon, "restore-failed", "mine"), "{}", daemon.log());
+}
+
+#[test]
 fn a_vm_whose_words_are_lost_while_the_disk_hangs_is_opened_again_and_its_pages_there_wait() {
     let Some(fuse) = disk() else { return };
     let daemon = Daemon::start(&spilling(&fuse.dir()));

@@ -24,7 +24,7 @@ use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{
     Budget, DiskFault, DiskFaults, Faults, FaultyStore, FileOptions, FileStore, GetOutcome, Handle, NullStore,
-    PageBytes, PageKey, PutFault, PutOutcome, RamOptions, RamStore, Store, StoreUsage,
+    PageBytes, PageKey, PutFault, PutOutcome, RamOptions, RamStore, Store, StoreUsage, held,
 };
 use ballast_testvm::Finally;
 use common::{Rig, random, until};
@@ -466,6 +466,82 @@ fn a_store_that_stays_busy_while_all_pages_come_back_keeps_nobody_from_changing_
     faults.busy_gets(0);
     restores.join().expect("no panic").expect("all are back");
     assert!((0..rig.pages).all(|page| page == near || rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn a_restore_that_was_ended_says_so_though_the_vm_is_held_again_at_once() {
+    let (rig, faults) = spilled_to_faulty();
+    let before = faults.calls().gets;
+    faults.busy_gets(u64::MAX);
+    let restores = || {
+        let vm = rig.vm.clone();
+        std::thread::spawn(move || vm.restore_for(Hold::Kept, "the test says so".into()))
+    };
+    let first = restores();
+    until("it asks the store", || faults.calls().gets > before + 2);
+    rig.vm.hold(Hold::Kept, None);
+    let second = restores();
+    let ended = first.join().expect("no panic").expect_err("it was ended");
+    assert_eq!(ended.kind(), std::io::ErrorKind::Interrupted, "{ended}");
+    assert!(!second.is_finished(), "the store is busy");
+    faults.busy_gets(0);
+    second.join().expect("no panic").expect("all are back");
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+/// A store in memory that notes for whom it is asked.
+#[derive(Debug)]
+struct Asked {
+    inner: NullStore,
+    /// Requests for one page that a thread waits for, and for pages that are to come with it or before it.
+    alone: AtomicU64,
+    together: AtomicU64,
+    /// Those of either for which it was the reverse.
+    wrong: AtomicU64,
+}
+
+impl Store for Asked {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        self.inner.put(key, bytes)
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        self.alone.fetch_add(1, Ordering::Relaxed);
+        self.wrong.fetch_add(held::has_time().into(), Ordering::Relaxed);
+        self.inner.get(key, handle, out)
+    }
+
+    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        self.together.fetch_add(1, Ordering::Relaxed);
+        self.wrong.fetch_add((!held::has_time()).into(), Ordering::Relaxed);
+        self.inner.get_some(pages, out, outcomes);
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        self.inner.free(key, handle);
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
+        self.inner.recover(live)
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.inner.usage()
+    }
+}
+
+#[test]
+fn what_is_read_ahead_has_time_and_what_a_thread_waits_for_has_not() {
+    let (alone, together, wrong) = Default::default();
+    let store = Arc::new(Asked { inner: NullStore::new(AMPLE), alone, together, wrong });
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, store.clone(), SOON);
+    rig.fill_all();
+    wait_until_spilled(&rig);
+    rig.set_limit(None);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    let [alone, together, wrong] = [&store.alone, &store.together, &store.wrong].map(|of| of.load(Ordering::Relaxed));
+    assert!(alone > 0 && together > 0, "{alone} alone, {together} together");
+    assert_eq!(wrong, 0, "of {alone} alone and {together} together");
 }
 
 #[test]

@@ -178,10 +178,12 @@ impl Served {
         then: impl FnOnce(io::Result<()>) + Send + 'static,
     ) -> io::Result<()> {
         self.vm.hold(kind, Some(reason));
-        self.bring_back(|vm, result| {
-            // One that ended because nothing holds the VM any more has not failed.
+        let releases = self.vm.releases();
+        self.bring_back(move |vm, result| {
+            // One that ended because nothing held the VM any more has not failed, also if it is held again.
             if let Err(error) = &result
                 && vm.held().is_some()
+                && vm.releases() == releases
             {
                 vm.report("restore-failed", format!("Bringing its pages back: {error}"));
             }

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_store::PageBytes;
+use ballast_store::held::WithTime;
 use ballast_sys::uffd::FaultKind;
 
 use super::slow_queue::{Ahead, Caller, Work};
@@ -267,6 +268,8 @@ fn restore_slow(
     memory: &impl Mapped,
     stores: &impl StoreOf,
 ) -> io::Result<Vec<(PageIdx, Move)>> {
+    // No thread waits for most of these. A fault on one that cannot be read asks for it alone.
+    let _time = WithTime::begin();
     let cells = pages.iter().map(|page| (page, region.granule(page).cell()));
     BUFFER.with_borrow_mut(|buffer| {
         let count = pages.count().min(READ_AT_ONCE) as usize;

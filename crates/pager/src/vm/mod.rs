@@ -141,6 +141,8 @@ pub struct Vm {
     shares: AtomicU32,
     /// Why nothing may be reclaimed, by kind of reason.
     holds: Mutex<[Option<String>; Hold::COUNT]>,
+    /// See [`Vm::releases`].
+    releases: AtomicU64,
     /// May something write to its memory without faulting, for a while?
     may_pin: AtomicBool,
     /// The pin check of the host.
@@ -178,6 +180,7 @@ impl Vm {
             halted: OnceLock::new(),
             shares: AtomicU32::new(1000),
             holds: Mutex::default(),
+            releases: AtomicU64::new(0),
             may_pin: AtomicBool::new(false),
             pins: Arc::default(),
             pinned: Pinned::default(),
@@ -276,8 +279,19 @@ impl Vm {
 
     /// Stops reclaiming, for this reason; `None` takes this kind of reason back.
     pub fn hold(&self, kind: Hold, reason: Option<String>) {
-        self.holds.lock().expect("no panic while held")[kind as usize] = reason;
+        let mut holds = self.holds.lock().expect("no panic while held");
+        let was_held = holds.iter().any(Option::is_some);
+        holds[kind as usize] = reason;
+        if was_held && holds.iter().all(Option::is_none) {
+            self.releases.fetch_add(1, Ordering::AcqRel);
+        }
+        drop(holds);
         self.notify_reclaim();
+    }
+
+    /// How often the last reason to hold it was taken back.
+    pub fn releases(&self) -> u64 {
+        self.releases.load(Ordering::Acquire)
     }
 
     /// Why nothing is reclaimed now, if that is so.

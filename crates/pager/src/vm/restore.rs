@@ -46,28 +46,28 @@ impl Vm {
         // Reclaim looks at the holds under the shared lock, before each batch. Once this thread has had it exclusively,
         // every batch under way has seen this hold.
         drop(self.memory.change_layout());
-        let mut done = Ok(());
+        let (mut done, since) = (Ok(()), self.releases());
         for region in self.regions() {
-            done = done.and(self.restore_region(&region));
+            done = done.and(self.restore_region(&region, since));
         }
         done
     }
 
     /// Brings every page of a region back: through the processes that map it, and what these do not map through a
     /// mapping of our own, into its file.
-    fn restore_region(&self, region: &Arc<Region>) -> io::Result<()> {
+    fn restore_region(&self, region: &Arc<Region>, since: u64) -> io::Result<()> {
         let regions = std::slice::from_ref(region);
         let is_back = || Ok::<_, io::Error>(region.is_removed() || self.far_in(regions)?.0 == 0);
-        let tried = self.restore_all(region);
+        let tried = self.restore_all(region, since);
         if is_back()? {
             return Ok(());
         }
-        self.must_still_come_back()?;
-        let written = self.write_back(regions, &mut || self.must_come_back());
+        self.must_still_come_back(since)?;
+        let written = self.write_back(regions, &mut || self.must_come_back(since));
         if is_back()? {
             return Ok(());
         }
-        self.must_still_come_back()?;
+        self.must_still_come_back(since)?;
         let why = format!("pages of region {} stay far", region.number);
         tried.and(written.map(drop)).and(Err(io::Error::other(why)))
     }
@@ -83,7 +83,7 @@ impl Vm {
     }
 
     /// Brings every far or zero page of a region back.
-    fn restore_all(&self, region: &Region) -> io::Result<()> {
+    fn restore_all(&self, region: &Region, since: u64) -> io::Result<()> {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
         // Words that were never written say Resident; reading them would have the kernel allocate memory for them.
         let written = self.state.written_words(&record)?;
@@ -91,17 +91,17 @@ impl Vm {
         // No disk or cluster need be waited for.
         let near = pages().filter(|page| !region.is_slow(*page));
         let all = near.chain(pages());
-        self.restore_through(region, all, &|| self.views(), &mut || self.must_come_back())
+        self.restore_through(region, all, &|| self.views(), &mut || self.must_come_back(since))
     }
 
-    fn must_still_come_back(&self) -> io::Result<()> {
+    fn must_still_come_back(&self, since: u64) -> io::Result<()> {
         let why = if self.is_stopping() { "the VM is being closed" } else { "it may be reclaimed again" };
-        if self.must_come_back() { Ok(()) } else { Err(io::Error::new(io::ErrorKind::Interrupted, why)) }
+        if self.must_come_back(since) { Ok(()) } else { Err(io::Error::new(io::ErrorKind::Interrupted, why)) }
     }
 
-    /// Is all of it still to come back?
-    fn must_come_back(&self) -> bool {
-        !self.is_stopping() && self.held().is_some()
+    /// Is all of it still to come back? Another restore does that if it was released meanwhile and is held again.
+    fn must_come_back(&self, since: u64) -> bool {
+        !self.is_stopping() && self.held().is_some() && self.releases() == since
     }
 
     /// Brings every far or zero page of these back through one of these views. A page that is not available keeps no
