@@ -18,8 +18,14 @@ use ballast_testvm::valkey::{Layout, Valkey, read};
 use common::{LEASE, start};
 
 const VM: VmId = VmId([7; 16]);
-const ONE: Layout =
-    Layout { primaries: 1, replicas: 0, node_timeout: Duration::from_secs(1), maxmemory: Bytes(64 << 20), tls: false };
+const ONE: Layout = Layout {
+    primaries: 1,
+    replicas: 0,
+    node_timeout: Duration::from_secs(1),
+    maxmemory: Bytes(64 << 20),
+    tls: false,
+    latency: Duration::ZERO,
+};
 /// Reads of a page that must not be lost.
 const TRIES: usize = 5;
 

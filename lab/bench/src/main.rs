@@ -8,6 +8,7 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ballast_bench::{GuestKind, Options, Part, Which};
@@ -92,6 +93,9 @@ struct BenchArgs {
     /// density: this number of VMs alone [default: 1 to 1,000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     vms: Option<u16>,
+    /// far: a network with this latency in one direction between the cluster's nodes and their clients [default: none]
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    network_us: Option<u32>,
     /// balance: eight VMs at these levels of their memory alone, in percent [default: 100,75,60,45]
     #[arg(long, value_name = "PCT", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(30..=100))]
     levels: Vec<u16>,
@@ -132,6 +136,9 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
     if args.vms.is_some() && args.what != Which::Density {
         bail!("--vms is for bench density");
     }
+    if args.network_us.is_some() && args.what != Which::Far {
+        bail!("--network-us is for bench far");
+    }
     if !args.levels.is_empty() && args.part != Some(Part::Levels) {
         bail!("--levels is for bench balance --part levels");
     }
@@ -145,6 +152,7 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
         part: args.part,
         choices: args.choices,
         vms: args.vms.map(usize::from),
+        latency: Duration::from_micros(args.network_us.unwrap_or(0).into()),
         levels: args.levels.into_iter().map(u64::from).collect(),
     };
     let mut described = json;

@@ -4,6 +4,7 @@
 //! Threads: none. Units: none. Promise: only what a user can ask for is here.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::order::{Data, GuestKind};
 
@@ -159,6 +160,8 @@ pub struct Options {
     pub choices: bool,
     /// Density: this number of VMs alone.
     pub vms: Option<usize>,
+    /// Far: the latency of a network between the cluster and its clients, in one direction.
+    pub latency: Duration,
     /// Balance: the levels of memory, in percent; the bench's own if there is none.
     pub levels: Vec<u64>,
 }

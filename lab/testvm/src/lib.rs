@@ -32,6 +32,7 @@ pub mod park;
 mod private;
 pub mod qemu;
 mod ram;
+mod relay;
 pub mod valkey;
 mod vm;
 mod workload;

@@ -98,8 +98,8 @@ impl Readahead {
     }
 
     /// A fault on this page, which is in a slow store. If its thread reads in order, returns the pages after it to read
-    /// together with it, and those after them that were not requested yet. Some of either may be there already, or
-    /// under way. So no page is requested that is further ahead than [`MOST_SLOW`].
+    /// together with it, and those that were not requested yet, of which the first may be among the former. Some of
+    /// either may be there already, or under way. So no page is requested that is further ahead than [`MOST_SLOW`].
     pub fn request(
         &mut self,
         region: u32,
@@ -111,9 +111,9 @@ impl Readahead {
         let last = self.streams.iter_mut().find(|stream| ahead > 0 && stream.met == self.faults)?;
         let half = (page + 1 + ahead / 2).min(pages);
         let end = (page + 1 + ahead).min(pages);
-        let more = last.next.max(half);
+        let unrequested = last.next.min(end);
         last.next = last.next.max(end);
-        Some((PageRange::new(PageIdx(page + 1), PageIdx(half)), PageRange::new(PageIdx(more.min(end)), PageIdx(end))))
+        Some((PageRange::new(PageIdx(page + 1), PageIdx(half)), PageRange::new(PageIdx(unrequested), PageIdx(end))))
     }
 
     /// Does a fault on this far page continue a stream?
@@ -177,6 +177,17 @@ mod tests {
         }
         assert!((0..100).all(|_| streams.fault(0, 2, PAGES, |_| true).0 == 0));
         assert_eq!(streams.fault(0, 3, PAGES, |_| true).0, 8);
+    }
+
+    #[test]
+    fn no_page_ahead_of_a_thread_in_order_is_left_out() {
+        let (mut streams, mut requested) = (Readahead::slow(), 1);
+        for page in 0..1000 {
+            let Some((with, rest)) = streams.request(0, page, PAGES, |_| true) else { continue };
+            assert!(with.start().0 == page + 1 && with.end() <= rest.end(), "{with} and {rest}");
+            assert!(rest.is_empty() || rest.start().0 == requested.max(page + 1), "{rest} after {requested}");
+            requested = requested.max(rest.end().0);
+        }
     }
 
     #[test]

@@ -174,24 +174,26 @@ fn request_beside(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, int
     }
 }
 
-/// If the thread reads memory in order, has the next pages requested. Returns those to request with its page.
+/// If the thread reads memory in order, has the next pages requested. Returns those to request with its page: all of
+/// one unit.
 fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, caller: Caller) -> PageRange {
     let unit_end = |page: PageIdx| PageIdx((page.0 + 1).next_multiple_of(PAGES_PER_UNIT));
     let is_far = |page| region.is_slow_and_free(PageIdx(page));
     let none = PageRange::of(page, 0);
     let credits = vm.readahead_credits();
     let asked = vm.mail.slow.requested((region.number, page.0), region.pages().0, is_far, caller);
-    let Some((with, mut more)) = asked.filter(|(with, more)| with.count() + more.count() <= credits) else {
-        return none;
-    };
+    let all = |with: PageRange, rest: PageRange| with.count() + rest.from(with.end()).count();
+    let Some((with, rest)) = asked.filter(|(with, rest)| all(*with, *rest) <= credits) else { return none };
+    // A page that is on its way comes with the request that was made for it. What was to come with it is requested too.
+    let with = if region.word(page).is_locked() { none } else { with.before(unit_end(page)) };
+    let mut more = rest.from(with.end());
     while !more.is_empty() {
         // All pages of a request are of one unit.
         let pages = more.before(unit_end(more.start()));
         more = more.from(pages.end());
         vm.mail.slow.read_ahead(Ahead { view: view.clone(), region: region.number, pages, is_guess: false });
     }
-    // A page that is on its way comes with the request that was made for it.
-    if region.word(page).is_locked() { none } else { with.before(unit_end(page)) }
+    with
 }
 
 /// Restores the page of a fault, and those of `with`, by one request. Returns whether that page came.
