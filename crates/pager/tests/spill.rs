@@ -376,6 +376,19 @@ fn pinning_brings_pages_of_the_file_back_too() {
 }
 
 #[test]
+fn pages_of_a_slow_store_come_back_many_by_a_request() {
+    let (rig, faults) = spilled_to_faulty();
+    let (before, pages) = (faults.calls(), count_in_file(&rig));
+    rig.vm.restore_for(Hold::Kept, "the test says so".into()).expect("all are back");
+    let (calls, far) = (faults.calls(), rig.vm.stats().get(Counter::Far));
+    let (gets, runs) = (calls.gets - before.gets, calls.runs - before.runs);
+    // Some went there meanwhile.
+    let is_once = (pages..=rig.pages).contains(&gets);
+    assert!(far == 0 && is_once && runs * 8 < gets, "{pages} pages: {gets} in {runs} runs, {far} far");
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
 fn pages_of_one_repeated_word_stay_where_they_take_no_room() {
     let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
     for page in 0..rig.pages {

@@ -53,8 +53,10 @@ struct Script {
 pub struct Calls {
     /// Puts.
     pub puts: u64,
-    /// Gets.
+    /// Gets of pages.
     pub gets: u64,
+    /// Gets of runs of pages, whose pages are counted, too.
+    pub runs: u64,
     /// Frees.
     pub frees: u64,
 }
@@ -230,6 +232,13 @@ impl<S: Store> Store for FaultyStore<S> {
         }
     }
 
+    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        self.faults.lock().calls.runs += 1;
+        for ((page, handle), out) in (first.page.0..).zip(handles).zip(out) {
+            outcomes.push(self.get(PageKey { page: PageIdx(page), ..first }, *handle, out));
+        }
+    }
+
     fn free(&self, key: PageKey, handle: Handle) {
         self.faults.on_free(key);
         self.inner.free(key, handle);
@@ -312,7 +321,7 @@ mod tests {
             [Busy, Full, Full]
         });
         assert_eq!(store.usage().pages, 1, "a failed put keeps nothing");
-        assert_eq!(faults.calls(), Calls { puts: 4, gets: 4, frees: 0 });
+        assert_eq!(faults.calls(), Calls { puts: 4, gets: 4, ..Calls::default() });
     }
 
     #[test]

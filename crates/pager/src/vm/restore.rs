@@ -2,27 +2,31 @@
 //!
 //! Before: memory is about to be pinned, or a foreign mapper was seen; or an engine took over. After: no page is far:
 //! each is in its file, or zeros, or known to be lost. Threads: any; it takes seconds for millions of pages.
-//! Promise: no page is evicted meanwhile.
+//! Promise: no page is evicted meanwhile. Pages of a disk or a cluster are asked for by up to 64 at once, and what does
+//! not come so, one by one.
 
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_base::store::PageBytes;
+use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_sys::uffd::FaultKind;
 
 use super::{Hold, Vm};
 use crate::vm::region::Region;
 use crate::vm::view::View;
-use ballast_page::fault::serve;
-use ballast_page::outcome::Served;
+use ballast_page::fault::{restore_some, serve};
+use ballast_page::outcome::{Outcome, Served};
 use ballast_page::page_state::{State, Word};
 use ballast_page::punch::punch_left;
 use ballast_store::held::WithTime;
 
 /// Pages restored before a thread that adds or removes RAM gets a turn.
 const BATCH: u64 = PAGES_PER_UNIT;
+/// Most pages of a slow store that are asked for at once: they are locked together.
+const TOGETHER: usize = 64;
 /// How long to leave a page alone that is not available: its store is busy, or a tmpfs of limited size is full, which
 /// may last.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -131,8 +135,16 @@ impl Vm {
         };
         // Those that are asked for often, each since when; those that wait.
         let (mut often, mut waiting) = (VecDeque::<(PageIdx, Instant)>::new(), VecDeque::new());
-        let mut pages = pages.peekable();
-        while pages.peek().is_some() || !often.is_empty() || !waiting.is_empty() {
+        // The next of all pages.
+        let (mut pages, mut next, mut buffer) = (pages.fuse(), VecDeque::new(), Vec::new());
+        let mut is_left = |next: &mut VecDeque<PageIdx>| {
+            if next.is_empty() {
+                next.extend(pages.by_ref().take(most));
+                self.restore_together(region, next.iter().copied(), &views(), &mut buffer);
+            }
+            !next.is_empty()
+        };
+        while is_left(&mut next) || !often.is_empty() || !waiting.is_empty() {
             let mut began = Instant::now();
             for (page, since) in std::mem::take(&mut often) {
                 if began.elapsed() >= TURN {
@@ -147,10 +159,10 @@ impl Vm {
             }
             let (mut spent, mut left) = (began.elapsed(), waiting.len());
             began = Instant::now();
-            while (pages.peek().is_some() || left > 0) && (often.is_empty() || began.elapsed() < TURN) {
+            while (is_left(&mut next) || left > 0) && (often.is_empty() || began.elapsed() < TURN) {
                 let begun = Instant::now();
-                let (missing, is_to_go_on) = if pages.peek().is_some() {
-                    tries(&mut pages)
+                let (missing, is_to_go_on) = if !next.is_empty() {
+                    tries(&mut std::iter::from_fn(|| next.pop_front()))
                 } else {
                     left -= 1;
                     tries(&mut waiting.pop_front().into_iter())
@@ -168,6 +180,42 @@ impl Vm {
             }
         }
         done
+    }
+
+    /// Brings pages of a slow store back, up to [`TOGETHER`] of a unit by one request, until one does not bring all.
+    fn restore_together(
+        &self,
+        region: &Region,
+        pages: impl Iterator<Item = PageIdx>,
+        views: &[Arc<View>],
+        buffer: &mut Vec<PageBytes>,
+    ) {
+        if region.granule_pages() > 1 {
+            return;
+        }
+        let slow: Vec<PageIdx> = pages.filter(|page| region.is_slow_and_free(*page)).collect();
+        for run in slow.chunk_by(|a, b| a.unit() == b.unit()).flat_map(|of_unit| of_unit.chunks(TOGETHER)) {
+            // Held as below.
+            let _layout = self.layout();
+            let Some(memory) = views.iter().find_map(|view| view.of_region(region)) else { return };
+            if region.is_removed() || self.is_stopping() {
+                return;
+            }
+            buffer.resize(TOGETHER, [0; PAGE_SIZE]);
+            let cells = run.iter().map(|page| (*page, region.granule(*page).cell()));
+            // A page that does not come is asked for alone, where it is found out why.
+            let Ok(moves) = restore_some(region.region_key(), cells, &memory, &self.stores, &mut buffer[..run.len()])
+            else {
+                return;
+            };
+            for (page, moved) in &moves {
+                let outcome = Outcome { moved: Some(*moved), served: Ok(Served::Restored) };
+                self.ledger().brought_in(region, *page, &outcome);
+            }
+            if moves.len() < run.len() {
+                return;
+            }
+        }
     }
 
     /// The same of a batch, once and up to the first page that is not available now, which `missing` is then. The
