@@ -200,7 +200,7 @@ impl FileStore {
             _ => return late("writing"),
         }
         let reading = Reading::default();
-        match reading.read(&unfaulty, &[(spare, 1)], disk::read_timeout(u8::MAX), |_, _| true).first() {
+        match reading.read(&unfaulty, &[(spare, 1)], disk::read_timeout(u8::MAX), |_| true, |_, _| true).first() {
             Some(Came::Done { .. }) => {}
             Some(Came::Failed(error, _)) => return failed("reading", error),
             _ => return late("reading"),

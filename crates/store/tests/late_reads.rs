@@ -182,9 +182,9 @@ fn what_came_of_a_huge_page_is_kept_until_its_last_piece_is_there() {
     // A part of it is the guest's by now, as base pages.
     made.faults.fail_reads(8, DiskFault::Takes(LONG));
     assert!(get_run(&made.store, 0..512, &handles).contains(&GetOutcome::Busy));
-    for page in 100..300 {
-        assert_eq!(get_at_last(&made.store, page as u64, handles[page]), GetOutcome::Found);
-        made.store.free(key(page as u64), handles[page]);
+    for (page, handle) in (100..).zip(&handles[100..300]) {
+        assert_eq!(get_at_last(&made.store, page, *handle), GetOutcome::Found);
+        made.store.free(key(page), *handle);
     }
     get_run_at_last(&made.store, 300..512, &handles[300..]);
     get_run_at_last(&made.store, 0..100, &handles[..100]);
@@ -231,8 +231,8 @@ fn who_has_time_gives_no_page_up_of_a_disk_that_comes_and_goes_and_the_bad_ones_
     let fail = |these: &[u64], fault| these.iter().for_each(|block| made.faults.fail_reads_of(*block, fault));
     for _ in 0..20 {
         fail(&blocks, Some(DiskFault::Errno(EIO)));
-        for page in 0..8 {
-            assert_eq!(get(&made.store, page as u64, handles[page]), GetOutcome::Busy);
+        for (page, handle) in (0..).zip(&handles[..8]) {
+            assert_eq!(get(&made.store, page, *handle), GetOutcome::Busy);
         }
         fail(&blocks, None);
         // The others come back at once.
@@ -240,10 +240,10 @@ fn who_has_time_gives_no_page_up_of_a_disk_that_comes_and_goes_and_the_bad_ones_
     }
     assert_eq!(made.store.usage_detail().bad_blocks, 0);
     fail(&blocks[..8], Some(DiskFault::Errno(EIO)));
-    for page in 0..64 {
+    for (page, handle) in (0..).zip(handles) {
         let expected = if page < 8 { GetOutcome::Corrupt } else { GetOutcome::Found };
-        assert_eq!(get_at_last(&made.store, page as u64, handles[page]), expected, "page {page}");
-        made.store.free(key(page as u64), handles[page]);
+        assert_eq!(get_at_last(&made.store, page, handle), expected, "page {page}");
+        made.store.free(key(page), handle);
     }
     assert_eq!(made.store.usage_detail().bad_blocks, 8);
     made.store.validate().expect("valid");

@@ -14,6 +14,7 @@ use ballast_base::PAGE_SIZE;
 use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
 
 use super::disk::{Disk, READ_TIMEOUT, Returned, TRIES, Transfers};
+use super::errors::FailedRead;
 use super::faults::Ordered;
 use crate::{PageBytes, held};
 
@@ -27,7 +28,8 @@ pub(super) enum State {
         tries: usize,
     },
     Kept(Buffer),
-    Failed(io::Error),
+    /// Noticed then.
+    Failed(io::Error, Instant),
 }
 
 /// Blocks that are read together.
@@ -83,6 +85,8 @@ pub(super) struct Batch {
     pub ring: Option<Ring>,
     pub pieces: Vec<Piece>,
     pub begun: Instant,
+    /// Other blocks could be read then.
+    pub began_beside_good: bool,
     /// When somebody asked for one of them.
     pub asked: Instant,
 }
@@ -92,6 +96,7 @@ impl Batch {
         disk: &Disk,
         transfers: &mut Transfers,
         pieces: impl Iterator<Item = (u64, usize)>,
+        began_beside_good: bool,
     ) -> io::Result<Self> {
         let mut ring = transfers.for_reads()?;
         let begin = |(first, blocks): (u64, usize)| {
@@ -99,20 +104,25 @@ impl Batch {
             let transfer = |buffer| Transfer { file, direction: Direction::Read, offset, buffer, done: 0, end };
             let state = match transfers.buffer(end) {
                 Ok(buffer) => Self::hand_over(disk, &mut ring, transfer(buffer), 0),
-                Err(error) => State::Failed(error),
+                Err(error) => State::Failed(error, Instant::now()),
             };
             Piece { first, blocks, wanted: u64::MAX >> (64 - blocks), state }
         };
         let pieces = pieces.map(begin).collect();
         ring.submit();
         let now = Instant::now();
-        Ok(Self { ring: Some(ring), pieces, begun: now, asked: now })
+        Ok(Self { ring: Some(ring), pieces, begun: now, began_beside_good, asked: now })
+    }
+
+    /// A read of it that is over now, as far as is known here.
+    pub fn read(&self) -> FailedRead {
+        FailedRead { begun: self.begun, over: Instant::now(), began_beside_good: self.began_beside_good }
     }
 
     fn hand_over(disk: &Disk, ring: &mut Ring, transfer: Transfer, tries: usize) -> State {
         match disk.begin(ring, Direction::Read, transfer) {
             Ok((ticket, ordered)) => State::UnderWay { ticket, ordered, tries },
-            Err((_, error)) => State::Failed(error),
+            Err((_, error)) => State::Failed(error, Instant::now()),
         }
     }
 
@@ -130,12 +140,12 @@ impl Batch {
             }
             piece.state = match (Returned::of(transfer, result, piece.blocks * PAGE_SIZE), disk) {
                 (Returned::Done(buffer), _) => State::Kept(buffer),
-                (Returned::Failed(_, error), _) => State::Failed(error),
+                (Returned::Failed(_, error), _) => State::Failed(error, Instant::now()),
                 (Returned::Rest(transfer), Some(disk)) if *tries < TRIES => {
                     Self::hand_over(disk, ring, transfer, tries + 1)
                 }
                 // It was continued or restarted too often without progress, or nobody wants it.
-                (Returned::Rest(_), _) => State::Failed(io::ErrorKind::WouldBlock.into()),
+                (Returned::Rest(_), _) => State::Failed(io::ErrorKind::WouldBlock.into(), Instant::now()),
             };
         }
         if !ring.is_submitted() {

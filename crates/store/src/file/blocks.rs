@@ -145,8 +145,11 @@ impl Inner {
         self.count(Counter::BadBlocks);
     }
 
-    /// How long to wait for pieces that are read together.
+    /// How long to wait for pieces that are read together. Who has time looks after others meanwhile: late reads go on.
     fn read_timeout(&self, pieces: &[&[Wanted]]) -> Duration {
+        if held::has_time() {
+            return disk::READ_TIMEOUT;
+        }
         let blocks = pieces.iter().flat_map(|piece| piece.iter().map(|wanted| wanted.block));
         disk::read_timeout(self.unread.most_late(blocks))
     }
@@ -338,7 +341,8 @@ impl Inner {
     ) -> Vec<Came> {
         let sizes: Vec<(u64, usize)> = pieces.iter().map(|piece| (piece[0].block, piece.len())).collect();
         let (timeout, begun) = (self.read_timeout(pieces), Instant::now());
-        let came = self.reading.read(&self.disk, &sizes, timeout, |number, pages| {
+        let was_there = |at: Instant| self.unread.was_there(at);
+        let came = self.reading.read(&self.disk, &sizes, timeout, was_there, |number, pages| {
             let mut are_right = true;
             for (wanted, page) in pieces[number].iter().zip(pages) {
                 let found = codec::is_raw_page(page_after(first, wanted.index), wanted.header, page);
@@ -362,9 +366,9 @@ impl Inner {
                 match came {
                     Came::Done { .. } if is_late => {}
                     Came::Done { .. } => drop(self.unread.forget(wanted.block)),
-                    Came::Failed(error, begun) => {
+                    Came::Failed(error, read) => {
                         let probe = || self.is_there();
-                        outcomes[wanted.index] = self.unread.failed(wanted.block, error, *begun, probe);
+                        outcomes[wanted.index] = self.unread.failed(wanted.block, error, *read, probe);
                     }
                     Came::Unsure | Came::Late | Came::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
                 }
@@ -402,7 +406,7 @@ impl Inner {
         self.find(key, place, tag).ok().filter(|header| codec::is_raw_page(key, *header, page))?;
         self.unread.read();
         self.unread.forget(block_of(place));
-        self.reading.forget((block_of(place), 1));
+        self.reading.forget(&self.disk, (block_of(place), 1));
         *out = *page;
         Some(())
     }
@@ -420,7 +424,7 @@ impl Inner {
                     return;
                 }
                 self.begun.forget((key, handle));
-                self.reading.forget((block_of(place), 1));
+                self.reading.forget(&self.disk, (block_of(place), 1));
                 if self.unread.forget(block_of(place)) {
                     self.uncount(Counter::LiveBlocks);
                     self.retire_block(place);

@@ -31,8 +31,8 @@ const RING_TRANSFERS: u32 = 2 * AT_ONCE as u32;
 const BUFFERS: [(usize, usize); 2] = [(PAGE_SIZE, AT_ONCE), (PIECE_BLOCKS * PAGE_SIZE, AT_ONCE)];
 /// How long a worker waits for a page before it serves others and asks again. A healthy device is faster.
 pub(crate) const READ_TIMEOUT: Duration = Duration::from_millis(100);
-/// The wait for a block that was late doubles each time, this often: up to 6.4 s. So of a device that is slow for long,
-/// such as a throttled volume, few reads are late, and have to be kept for who asks next.
+/// A guest's wait for a block that was late doubles each time, this often: up to 6.4 s. So of a device that is slow for
+/// long, such as a throttled volume, few reads are late, and have to be kept for who asks next.
 const DOUBLINGS: u8 = 6;
 /// Reclaim has time, and an abandoned write blocks its block until it is over. After one that is late, a call waits for
 /// none of its others, and begins no more.

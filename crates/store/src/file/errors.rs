@@ -31,6 +31,15 @@ pub(super) const GONE: Duration = Duration::from_secs(120);
 /// A good read of another block that is no further from an error than this is one at the same time.
 pub(super) const BESIDE: Duration = Duration::from_millis(100);
 
+/// A read that failed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FailedRead {
+    pub(super) begun: Instant,
+    pub(super) over: Instant,
+    /// Other blocks could be read when it began.
+    pub(super) began_beside_good: bool,
+}
+
 /// Errors of a block that were reported to one kind of caller, without a read that went well between them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Errors {
@@ -41,17 +50,17 @@ pub(super) struct Errors {
 }
 
 impl Errors {
-    /// One more, of a read that began at this time.
-    pub(super) fn add(&mut self, begun: Instant, now: Instant) {
+    /// One more.
+    pub(super) fn add(&mut self, FailedRead { begun, over, .. }: FailedRead) {
         let unseen = |last: Instant| begun.saturating_duration_since(last);
         match self.last.filter(|last| unseen(*last) < FORGOTTEN) {
             Some(last) => {
-                self.lasted += unseen(last).min(MOST_UNSEEN) + now.saturating_duration_since(begun.max(last));
+                self.lasted += unseen(last).min(MOST_UNSEEN) + over.saturating_duration_since(begun.max(last));
                 self.count = self.count.saturating_add(1);
             }
             None => (self.lasted, self.count) = (Duration::ZERO, 1),
         }
-        self.last = Some(now);
+        self.last = Some(over);
     }
 
     pub(super) fn are_final(&self, lasts: Duration) -> bool {
@@ -68,9 +77,9 @@ pub(super) struct Device {
 }
 
 impl Device {
-    /// Could blocks be read when this read began, or since?
-    pub(super) fn was_there(&self, begun: Instant) -> bool {
-        self.read.is_some_and(|read| read + BESIDE >= begun)
+    /// Could blocks be read just before this time?
+    pub(super) fn was_there(&self, at: Instant) -> bool {
+        self.read.is_some_and(|read| read + BESIDE >= at)
     }
 
     /// Could none be read for long?
@@ -92,21 +101,21 @@ pub(super) struct Verdict {
 
 impl Verdict {
     /// An error was reported to a guest's thread. Is the page to be given up?
-    pub(super) fn of_guest(&mut self, (begun, now): (Instant, Instant), lasts: Duration) -> bool {
-        self.guests.add(begun, now);
+    pub(super) fn of_guest(&mut self, read: FailedRead, lasts: Duration) -> bool {
+        self.guests.add(read);
         self.guests.are_final(lasts)
     }
 
     /// The same for who has time.
     pub(super) fn of_who_has_time(
         &mut self,
-        (begun, now): (Instant, Instant),
+        read: FailedRead,
         lasts: Duration,
         (is_beside_good, is_gone): (bool, bool),
     ) -> bool {
-        self.with_time.add(begun, now);
+        self.with_time.add(read);
         if is_beside_good {
-            self.beside_good.add(begun, now);
+            self.beside_good.add(read);
         }
         is_beside_good && self.beside_good.are_final(lasts) || is_gone && self.with_time.are_final(lasts)
     }

@@ -48,7 +48,7 @@ impl Probe {
         let read = || {
             let mut is_pattern = None;
             let take = |_, pages: &[PageBytes]| *is_pattern.insert(pages[0] == PATTERN);
-            let came = reading.read(disk, &[(spare, 1)], BESIDE, take);
+            let came = reading.read(disk, &[(spare, 1)], BESIDE, |_| true, take);
             is_pattern.filter(|_| matches!(came[..], [Came::Done { is_new: true }]))
         };
         match read() {

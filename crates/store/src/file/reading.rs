@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 
 use super::batch::{Batch, Piece, State};
 use super::disk::{AT_ONCE, Disk, READ_TIMEOUT, Transfers};
+use super::errors::FailedRead;
 use crate::{PageBytes, held};
 
 /// Most late reads of a store before none is begun for who has time, and for guests.
@@ -54,8 +55,8 @@ pub(super) enum Came {
     Late,
     /// It was not begun: one before it is late, or too many are.
     Unbegun,
-    /// The kernel returned this error for this block, in a read that began then.
-    Failed(io::Error, Instant),
+    /// The kernel returned this error for this block.
+    Failed(io::Error, FailedRead),
     /// It did for this piece, or one that this is of. Its blocks are to be read alone.
     Unsure,
 }
@@ -119,7 +120,7 @@ impl Reading {
     }
 
     /// May this number of reads begin?
-    fn may_begin(&self, more: usize) -> bool {
+    fn may_begin(&self, disk: &Disk, more: usize) -> bool {
         let Some(mut batches) = self.lock() else { return true };
         let (has_time, now) = (held::has_time(), Instant::now());
         let most = if has_time { MOST_WITH_TIME } else { MOST };
@@ -135,17 +136,19 @@ impl Reading {
             all -= kept(oldest);
             oldest.pieces.retain(Piece::is_under_way);
         }
-        self.settle(&mut batches, None);
+        self.settle(&mut batches, Some(disk));
         self.late.load(Ordering::Acquire) + more <= most
     }
 
     /// Reads pieces, and waits for them. One outcome each, in order; for each `Done` piece, `take` was called with its
-    /// index and its pages, and said whether they are right.
+    /// index and its pages, and said whether they are right. `was_there` says whether other blocks could be read just
+    /// before this time.
     pub fn read(
         &self,
         disk: &Disk,
         pieces: &[(u64, usize)],
         timeout: Duration,
+        was_there: impl Fn(Instant) -> bool,
         mut take: impl FnMut(usize, &[PageBytes]) -> bool,
     ) -> Vec<Came> {
         let since = Instant::now();
@@ -157,21 +160,24 @@ impl Reading {
             if is_late {
                 break;
             }
-            if !self.may_begin(group.len()) {
+            if !self.may_begin(disk, group.len()) {
                 std::thread::sleep(PAUSE);
                 is_late = true;
                 break;
             }
+            let is_beside_good = was_there(Instant::now());
             let begun = if disk.has_no_rings() {
                 Err(io::ErrorKind::PermissionDenied.into())
             } else {
-                Transfers::of_this_thread(|with| Batch::begin(disk, with, group.iter().map(|at| pieces[*at])))
+                let these = group.iter().map(|at| pieces[*at]);
+                Transfers::of_this_thread(|with| Batch::begin(disk, with, these, is_beside_good))
             };
             match begun {
                 Ok(mut batch) => {
                     batch.wait(disk, timeout);
+                    let read = batch.read();
                     for (at, piece) in group.iter().zip(&mut batch.pieces) {
-                        came[*at] = Self::came(piece, (*at, pieces[*at]), (true, batch.begun), &mut take);
+                        came[*at] = Self::came(piece, (*at, pieces[*at]), (true, read), &mut take);
                         is_late |= matches!(came[*at], Came::Late);
                     }
                     Transfers::of_this_thread(|with| with.reads = batch.idle_ring());
@@ -179,7 +185,8 @@ impl Reading {
                 }
                 Err(error) => {
                     for at in group {
-                        came[*at] = Self::without_ring(disk, pieces[*at], &error, |pages| take(*at, pages));
+                        let beside = (&error, was_there(Instant::now()));
+                        came[*at] = Self::without_ring(disk, pieces[*at], beside, |pages| take(*at, pages));
                     }
                 }
             }
@@ -200,7 +207,7 @@ impl Reading {
                     }
                 }
             });
-            known.iter().for_each(|at| self.forget(pieces[*at]));
+            known.iter().for_each(|at| self.forget(disk, pieces[*at]));
         }
         came
     }
@@ -209,7 +216,7 @@ impl Reading {
     fn came(
         piece: &mut Piece,
         (at, blocks): (usize, (u64, usize)),
-        (is_new, begun): (bool, Instant),
+        (is_new, mut read): (bool, FailedRead),
         take: &mut impl FnMut(usize, &[PageBytes]) -> bool,
     ) -> Came {
         if let Some(pages) = piece.pages(blocks) {
@@ -222,8 +229,11 @@ impl Reading {
             return Came::Late;
         }
         piece.wanted = 0;
-        match std::mem::replace(&mut piece.state, State::Failed(io::ErrorKind::Other.into())) {
-            State::Failed(error) if piece.blocks == 1 => Came::Failed(error, begun),
+        match std::mem::replace(&mut piece.state, State::Failed(io::ErrorKind::Other.into(), read.begun)) {
+            State::Failed(error, over) if piece.blocks == 1 => {
+                read.over = over;
+                Came::Failed(error, read)
+            }
             _ => Came::Unsure,
         }
     }
@@ -231,20 +241,21 @@ impl Reading {
     fn without_ring(
         disk: &Disk,
         piece: (u64, usize),
-        error: &io::Error,
+        (error, began_beside_good): (&io::Error, bool),
         take: impl FnOnce(&[PageBytes]) -> bool,
     ) -> Came {
         let begun = Instant::now();
+        let failed = || FailedRead { begun, over: Instant::now(), began_beside_good };
         // One for which there is no memory now is tried again.
         if !matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::Unsupported) {
-            return Came::Failed(io::Error::new(error.kind(), error.to_string()), begun);
+            return Came::Failed(io::Error::new(error.kind(), error.to_string()), failed());
         }
         match disk.read_without_ring(piece) {
             Ok(buffer) => {
                 take(buffer.as_slice().as_chunks().0);
                 Came::Done { is_new: true }
             }
-            Err(error) if piece.1 == 1 => Came::Failed(error, begun),
+            Err(error) if piece.1 == 1 => Came::Failed(error, failed()),
             Err(_) => Came::Unsure,
         }
     }
@@ -261,6 +272,8 @@ impl Reading {
         let (since, mut is_first) = (Instant::now(), true);
         let mut batches = loop {
             let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
+            // Others' errors should not seem to have taken longer than they did.
+            batches.iter_mut().for_each(|batch| batch.reap(Some(disk)));
             let (mut watch, mut is_under_way) = (None, false);
             for (_, blocks) in pieces {
                 let Some((batch, at)) = find(&mut batches, *blocks) else { continue };
@@ -289,7 +302,8 @@ impl Reading {
         for (at, blocks) in pieces {
             came[*at] = match find(&mut batches, *blocks) {
                 Some((batch, piece)) => {
-                    Self::came(&mut batch.pieces[piece], (*at, *blocks), (false, batch.begun), take)
+                    let read = batch.read();
+                    Self::came(&mut batch.pieces[piece], (*at, *blocks), (false, read), take)
                 }
                 // Another thread has taken it.
                 None => Came::Late,
@@ -310,7 +324,7 @@ impl Reading {
     }
 
     /// These blocks are not wanted any more: their bytes were taken, or their page was freed.
-    pub fn forget(&self, blocks: (u64, usize)) {
+    pub fn forget(&self, disk: &Disk, blocks: (u64, usize)) {
         let Some(mut batches) = self.lock() else { return };
         let pieces = batches.iter_mut().flat_map(|batch| &mut batch.pieces);
         for piece in pieces {
@@ -318,7 +332,7 @@ impl Reading {
                 piece.wanted &= !bits;
             }
         }
-        self.settle(&mut batches, None);
+        self.settle(&mut batches, Some(disk));
     }
 
     /// If a read of this block is over, its bytes are not kept. Returns false if one is under way.

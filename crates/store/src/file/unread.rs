@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::errors::{Device, QUICK, Verdict};
+use super::errors::{Device, FailedRead, QUICK, Verdict};
 use super::limits;
 use crate::{GetOutcome, held};
 
@@ -65,9 +65,9 @@ impl Unread {
         self.note(block, |of| of.late = of.late.saturating_add(1));
     }
 
-    /// The outcome of a get whose read began at this time and failed. For who has time, `probe` reads another block,
-    /// and says whether that went well and quickly.
-    pub fn failed(&self, block: u64, error: &io::Error, begun: Instant, probe: impl FnOnce() -> bool) -> GetOutcome {
+    /// The outcome of a get whose read failed. For who has time, `probe` reads another block, and says whether that
+    /// went well and quickly.
+    pub fn failed(&self, block: u64, error: &io::Error, read: FailedRead, probe: impl FnOnce() -> bool) -> GetOutcome {
         if !limits::is_of_the_medium(error) {
             return GetOutcome::Busy;
         }
@@ -81,11 +81,10 @@ impl Unread {
             device.failing.get_or_insert(now);
             *device
         };
-        let read = (begun, now);
         let is_lost = if held::has_time() {
             // It must be noted that the block fails before another one is read.
             self.note(block, |_| ());
-            let is_beside_good = device.was_there(begun) & probe();
+            let is_beside_good = probe() && read.began_beside_good;
             let sure = (is_beside_good, device.is_gone(now));
             self.note(block, |of| of.verdict.of_who_has_time(read, self.lasts, sure))
         } else {
@@ -113,10 +112,15 @@ impl Unread {
         verdict.is_some_and(|of| of.guests.count > 0 || of.with_time.count > 0)
     }
 
+    /// Could other blocks be read just before this time? While every block can be read, nobody looks.
+    pub fn was_there(&self, at: Instant) -> bool {
+        self.device().was_there(at)
+    }
+
     /// Would an error of a read that begins now count? See `errors`.
     pub fn was_read_just_now(&self) -> bool {
         // Some time for the read to begin.
-        self.device().was_there(Instant::now() + REST / 2)
+        self.was_there(Instant::now() + REST / 2)
     }
 
     /// How often the block of these that was late most often was late.
@@ -157,7 +161,11 @@ mod tests {
             }
             is_good
         };
-        (0..times).map(|_| unread.failed(1, &eio, Instant::now(), probe)).last().expect("some")
+        let read = || {
+            let now = Instant::now();
+            FailedRead { begun: now, over: now, began_beside_good: unread.was_there(now) }
+        };
+        (0..times).map(|_| unread.failed(1, &eio, read(), probe)).last().expect("some")
     }
 
     fn fail(unread: &Unread, times: u8) -> GetOutcome {
