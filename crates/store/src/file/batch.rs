@@ -159,19 +159,18 @@ impl Batch {
         self.ring.take_if(|_| !self.pieces.iter().any(Piece::is_under_way))
     }
 
-    /// Waits for its pieces. If the lock of this thread is wanted, it waits no longer than for a page at first.
-    pub fn wait(&mut self, disk: &Disk, timeout: Duration) {
-        for index in 0..self.pieces.len() {
-            if !self.pieces[index].is_waited_for(timeout) {
-                continue;
-            }
-            while let (Some(ring), State::UnderWay { ticket, .. }) = (&mut self.ring, &self.pieces[index].state) {
-                let left = timeout.saturating_sub(self.begun.elapsed());
-                ring.wait_until_over(ticket, left.min(READ_TIMEOUT));
-                self.reap(Some(disk));
-                if left.is_zero() || held::is_wanted() && self.begun.elapsed() >= READ_TIMEOUT {
-                    break;
-                }
+    /// Waits for a piece. All are under way at once, so the waits do not add up. If the lock of this thread is wanted,
+    /// it waits no longer than for a page at first.
+    pub fn wait_for(&mut self, disk: &Disk, index: usize, timeout: Duration) {
+        if !self.pieces[index].is_waited_for(timeout) {
+            return;
+        }
+        while let (Some(ring), State::UnderWay { ticket, .. }) = (&mut self.ring, &self.pieces[index].state) {
+            let left = timeout.saturating_sub(self.begun.elapsed());
+            ring.wait_until_over(ticket, left.min(READ_TIMEOUT));
+            self.reap(Some(disk));
+            if left.is_zero() || held::is_wanted() && self.begun.elapsed() >= READ_TIMEOUT {
+                return;
             }
         }
     }

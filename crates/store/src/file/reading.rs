@@ -174,10 +174,11 @@ impl Reading {
             };
             match begun {
                 Ok(mut batch) => {
-                    batch.wait(disk, timeout);
-                    let read = batch.read();
-                    for (at, piece) in group.iter().zip(&mut batch.pieces) {
-                        came[*at] = Self::came(piece, (*at, pieces[*at]), (true, read), &mut take);
+                    for (index, at) in group.iter().enumerate() {
+                        // One is copied and checked while the device works on the others.
+                        batch.wait_for(disk, index, timeout);
+                        let (piece, read) = ((*at, pieces[*at]), (true, batch.read()));
+                        came[*at] = Self::came(&mut batch.pieces[index], piece, read, &mut take);
                         is_late |= matches!(came[*at], Came::Late);
                     }
                     Transfers::of_this_thread(|with| with.reads = batch.idle_ring());
