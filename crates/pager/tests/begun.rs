@@ -220,7 +220,8 @@ fn pages_that_come_and_go_while_others_are_read_from_the_same_blocks_hold_what_w
         let copies = || rig.ram_store().usage().pages + store.usage().pages;
         until("each far page has one copy", || copies() == rig.vm.census().expect("census").far.0);
         rig.check_census();
-        store.validate().expect("the blocks are those of its pages");
+        // The spill worker may still return an area that was emptied last.
+        until("the blocks are those of its pages", || store.validate().is_ok());
         assert_eq!(rig.vm.stats().get(Counter::Poisoned), 0);
     }
 }
