@@ -107,7 +107,8 @@ impl Tierer {
         }
     }
 
-    fn check(files: &Files) -> Result<Tiers, Unavailable> {
+    /// The tiers of this machine now.
+    fn tiers(files: &Files) -> Result<Tiers, Unavailable> {
         let tiers = Tiers::detect(files)?;
         if tiers.list.len() < 2 {
             return Err(Unavailable::OneTier(tiers.list.iter().map(|tier| tier.nodes.len()).sum()));
@@ -115,6 +116,11 @@ impl Tierer {
         if !tiers.knows_frames() {
             return Err(Unavailable::Frames("the kernel shows no memory blocks"));
         }
+        Ok(tiers)
+    }
+
+    fn check(files: &Files) -> Result<Tiers, Unavailable> {
+        let tiers = Self::tiers(files)?;
         let here = 0u64;
         let mut frame = [None];
         let address = ballast_base::Hva(&raw const here as u64);
@@ -214,7 +220,8 @@ impl Tierer {
 
     /// Nodes come and go, and so do parts of them. What is known of pages was read by the old ones.
     fn detect(&mut self) -> Result<(), Unavailable> {
-        let tiers = Self::check(&self.files)?;
+        // Whether frames are hidden is not asked again: a page that the kernel moves just now looks like that.
+        let tiers = Self::tiers(&self.files)?;
         if tiers != self.tiers {
             self.watched.iter_mut().for_each(|watched| watched.pages = Pages::default());
             (self.status.told_by, self.tiers) = (tiers.told, tiers);
