@@ -11,7 +11,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -33,8 +33,8 @@ pub(crate) struct Relay {
 #[derive(Debug, Default)]
 struct Shared {
     is_closing: AtomicBool,
-    /// Both sides of each connection.
-    streams: Mutex<Vec<TcpStream>>,
+    /// Both sides of each connection, which its threads have.
+    streams: Mutex<Vec<Weak<TcpStream>>>,
 }
 
 impl Relay {
@@ -71,7 +71,7 @@ impl Drop for Relay {
             let _ = acceptor.join();
         }
         for stream in self.shared.streams.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-            let _ = stream.shutdown(Shutdown::Both);
+            let _ = stream.upgrade().map(|stream| stream.shutdown(Shutdown::Both));
         }
     }
 }
@@ -82,8 +82,9 @@ impl Shared {
         for stream in [&client, &server] {
             stream.set_nodelay(true)?;
         }
-        let both = [client.try_clone()?, server.try_clone()?];
-        for (from, to) in [(client.try_clone()?, server.try_clone()?), (server, client)] {
+        let (client, server) = (Arc::new(client), Arc::new(server));
+        let both = [&client, &server].map(Arc::downgrade);
+        for (from, to) in [(client.clone(), server.clone()), (server, client)] {
             let carry = move || {
                 let _ = carry(&from, &to, latency);
                 // The other direction ends with it.
@@ -91,7 +92,9 @@ impl Shared {
             };
             std::thread::Builder::new().name("relay".into()).spawn(carry)?;
         }
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        streams.retain(|stream| stream.strong_count() > 0);
+        streams.extend(both);
         Ok(())
     }
 }

@@ -110,7 +110,7 @@ impl Vm {
 
     /// Brings every far or zero page of these back through one of these views. A page that is not available keeps no
     /// other one waiting for long: some of those have their turn again and again, beside all others. `goes_on` is
-    /// called before each [`BATCH`], and while a page is not available.
+    /// called before each [`BATCH`], before each request of a slow store, and while a page is not available.
     ///
     /// # Errors
     /// The first that was met, after all pages were tried.
@@ -125,7 +125,7 @@ impl Vm {
         let (mut done, mut missing) = (Ok(()), None);
         let most = (BATCH / region.granule_pages()).max(1) as usize;
         // Returns the first of these that is not available, and false if this is to end.
-        let mut tries = |pages: &mut dyn Iterator<Item = PageIdx>| {
+        let mut tries = |pages: &mut dyn Iterator<Item = PageIdx>, goes_on: &mut dyn FnMut() -> bool| {
             let is_to_go_on = goes_on();
             if is_to_go_on {
                 let tried = self.restore_batch(region, &mut pages.take(most), &views(), &mut missing);
@@ -137,21 +137,21 @@ impl Vm {
         let (mut often, mut waiting) = (VecDeque::<(PageIdx, Instant)>::new(), VecDeque::new());
         // The next of all pages.
         let (mut pages, mut next, mut buffer) = (pages.fuse(), VecDeque::new(), Vec::new());
-        let mut is_left = |next: &mut VecDeque<PageIdx>| {
+        let mut fill = |next: &mut VecDeque<PageIdx>, goes_on: &mut dyn FnMut() -> bool| {
             if next.is_empty() {
                 next.extend(pages.by_ref().take(most));
-                self.restore_together(region, next.iter().copied(), &views(), &mut buffer);
+                self.restore_together(region, next.iter().copied(), &views(), &mut buffer, goes_on);
             }
             !next.is_empty()
         };
-        while is_left(&mut next) || !often.is_empty() || !waiting.is_empty() {
+        while fill(&mut next, goes_on) || !often.is_empty() || !waiting.is_empty() {
             let mut began = Instant::now();
             for (page, since) in std::mem::take(&mut often) {
                 if began.elapsed() >= TURN {
                     waiting.push_back(page);
                     continue;
                 }
-                match tries(&mut std::iter::once(page)) {
+                match tries(&mut std::iter::once(page), goes_on) {
                     (_, false) => return done,
                     (Some(page), _) if since.elapsed() < OFTEN => often.push_back((page, since)),
                     (missing, _) => waiting.extend(missing),
@@ -159,13 +159,13 @@ impl Vm {
             }
             let (mut spent, mut left) = (began.elapsed(), waiting.len());
             began = Instant::now();
-            while (is_left(&mut next) || left > 0) && (often.is_empty() || began.elapsed() < TURN) {
+            while (fill(&mut next, goes_on) || left > 0) && (often.is_empty() || began.elapsed() < TURN) {
                 let begun = Instant::now();
                 let (missing, is_to_go_on) = if !next.is_empty() {
-                    tries(&mut std::iter::from_fn(|| next.pop_front()))
+                    tries(&mut std::iter::from_fn(|| next.pop_front()), goes_on)
                 } else {
                     left -= 1;
-                    tries(&mut waiting.pop_front().into_iter())
+                    tries(&mut waiting.pop_front().into_iter(), goes_on)
                 };
                 if !is_to_go_on {
                     return done;
@@ -182,23 +182,28 @@ impl Vm {
         done
     }
 
-    /// Brings pages of a slow store back, up to [`TOGETHER`] of a unit by one request, until one does not bring all.
+    /// Brings pages of a slow store back, up to [`TOGETHER`] of a unit by one request, until one does not bring all, or
+    /// `goes_on`, which is called before each, says no.
     fn restore_together(
         &self,
         region: &Region,
         pages: impl Iterator<Item = PageIdx>,
         views: &[Arc<View>],
         buffer: &mut Vec<PageBytes>,
+        goes_on: &mut dyn FnMut() -> bool,
     ) {
         if region.granule_pages() > 1 {
             return;
         }
         let slow: Vec<PageIdx> = pages.filter(|page| region.is_slow_and_free(*page)).collect();
         for run in slow.chunk_by(|a, b| a.unit() == b.unit()).flat_map(|of_unit| of_unit.chunks(TOGETHER)) {
+            if !goes_on() {
+                return;
+            }
             // Held as below.
             let _layout = self.layout();
             let Some(memory) = views.iter().find_map(|view| view.of_region(region)) else { return };
-            if region.is_removed() || self.is_stopping() {
+            if region.is_removed() {
                 return;
             }
             buffer.resize(TOGETHER, [0; PAGE_SIZE]);
