@@ -192,6 +192,38 @@ fn what_came_of_a_huge_page_is_kept_until_its_last_piece_is_there() {
 }
 
 #[test]
+fn a_call_does_not_throw_away_what_was_kept_for_it_to_make_room() {
+    let Some(made) = made() else { return };
+    // As much as is kept, and some more.
+    let handles = put_run(&made.store, 0..11 * 512);
+    let run = |at: usize| (at as u64 * 512..at as u64 * 512 + 448, &handles[at * 512..][..448]);
+    for at in 0..11 {
+        let (pages, handles) = run(at);
+        made.faults.fail_reads(6, DiskFault::Takes(Duration::ZERO));
+        made.faults.fail_reads(1, DiskFault::Takes(Duration::from_secs(1)));
+        assert!(get_run(&made.store, pages, handles).contains(&GetOutcome::Busy));
+    }
+    count(&made, &handles[..512]);
+    // The first of them are the oldest. Now the call needs one piece more.
+    get_run(&made.store, 0..512, &handles[..512]);
+    get_run_at_last(&made.store, 0..512, &handles[..512]);
+    assert_eq!(reads(&made, &handles[..448]), [0; 448], "they had been read");
+    assert_eq!(reads(&made, &handles[448..512]), [1; 64]);
+}
+
+#[test]
+fn a_page_whose_read_is_late_is_not_begun_beside_it() {
+    let Some(made) = made() else { return };
+    let handle = put_run(&made.store, 0..1)[0];
+    count(&made, &[handle]);
+    made.faults.fail_reads(1, DiskFault::Takes(LONG));
+    assert_eq!(get(&made.store, 0, handle), GetOutcome::Busy);
+    assert!(!made.store.begin(key(0), handle, &mut |_| ()));
+    assert_eq!(get_at_last(&made.store, 0, handle), GetOutcome::Found);
+    assert_eq!(reads(&made, &[handle]), [1]);
+}
+
+#[test]
 fn a_page_that_was_freed_while_its_read_was_late_is_not_found_in_the_place_of_the_next_one() {
     let Some(made) = made() else { return };
     for turn in 0..20 {

@@ -270,17 +270,16 @@ impl Ring {
             // a ring that is full of them would stay so.
             let _ = self.uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&Timespec::new()));
         }
-        let mut late = Vec::new();
         for completion in self.uring.completion() {
-            let Some(slot) = self.flights.get_mut(completion.user_data() as usize) else { continue };
-            let Some(flight) = slot else { continue };
+            let Some(Some(flight)) = self.flights.get_mut(completion.user_data() as usize) else { continue };
             flight.result = Some(completion.result());
-            if flight.late.is_some()
-                && let Some(flight) = slot.take()
-            {
-                drop(ManuallyDrop::into_inner(flight.transfer));
-                late.extend(flight.late);
-            }
+        }
+        let mut late = Vec::new();
+        // The end of some was seen before they were abandoned.
+        let is_for_nobody = |flight: &mut Flight| flight.late.is_some() && flight.result.is_some();
+        for over in self.flights.iter_mut().filter_map(|slot| slot.take_if(is_for_nobody)) {
+            drop(ManuallyDrop::into_inner(over.transfer));
+            late.extend(over.late);
         }
         for late in late {
             late();

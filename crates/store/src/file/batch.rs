@@ -54,6 +54,11 @@ impl Piece {
         matches!(self.state, State::UnderWay { .. })
     }
 
+    /// The blocks for which its buffer has room, if it is kept.
+    pub fn room(&self) -> usize {
+        if let State::Kept(buffer) = &self.state { buffer.as_slice().len() / PAGE_SIZE } else { 0 }
+    }
+
     /// The bytes of these blocks, which are of this piece.
     pub fn pages(&self, (first, blocks): (u64, usize)) -> Option<&[PageBytes]> {
         let State::Kept(buffer) = &self.state else { return None };

@@ -380,7 +380,9 @@ impl Inner {
     /// See [`crate::Store::begin`].
     pub(super) fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
         let Named::Blob { place, tag } = Named::by(handle) else { return false };
-        self.find(key, place, tag).is_ok() && self.begun.begin(&self.disk, (key, handle), block_of(place), watch)
+        // A block that never answers must not take the place of all that could be begun.
+        let may_begin = self.find(key, place, tag).is_ok() && !self.reading.has(block_of(place));
+        may_begin && self.begun.begin(&self.disk, (key, handle), block_of(place), watch)
     }
 
     /// See [`crate::Store::get_begun`].

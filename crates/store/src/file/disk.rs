@@ -27,8 +27,14 @@ pub(crate) const PIECE_BLOCKS: usize = 64;
 /// Pieces under way at once: 2 MiB. Transfers that a thread gave up waiting for are not counted.
 pub(crate) const AT_ONCE: usize = 8;
 const RING_TRANSFERS: u32 = 2 * AT_ONCE as u32;
-/// Sizes of buffers, and how many of each a thread keeps for reuse: a little over 2 MiB.
-const BUFFERS: [(usize, usize); 2] = [(PAGE_SIZE, AT_ONCE), (PIECE_BLOCKS * PAGE_SIZE, AT_ONCE)];
+/// Sizes of buffers, and how many of each a thread keeps for reuse: 2.7 MiB. A call that reads a huge page keeps all of
+/// its pieces until the last is there, so the buffer of a short piece is not as large as that of a long one.
+const BUFFERS: [(usize, usize); 4] = [
+    (PAGE_SIZE, AT_ONCE),
+    (PAGE_SIZE * 4, AT_ONCE),
+    (PAGE_SIZE * 16, AT_ONCE),
+    (PAGE_SIZE * PIECE_BLOCKS, AT_ONCE),
+];
 /// How long a worker waits for a page before it serves others and asks again. A healthy device is faster.
 pub(crate) const READ_TIMEOUT: Duration = Duration::from_millis(100);
 /// A guest's wait for a block that was late doubles each time, this often: up to 6.4 s. So of a device that is slow for
@@ -333,5 +339,22 @@ impl Disk {
             }
         }
         Ok(buffer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_has_room_for_its_piece_and_for_less_than_four_times_as_much() {
+        let mut transfers = Transfers::default();
+        for blocks in 1..=PIECE_BLOCKS {
+            for _ in 0..2 {
+                let buffer = transfers.buffer(blocks * PAGE_SIZE).expect("memory");
+                assert!((blocks..4 * blocks).contains(&(buffer.as_slice().len() / PAGE_SIZE)));
+                transfers.put_back(buffer);
+            }
+        }
     }
 }

@@ -33,8 +33,8 @@ use crate::{PageBytes, held};
 /// Most late reads of a store before none is begun for who has time, and for guests.
 const MOST_WITH_TIME: usize = 64;
 const MOST: usize = 96;
-/// Most blocks that are kept for who asks next: 16 MiB. Who comes after that takes the room of others, but only that of
-/// those who did not come for a while if it has time.
+/// Most blocks for whose bytes buffers are kept for who asks next: 16 MiB. Who comes after that takes the room of
+/// others, but only that of those who did not come for a while if it has time.
 const MOST_KEPT: usize = 4096;
 const A_WHILE: Duration = Duration::from_secs(10);
 /// What nobody asked for in this time is not kept.
@@ -124,10 +124,7 @@ impl Reading {
         let Some(mut batches) = self.lock() else { return true };
         let (has_time, now) = (held::has_time(), Instant::now());
         let most = if has_time { MOST_WITH_TIME } else { MOST };
-        let kept = |batch: &Batch| {
-            let kept = batch.pieces.iter().filter(|piece| !piece.is_under_way());
-            kept.map(|piece| piece.blocks).sum::<usize>()
-        };
+        let kept = |batch: &Batch| batch.pieces.iter().map(Piece::room).sum::<usize>();
         let mut all: usize = batches.iter().map(kept).sum();
         while all > MOST_KEPT {
             let oldest = batches.iter_mut().filter(|batch| kept(batch) > 0).min_by_key(|batch| batch.asked);
@@ -152,7 +149,9 @@ impl Reading {
         mut take: impl FnMut(usize, &[PageBytes]) -> bool,
     ) -> Vec<Came> {
         let since = Instant::now();
-        let is_known = |piece| self.lock().is_some_and(|mut batches| find(&mut batches, piece).is_some());
+        // Its own must not make room for what it begins.
+        let ask = |(batch, _): (&mut Batch, usize)| batch.asked = since;
+        let is_known = |piece| self.lock().is_some_and(|mut batches| find(&mut batches, piece).map(ask).is_some());
         let (known, new): (Vec<usize>, Vec<usize>) = (0..pieces.len()).partition(|at| is_known(pieces[*at]));
         let mut came: Vec<Came> = pieces.iter().map(|_| Came::Unbegun).collect();
         let (mut batches, mut is_late) = (Vec::new(), false);
@@ -334,6 +333,11 @@ impl Reading {
             }
         }
         self.settle(&mut batches, Some(disk));
+    }
+
+    /// Is a read of this block late, or kept?
+    pub fn has(&self, block: u64) -> bool {
+        self.lock().is_some_and(|mut batches| find(&mut batches, (block, 1)).is_some())
     }
 
     /// If a read of this block is over, its bytes are not kept. Returns false if one is under way.
