@@ -192,6 +192,45 @@ fn a_restore_that_is_ended_and_begun_anew_while_the_disk_hangs_is_no_failure() {
 }
 
 #[test]
+fn an_engine_that_is_killed_or_replaced_while_reads_are_late_leaves_each_page_to_the_next() {
+    let Some(fuse) = disk() else { return };
+    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let ram = Ram::new(4096);
+    ram.mark();
+    let _client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
+    for is_killed in [true, false, true, false] {
+        until("pages are on the disk", || daemon.api.vm("mine").is_ok_and(|vm| vm.far_file_bytes > 4 << 20));
+        std::thread::scope(|scope| {
+            let hangs = fuse.hold_on();
+            for first in 0..8 {
+                let ram = &ram;
+                scope.spawn(move || assert!((first..4096).step_by(8).all(|page| ram.is_marked(page))));
+            }
+            fuse.wait_for_held(2);
+            // They are late when all of this is over.
+            Guest::start(&daemon, "other", "--workload uniform --ram 16M --limit 8M").finish();
+            let old = daemon.engine_pid().expect("an engine");
+            if is_killed {
+                common::kill(old);
+                daemon.wait_for_engine_after(old);
+                until("it is served", || is_served(&daemon, "mine"));
+            } else {
+                let moving = || daemon.log().matches("the upgrade goes on stage=Moving").count();
+                let before = moving();
+                begin(&daemon, &this_build());
+                until("the VM is to go to another engine", || moving() > before);
+            }
+            drop(hangs);
+        });
+        if !is_killed {
+            assert_eq!(ended(&daemon).stage, UpgradeStage::Done, "{}", daemon.log());
+        }
+    }
+    assert!(!is_said(&daemon, "page-lost", "mine"), "{}", daemon.log());
+    assert!((0..4096).all(|page| ram.is_marked(page)), "{}", daemon.log());
+}
+
+#[test]
 fn a_vm_whose_words_are_lost_while_the_disk_hangs_is_opened_again_and_its_pages_there_wait() {
     let Some(fuse) = disk() else { return };
     let daemon = Daemon::start(&spilling(&fuse.dir()));
