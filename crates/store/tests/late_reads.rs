@@ -218,7 +218,7 @@ fn a_page_whose_read_is_late_is_not_begun_beside_it() {
     count(&made, &[handle]);
     made.faults.fail_reads(1, DiskFault::Takes(LONG));
     assert_eq!(get(&made.store, 0, handle), GetOutcome::Busy);
-    assert!(!made.store.begin(key(0), handle, &mut |_| ()));
+    assert!(!made.store.begin(key(0), handle, &|_| ()));
     assert_eq!(get_at_last(&made.store, 0, handle), GetOutcome::Found);
     assert_eq!(reads(&made, &[handle]), [1]);
 }

@@ -165,9 +165,9 @@ impl Walk {
         let (mut out, mut outcomes) = (vec![[0x77; PAGE_SIZE]; handles.len()], Vec::new());
         if self.disk != Disk::Late && handles.len() == 1 && random.one_in(3) {
             let (key, out) = (key(run, from), &mut out[0]);
-            self.store.begin(key, handles[0], &mut |_| ());
+            self.store.begin(key, handles[0], &|_| ());
             outcomes.push(if random.one_in(2) {
-                self.store.get_begun(key, handles[0], out, &mut |_| ())
+                self.store.get_begun(key, handles[0], out, &|_| ())
             } else {
                 self.store.get(key, handles[0], out)
             });

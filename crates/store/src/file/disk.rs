@@ -29,12 +29,8 @@ pub(crate) const AT_ONCE: usize = 8;
 const RING_TRANSFERS: u32 = 2 * AT_ONCE as u32;
 /// Sizes of buffers, and how many of each a thread keeps for reuse: 2.7 MiB. A call that reads a huge page keeps all of
 /// its pieces until the last is there, so the buffer of a short piece is not as large as that of a long one.
-const BUFFERS: [(usize, usize); 4] = [
-    (PAGE_SIZE, AT_ONCE),
-    (PAGE_SIZE * 4, AT_ONCE),
-    (PAGE_SIZE * 16, AT_ONCE),
-    (PAGE_SIZE * PIECE_BLOCKS, AT_ONCE),
-];
+const BUFFERS: [(usize, usize); 4] =
+    [(PAGE_SIZE, AT_ONCE), (PAGE_SIZE * 4, AT_ONCE), (PAGE_SIZE * 16, AT_ONCE), (PAGE_SIZE * PIECE_BLOCKS, AT_ONCE)];
 /// How long a worker waits for a page before it serves others and asks again. A healthy device is faster.
 pub(crate) const READ_TIMEOUT: Duration = Duration::from_millis(100);
 /// A guest's wait for a block that was late doubles each time, this often: up to 6.4 s. So of a device that is slow for
