@@ -16,18 +16,21 @@ const PART: u32 = 50;
 const KNOWN_PART: u64 = 4;
 /// The cost of an entry that nothing was measured of yet.
 const GUESS_NS: f64 = 20.0;
-/// Fewer entries tell nothing about the cost of one.
+/// Fewer entries tell nothing about the cost of one; those of several epochs are added up until they do.
 const FEW: u64 = 1 << 12;
 
 /// The pace.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pace {
     entry_ns: f64,
+    /// Entries that were read since the cost was last measured, and the time for them.
+    read: u64,
+    time: Duration,
 }
 
 impl Default for Pace {
     fn default() -> Self {
-        Self { entry_ns: GUESS_NS }
+        Self { entry_ns: GUESS_NS, read: 0, time: Duration::ZERO }
     }
 }
 
@@ -41,9 +44,15 @@ impl Pace {
 
     /// This many entries took this long.
     pub fn took(&mut self, entries: u64, time: Duration) {
-        if entries >= FEW {
-            let entry = time.as_nanos() as f64 / entries as f64;
+        // Epochs in which nothing was read would add time that no entry cost.
+        if entries == 0 {
+            return;
+        }
+        (self.read, self.time) = (self.read + entries, self.time + time);
+        if self.read >= FEW {
+            let entry = self.time.as_nanos() as f64 / self.read as f64;
             self.entry_ns = ((self.entry_ns + entry) / 2.0).clamp(1.0, 1e6);
+            (self.read, self.time) = (0, Duration::ZERO);
         }
     }
 }
@@ -58,13 +67,26 @@ mod tests {
             let mut pace = Pace::default();
             for _ in 0..40 {
                 let (entries, known) = pace.entries(1);
-                pace.took(entries.max(FEW), Duration::from_nanos(entries.max(FEW) * cost));
+                pace.took(entries, Duration::from_nanos(entries * cost));
                 assert!(known == PAGES_PER_UNIT || known == entries / KNOWN_PART, "{known} of {entries}");
             }
             let (entries, _) = pace.entries(1);
             let part = entries as f64 * cost as f64 / EPOCH.as_nanos() as f64;
             assert!((0.018..0.021).contains(&part), "{part} of a CPU at {cost} ns");
         }
+    }
+
+    #[test]
+    fn a_pace_that_was_slow_for_a_while_recovers_though_an_epoch_reads_few_entries() {
+        let mut pace = Pace::default();
+        (0..40).for_each(|_| pace.took(FEW, Duration::from_millis(100)));
+        assert!(pace.entries(1).0 < FEW, "the machine was busy");
+        for _ in 0..200 {
+            let (entries, _) = pace.entries(1);
+            pace.took(entries, Duration::from_nanos(entries * 10));
+            pace.took(0, Duration::from_secs(1));
+        }
+        assert!((980_000..=1_000_000).contains(&pace.entries(1).0), "{pace:?}");
     }
 
     #[test]
