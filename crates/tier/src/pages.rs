@@ -2,8 +2,8 @@
 //!
 //! Before: [`crate::programs`] knows what a program maps. After: `ballast_ranges::relocate` plans with it, and moves
 //! are recorded in it. The page table is read a part at a time, round and round, so that the cost of an epoch does not
-//! depend on the size; what is mapped anew is read first. Units: addresses; units of 2 MiB (128 KiB of bits for a GiB).
-//! Threads: none of its own.
+//! depend on the size; what is mapped anew has most of it.
+//! Units: addresses; units of 2 MiB (128 KiB of bits for a GiB). Threads: none of its own.
 //! Promise: bounded by the program's memory. The bits may be old; then a move fails and is reported.
 
 use std::collections::BTreeMap;
@@ -20,8 +20,8 @@ use crate::unit::{PAGE, Seen, UNIT, Unit, WORDS, place};
 
 /// Units whose page-table entries are read by one call: 512 KiB of entries.
 const READ_UNITS: u64 = 128;
-/// Rounds through its memory after which pages that could not be moved are tried again.
-const FORGIVEN_AFTER: u32 = 16;
+/// Looks, one in an epoch, after which pages that could not be moved are tried again: 30 s.
+const FORGIVEN_AFTER: u32 = 60;
 
 /// The pages of one program.
 #[derive(Clone, Debug, Default)]
@@ -33,6 +33,7 @@ pub struct Pages {
     /// Address at which the next read of the others begins.
     cursor: u64,
     rounds: u32,
+    looks: u32,
 }
 
 /// Returns what these ranges have beside the others; both ascending.
@@ -68,35 +69,35 @@ impl Pages {
         self.areas = areas;
     }
 
-    /// Reads page-table entries: at most `most` of parts that were never read, then about `known` of the others, from
-    /// the end of the last read, round and round. Returns how many.
+    /// Reads page-table entries, once in an epoch, about `most` of them at most: of parts that were never read, and
+    /// about `known` of all memory once that was read as a whole, from the end of the last read, round and round.
+    /// However much is new, these `known` are read, or half of `most`. Returns how many.
     ///
     /// # Errors
     /// The process is gone, or its page table may not be read.
     pub fn look(&mut self, process: &Remote, tiers: &Tiers, most: u64, known: u64) -> io::Result<u64> {
+        self.looks = self.looks.wrapping_add(1);
+        if self.looks.is_multiple_of(FORGIVEN_AFTER) {
+            self.units.values_mut().for_each(|unit| unit.kept = [0; WORDS]);
+        }
+        let kept_back = if self.rounds == 0 { 0 } else { known.min(most / 2) };
         let mut read = 0;
-        while let Some(&(start, end)) = self.unread.last() {
-            if read >= most {
-                return Ok(read);
-            }
-            let to = self.read(process, tiers, (start, end), most - read)?;
+        while let Some(&(start, end)) = self.unread.last().filter(|_| read < most - kept_back) {
+            let to = self.read(process, tiers, (start, end), most - kept_back - read)?;
             read += (to - start) / PAGE;
             self.unread.pop();
             self.unread.extend((to < end).then_some((to, end)));
         }
         if self.rounds == 0 {
-            self.rounds = 1;
+            self.rounds = u32::from(self.unread.is_empty());
             return Ok(read);
         }
-        let known = known.min(most) + read;
+        let known = (read + known).min(most).max(read + kept_back);
         while read < known {
             let after = self.areas.partition_point(|(_, end)| *end <= self.cursor);
             let Some(&(start, end)) = self.areas.get(after) else {
                 self.cursor = 0;
                 self.rounds += 1;
-                if self.rounds.is_multiple_of(FORGIVEN_AFTER) {
-                    self.units.values_mut().for_each(|unit| unit.kept = [0; WORDS]);
-                }
                 break;
             };
             let from = start.max(self.cursor);
@@ -252,6 +253,7 @@ impl Placement for Pages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_base::HUGE_SIZE;
     use proptest::prelude::*;
     use std::collections::BTreeMap as Map;
 
@@ -314,6 +316,40 @@ mod tests {
         assert_eq!(pages.counts(), (2, 1), "a unit that is covered in part is kept until it is looked at");
         assert_eq!((pages.fast_share(3 * UNIT), pages.fast_share(9 * UNIT)), (Some(1.0), None));
         assert_eq!(pages.fast_share(3 * UNIT + PAGE), Some(1.0), "the unit's, for a page that is not known");
+    }
+
+    #[test]
+    fn a_page_that_could_not_be_moved_is_tried_again_after_60_looks_however_long_a_round_takes() {
+        let process = Remote::open(std::process::id()).expect("this process");
+        let mut pages = Pages::default();
+        pages.note([(0, Some(Seen { is_fast: false, is_shared: false }))].into_iter());
+        pages.kept(0);
+        let mut count = || {
+            pages.look(&process, &Tiers::default(), 100, 0).expect("nothing to read");
+            pages.counts().0
+        };
+        let counts: Vec<u64> = (0..60).map(|_| count()).collect();
+        assert_eq!((counts[..59].iter().sum::<u64>(), counts[59]), (0, 1));
+        assert_eq!(pages.rounds(), 1);
+    }
+
+    #[test]
+    fn new_mappings_leave_what_is_known_its_part_of_a_look() {
+        let memory = ballast_sys::Anon::new(64 * HUGE_SIZE).expect("memory");
+        let start = (memory.addr() as u64).next_multiple_of(UNIT);
+        let (process, tiers) = (Remote::open(std::process::id()).expect("this process"), Tiers::default());
+        for (most, known) in [(8, 2), (8, 8), (1, 1)].map(|(most, known)| (most * UNIT / PAGE, known * UNIT / PAGE)) {
+            let mut pages = Pages::default();
+            pages.set_areas(vec![(start, start + 20 * UNIT)]);
+            let read: u64 = (0..20).map(|_| pages.look(&process, &tiers, most, 0).expect("readable")).sum();
+            assert_eq!((read * PAGE, pages.rounds(), pages.unread.len()), (20 * UNIT, 1, 0));
+            pages.set_areas(vec![(start, start + 60 * UNIT)]);
+            let read = pages.look(&process, &tiers, most, known).expect("readable") * PAGE;
+            let (again, anew) = (pages.cursor - start, pages.unread[0].0 - (start + 20 * UNIT));
+            assert_eq!(read, again + anew);
+            assert!(again >= (known * PAGE).min(most * PAGE / 2) && anew >= most * PAGE / 2, "{again} and {anew}");
+            assert!(read <= most.max(2 * UNIT / PAGE) * PAGE, "{read} of {most} pages");
+        }
     }
 
     proptest! {
