@@ -3,7 +3,8 @@
 //! Before: a plan, and a caller that moves pages. After: what could be moved was, and the caller knows which
 //! promotions that were.
 //! Threads: none. Units: pages. Promise: a page is promoted only into memory that was free, or that its partner has
-//! left; a page whose partner is of a program that the kernel refuses to move stays where it is.
+//! left; a page whose partner is of a program that the kernel refuses to move stays where it is. A full slow tier keeps
+//! no page in it that has room in the fast one.
 
 use std::collections::HashSet;
 use std::io;
@@ -16,11 +17,13 @@ use crate::mover::Became;
 /// Moves pages to a tier and reports the result for each. Returns whether it has room for more.
 pub(crate) type Carry<'a> = dyn FnMut(Tier, &[u64], &mut dyn FnMut(u64, Became)) -> io::Result<bool> + 'a;
 
-/// Moves at most `turn` pages at a time each way. Returns the promotions that were made, by their index in the plan.
-pub(crate) fn carry_out(plan: &Plan, turn: usize, carry: &mut Carry<'_>) -> io::Result<Vec<usize>> {
+/// Moves at most `turn` pages at a time each way. Returns the promotions that were made, by their index in the plan,
+/// and the error that ended it, if one did.
+pub(crate) fn carry_out(plan: &Plan, turn: usize, carry: &mut Carry<'_>) -> (Vec<usize>, io::Result<()>) {
     let turn = turn.max(1);
     // Demotions after which there is room, promotions that were made, and programs that may not be moved.
     let (mut freed, mut made, mut refused) = (HashSet::new(), HashSet::new(), HashSet::new());
+    let (mut slow_is_full, mut result) = (false, Ok(()));
     // What must be free before anything is promoted.
     let ahead = plan.demote.len().saturating_sub(plan.promote.len());
     let turns = (plan.demote.len() - ahead).max(plan.promote.len()).div_ceil(turn);
@@ -42,7 +45,7 @@ pub(crate) fn carry_out(plan: &Plan, turn: usize, carry: &mut Carry<'_>) -> io::
                 is_open && !is_refused(own[*at])
             };
             let pages: Vec<u64> = part.filter(goes).map(|at| own[at]).collect();
-            if pages.is_empty() {
+            if pages.is_empty() || (to == Tier::Slow && slow_is_full) {
                 continue;
             }
             let has_room = carry(to, &pages, &mut |page, became| match (to, became) {
@@ -50,14 +53,21 @@ pub(crate) fn carry_out(plan: &Plan, turn: usize, carry: &mut Carry<'_>) -> io::
                 (Tier::Slow, Became::In(Tier::Slow) | Became::Gone) => drop(freed.insert(page)),
                 (Tier::Fast, Became::In(Tier::Fast)) => drop(made.insert(page)),
                 _ => (),
-            })?;
-            if !has_room {
-                // A page for which no room can be made need not be promoted.
-                break 'turns;
+            });
+            match (has_room, to) {
+                (Ok(true), _) => (),
+                // Promotions that wait for no demotion make room there, for the next plan.
+                (Ok(false), Tier::Slow) => slow_is_full = true,
+                (Ok(false), Tier::Fast) => break 'turns,
+                (Err(error), _) => {
+                    result = Err(error);
+                    break 'turns;
+                }
             }
         }
     }
-    Ok((0..plan.promote.len()).filter(|at| made.contains(&plan.promote[*at])).collect())
+    let made = (0..plan.promote.len()).filter(|at| made.contains(&plan.promote[*at])).collect();
+    (made, result)
 }
 
 #[cfg(test)]
@@ -74,12 +84,13 @@ mod tests {
     /// promotions that were made.
     fn asked(plan: &Plan, turn: usize, became: impl Fn(Tier, u64) -> Became) -> (Vec<(Tier, Vec<u64>)>, Vec<usize>) {
         let mut asked = Vec::new();
-        let made = carry_out(plan, turn, &mut |to, pages, each| {
+        let (made, result) = carry_out(plan, turn, &mut |to, pages, each| {
             asked.push((to, pages.to_vec()));
             pages.iter().for_each(|page| each(*page, became(to, *page)));
             Ok(true)
         });
-        (asked, made.expect("carried out"))
+        result.expect("carried out");
+        (asked, made)
     }
 
     fn pairs(count: u64) -> Plan {
@@ -131,10 +142,59 @@ mod tests {
     #[test]
     fn a_tier_without_room_ends_it() {
         let mut calls = 0;
-        let made = carry_out(&pairs(3), 1, &mut |_, _, _| {
+        let (made, result) = carry_out(&pairs(3), 1, &mut |_, _, _| {
             calls += 1;
             Ok(false)
         });
-        assert_eq!((calls, made.expect("carried out")), (1, Vec::new()));
+        result.expect("carried out");
+        assert_eq!((calls, made), (1, Vec::new()));
+        // Up: what has gone down stays there.
+        let (mut calls, mut up) = (Vec::new(), pairs(3));
+        up.promote.insert(0, page(3, 0));
+        let (made, _) = carry_out(&up, 1, &mut |to, pages, each| {
+            calls.push(to);
+            pages.iter().filter(|_| to == Tier::Slow).for_each(|page| each(*page, Became::In(to)));
+            Ok(to == Tier::Slow)
+        });
+        assert_eq!((calls, made), (vec![Tier::Slow, Tier::Fast], Vec::new()));
+    }
+
+    #[test]
+    fn a_full_slow_tier_ends_demotions_and_what_waits_for_none_or_for_those_that_were_made_is_promoted() {
+        let mut plan = pairs(4);
+        plan.promote.insert(0, page(3, 0));
+        let mut asked = Vec::new();
+        let (made, result) = carry_out(&plan, 2, &mut |to, pages, each| {
+            asked.push((to, pages.to_vec()));
+            // One page fits into the slow tier.
+            let fits = |page: &u64| to == Tier::Fast || *page == plan.demote[0];
+            pages.iter().filter(|page| fits(page)).for_each(|page| each(*page, Became::In(to)));
+            Ok(to == Tier::Fast)
+        });
+        result.expect("carried out");
+        assert_eq!(asked, [(Tier::Slow, plan.demote[..2].to_vec()), (Tier::Fast, plan.promote[..2].to_vec())]);
+        assert_eq!(made, [0, 1]);
+        // Without a pair all of them go, over several turns.
+        let plan = Plan { demote: vec![page(1, 0)], gains: Vec::new(), ..plan };
+        let (made, _) = carry_out(&plan, 2, &mut |to, pages, each| {
+            pages.iter().filter(|_| to == Tier::Fast).for_each(|page| each(*page, Became::In(to)));
+            Ok(to == Tier::Fast)
+        });
+        assert_eq!(made, [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn what_was_promoted_before_an_error_is_known() {
+        let plan = pairs(3);
+        let mut calls = 0;
+        let (made, result) = carry_out(&plan, 1, &mut |to, pages, each| {
+            calls += 1;
+            if calls > 3 {
+                return Err(io::ErrorKind::NotFound.into());
+            }
+            pages.iter().for_each(|page| each(*page, Became::In(to)));
+            Ok(true)
+        });
+        assert_eq!((made, result.expect_err("the fourth call's").kind()), (vec![0], io::ErrorKind::NotFound));
     }
 }

@@ -348,7 +348,7 @@ impl Tierer {
         let (watched, moves, epoch) = (&mut self.watched, &mut self.status.moves, self.status.epochs);
         // Half of the reserve, because other programs may take memory of it meanwhile.
         let turn = usize::try_from(reserve / 2).unwrap_or(usize::MAX);
-        let made = carry_out(plan, turn, &mut |tier, pages, each| {
+        let (made, result) = carry_out(plan, turn, &mut |tier, pages, each| {
             let order = |(process, address)| Order { process, address };
             let orders: Vec<Order> = pages.iter().map(|page| order(place(*page))).collect();
             mover.carry(tier, &orders, moves, &mut |order, became| {
@@ -361,9 +361,9 @@ impl Tierer {
                 }
                 each(joined(order.process, order.address), became);
             })
-        })?;
+        });
         self.note(plan, &made);
-        Ok(())
+        result
     }
 
     /// Remembers which pages were moved for which others, to see whether that pays.
