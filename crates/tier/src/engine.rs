@@ -32,7 +32,6 @@ use crate::kernel_files::Files;
 use crate::mover::{Became, Mover, Order};
 use crate::nodes::{Tiers, usage};
 use crate::pace::Pace;
-use crate::pages::Pages;
 use crate::programs::{choose, memory};
 use crate::settings::{EPOCH, Settings, Unavailable};
 use crate::source::damon::Damon;
@@ -218,14 +217,16 @@ impl Tierer {
         Ok(self.show()?)
     }
 
-    /// Nodes come and go, and so do parts of them. What is known of pages was read by the old ones.
+    /// Nodes come and go, and so do parts of them. If tiers are made of other nodes, all that is known of pages may be
+    /// wrong; after a change of memory blocks few pages are, and the next rounds correct these.
     fn detect(&mut self) -> Result<(), Unavailable> {
         // Whether frames are hidden is not asked again: a page that the kernel moves just now looks like that.
         let tiers = Self::tiers(&self.files)?;
-        if tiers != self.tiers {
-            self.watched.iter_mut().for_each(|watched| watched.pages = Pages::default());
-            (self.status.told_by, self.tiers) = (tiers.told, tiers);
+        let nodes = |tiers: &Tiers| tiers.list.iter().map(|tier| tier.nodes.clone()).collect::<Vec<_>>();
+        if nodes(&tiers) != nodes(&self.tiers) {
+            self.watched.iter_mut().for_each(Watched::forget_pages);
         }
+        (self.status.told_by, self.tiers) = (tiers.told, tiers);
         Ok(())
     }
 

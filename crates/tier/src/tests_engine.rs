@@ -1,5 +1,7 @@
 //! The loop, on files that stand for a machine.
 
+use std::path::Path;
+
 use super::*;
 use crate::nodes::tests::{put, two_nodes};
 use crate::programs::Choice;
@@ -42,13 +44,21 @@ fn nodes_that_come_are_used_and_when_one_tier_is_left_that_is_said() {
 struct Sleeper(std::process::Child);
 
 impl Sleeper {
-    fn start() -> Self {
-        let child = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep");
-        let what = format!("/proc/{}/wchan", child.id());
-        while !std::fs::read_to_string(&what).expect("wchan").contains("nanosleep") {
+    /// Starts it as the only program of these files; `None`, with a printed skip, if it never sleeps.
+    fn start(root: &Path) -> Option<Self> {
+        let sleeper = Self(std::process::Command::new("sleep").arg("1000").spawn().expect("sleep"));
+        let (began, folder) = (Instant::now(), format!("/proc/{}", sleeper.0.id()));
+        // What it maps changes until then.
+        while !std::fs::read_to_string(format!("{folder}/stat")).expect("its state").contains(") S ") {
+            if began.elapsed() > Duration::from_secs(10) {
+                ballast_needs::skip("sleep", "a process that is to sleep does not within 10 s");
+                return None;
+            }
             std::thread::yield_now();
         }
-        Self(child)
+        std::fs::create_dir_all(root.join("proc")).expect("directory");
+        std::os::unix::fs::symlink(&folder, root.join(&folder[1..])).expect("link");
+        Some(sleeper)
     }
 }
 
@@ -57,6 +67,28 @@ impl Drop for Sleeper {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+#[test]
+fn a_memory_block_that_is_plugged_leaves_pages_known_and_other_nodes_in_a_tier_do_not() {
+    let root = tempfile::tempdir().expect("directory");
+    two_nodes(root.path());
+    let files = Files::below(root.path());
+    let Some(mut tierer) = start(&files, Scripted::default()) else { return };
+    let Some(_sleeper) = Sleeper::start(root.path()) else { return };
+    let mut rounds = |epochs: u64| {
+        (0..epochs).for_each(|_| tierer.step().expect("an epoch"));
+        (tierer.watched[0].pages.rounds(), tierer.tiers.node_of(24 << 15))
+    };
+    let (before, node) = rounds(5 * CHOOSE_EVERY);
+    assert_eq!(node, None);
+    put(root.path(), &format!("{NODES}/node1/memory24/state"), "online\n");
+    let (after, node) = rounds(CHOOSE_EVERY);
+    assert!(after > before && before > CHOOSE_EVERY as u32, "{before} rounds, then {after}");
+    assert_eq!(node, Some(1));
+    put(root.path(), &format!("{NODES}/has_cpu"), "1\n");
+    let (after, _) = rounds(CHOOSE_EVERY);
+    assert!(after <= CHOOSE_EVERY as u32, "{after} rounds");
 }
 
 #[test]
@@ -77,11 +109,12 @@ fn a_program_whose_pages_may_not_be_moved_is_asked_once_in_30_s_and_ends_nothing
         let meminfo = format!("Node {node} MemTotal: 1048576 kB\nNode {node} MemFree: 524288 kB\n");
         put(root.path(), &format!("{NODES}/node{node}/meminfo"), &meminfo);
     }
-    let sleeper = Sleeper::start();
-    let pid = sleeper.0.id();
-    std::fs::create_dir_all(root.path().join("proc")).expect("directory");
-    std::os::unix::fs::symlink(format!("/proc/{pid}"), root.path().join(format!("proc/{pid}"))).expect("link");
     let files = Files::below(root.path());
+    if start(&files, Scripted::default()).is_none() {
+        return;
+    }
+    let Some(sleeper) = Sleeper::start(root.path()) else { return };
+    let pid = sleeper.0.id();
     let areas = memory(&files, pid).expect("its memory").areas;
     let samples: Vec<(u32, u64, u32)> = areas.iter().map(|(start, _)| (pid, *start, 50)).collect();
     let Some(mut tierer) = start(&files, Scripted::new(vec![samples; 200])) else { return };

@@ -46,6 +46,13 @@ impl Watched {
         self.pages.set_areas(areas);
     }
 
+    /// Tiers are made of other nodes: what is known of its pages is of no use.
+    pub fn forget_pages(&mut self) {
+        self.pages = Pages::default();
+        // Rounds begin at 0, and all memory is new.
+        self.growth.fast_until = 0;
+    }
+
     /// An epoch begins.
     pub fn begin(&mut self) {
         self.new = 0;
@@ -147,6 +154,19 @@ mod tests {
         growth.now(1 << 30, 9);
         growth.now((1 << 30) + (1 << 27), 9);
         assert!(growth.is_fast(9), "it shrank meanwhile");
+    }
+
+    #[test]
+    fn a_program_whose_pages_are_forgotten_is_read_at_full_pace_no_longer_than_any_other() {
+        let mut watched = watched();
+        let tiers = Tiers::default();
+        for _ in 0..50 {
+            watched.look(&tiers, (100, 100)).expect("nothing to read");
+        }
+        watched.chosen(Program { resident: 2 << 30, ..watched.program.clone() }, Vec::new());
+        assert!(watched.growth.is_fast(watched.pages.rounds()));
+        watched.forget_pages();
+        assert!(watched.pages.rounds() == 0 && !watched.growth.is_fast(0));
     }
 
     #[test]
