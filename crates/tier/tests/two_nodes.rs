@@ -1,6 +1,7 @@
 //! Moves between two real NUMA nodes. Run by `scripts/tier-suite.sh` inside a guest that has them.
 
 use std::sync::atomic::Ordering;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_ranges::relocate::Tier;
@@ -14,14 +15,18 @@ use ballast_tier::programs::memory;
 
 const PAGES: usize = 1500;
 
-/// The tiers of this machine, if there are two.
-fn two_tiers() -> Option<(Files, Tiers)> {
+/// The tests fill the same two nodes.
+static NODES: Mutex<()> = Mutex::new(());
+
+/// The tiers of this machine, if there are two. No other test uses them as long as the guard lives.
+fn two_tiers() -> Option<(Files, Tiers, MutexGuard<'static, ()>)> {
+    let alone = NODES.lock().unwrap_or_else(PoisonError::into_inner);
     let files = Files::default();
     let tiers = Tiers::detect(&files).ok().filter(|tiers| tiers.list.len() > 1);
     if tiers.is_none() {
         ballast_needs::skip("two-nodes", "this machine has one tier of memory");
     }
-    tiers.map(|tiers| (files, tiers))
+    tiers.map(|tiers| (files, tiers, alone))
 }
 
 fn orders(memory: &Anon) -> Vec<Order> {
@@ -36,7 +41,7 @@ fn nodes(memory: &Anon) -> Vec<Place> {
 
 #[test]
 fn pages_go_to_the_slow_node_and_back_with_all_they_hold() {
-    let Some((files, tiers)) = two_tiers() else { return };
+    let Some((files, tiers, _alone)) = two_tiers() else { return };
     let memory = Anon::new(PAGES * PAGE_SIZE).expect("memory");
     // The last page is never touched.
     (0..PAGES - 1).for_each(|page| memory.word(page * PAGE_SIZE + 8).store(page as u64 + 1, Ordering::Relaxed));
@@ -61,7 +66,7 @@ fn pages_go_to_the_slow_node_and_back_with_all_they_hold() {
 
 #[test]
 fn pages_that_are_mapped_a_second_time_stay_and_are_counted_as_that() {
-    let Some((files, tiers)) = two_tiers() else { return };
+    let Some((files, tiers, _alone)) = two_tiers() else { return };
     let bytes = 100 * PAGE_SIZE;
     let file = memfd::create("shared", Bytes(bytes as u64)).expect("a file");
     let maps = [0, 1].map(|_| Mapping::shared(&file, 0, bytes).expect("mapped"));
@@ -91,6 +96,8 @@ impl Confined {
     fn start(node: u32) -> std::io::Result<Self> {
         let (all, group) = ("/sys/fs/cgroup", "/sys/fs/cgroup/two-nodes-test");
         std::fs::write(format!("{all}/cgroup.subtree_control"), "+cpuset")?;
+        // One that ended early leaves it.
+        let _ = std::fs::remove_dir(group);
         std::fs::create_dir(group)?;
         let child = std::process::Command::new("sleep").arg("1000").spawn()?;
         let confined = Self { child, group };
@@ -110,15 +117,20 @@ impl Drop for Confined {
 
 #[test]
 fn a_program_whose_cpuset_is_without_the_node_is_refused_and_others_go_there() {
-    let Some((files, tiers)) = two_tiers() else { return };
-    let confined = match Confined::start(tiers.list[0].nodes[0]) {
+    let Some((files, tiers, _alone)) = two_tiers() else { return };
+    let mut confined = match Confined::start(tiers.list[0].nodes[0]) {
         Err(error) => return ballast_needs::skip("cgroup", error),
         Ok(confined) => confined,
     };
     let pid = confined.child.id();
     // It may not have mapped its memory yet.
-    let areas = std::iter::repeat_with(|| memory(&files, pid).ok()).flatten().map(|memory| memory.areas);
-    let areas = areas.into_iter().find(|areas| !areas.is_empty()).expect("it never ends");
+    let areas = loop {
+        match memory(&files, pid) {
+            Ok(memory) if !memory.areas.is_empty() => break memory.areas,
+            _ => assert!(confined.child.try_wait().expect("a child").is_none(), "it has ended"),
+        }
+        std::thread::yield_now();
+    };
     let ours = Anon::new(PAGES * PAGE_SIZE).expect("memory");
     (0..PAGES).for_each(|page| ours.word(page * PAGE_SIZE).store(1, Ordering::Relaxed));
     let (pids, mut moves) = ([pid, std::process::id()], Moves::default());
@@ -137,7 +149,7 @@ fn a_program_whose_cpuset_is_without_the_node_is_refused_and_others_go_there() {
 
 #[test]
 fn a_full_node_ends_the_turn_and_nothing_is_lost() {
-    let Some((files, tiers)) = two_tiers() else { return };
+    let Some((files, tiers, _alone)) = two_tiers() else { return };
     let fast = tiers.list[0].nodes[0];
     let room = usage(&files, fast).expect("read").free as usize;
     let Ok(memory) = Anon::new(room + (16 << 20)) else { return ballast_needs::skip("two-nodes", "no memory") };
