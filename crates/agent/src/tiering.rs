@@ -121,7 +121,7 @@ fn shown(status: &Status) -> message::Tiering {
         splits: status.splits,
         promoted: moves.promoted,
         demoted: moves.demoted,
-        stayed: moves.shared + moves.busy + moves.full + moves.never,
+        stayed: moves.shared + moves.busy + moves.full + moves.never + moves.refused,
         cpu_us: status.cpu_us + status.monitor_cpu_us,
         classifier_cpu_us: status.classifier_cpu_us,
     }
@@ -146,5 +146,19 @@ impl Tiering {
             eprintln!("ballast-agent: tiering panicked");
         }
         damon::undo();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_tier::mover::Moves;
+
+    #[test]
+    fn pages_that_stayed_are_told_whatever_kept_them() {
+        let moves =
+            Moves { promoted: 1, demoted: 2, absent: 4, shared: 8, busy: 16, full: 32, never: 64, refused: 128 };
+        let told = shown(&Status { moves, ..Status::default() });
+        assert_eq!((told.promoted, told.demoted, told.stayed), (1, 2, 8 + 16 + 32 + 64 + 128));
     }
 }

@@ -16,7 +16,7 @@ pub enum Place {
     Node(u32),
     /// There is no page at the address, or it is the page of zeros.
     Absent,
-    /// Several processes map it, and it stays.
+    /// It is mapped more than once, and it stays.
     Shared,
     /// It is pinned, or under I/O: a later try may succeed.
     Busy,

@@ -38,7 +38,8 @@ pub enum Collapsed {
 pub struct MappedPage {
     /// Its physical address.
     pub address: u64,
-    /// It is mapped once. The kernel's page of zeros never is.
+    /// It is mapped once: not by another process, nor a second time by this one (some garbage collectors map their heap
+    /// at several addresses). The kernel's page of zeros never is.
     pub is_exclusive: bool,
 }
 
@@ -117,7 +118,7 @@ impl Remote {
         Ok(())
     }
 
-    /// The same with whether no other process maps the page.
+    /// The same with whether each page is mapped once.
     pub fn pages(&self, start: Hva, out: &mut [Option<MappedPage>]) -> io::Result<()> {
         const PRESENT: u64 = 1 << 63;
         const EXCLUSIVE: u64 = 1 << 56;

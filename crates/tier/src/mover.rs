@@ -25,7 +25,7 @@ pub struct Moves {
     pub demoted: u64,
     /// Pages that were gone.
     pub absent: u64,
-    /// Pages that several processes map.
+    /// Pages that are mapped more than once.
     pub shared: u64,
     /// Pages that are pinned, or under I/O.
     pub busy: u64,

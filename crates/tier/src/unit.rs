@@ -15,7 +15,7 @@ pub(crate) const WORDS: usize = PAGES_PER_UNIT as usize / 64;
 pub(crate) struct Unit {
     pub present: [u64; WORDS],
     pub fast: [u64; WORDS],
-    /// Pages that others map as well: the kernel moves none of these for one of them.
+    /// Pages that are mapped more than once: the kernel moves none of these for one process.
     pub shared: [u64; WORDS],
     /// Pages that could not be moved, and are left alone for a while.
     pub kept: [u64; WORDS],
