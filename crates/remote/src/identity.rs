@@ -249,6 +249,9 @@ impl Home {
         let mut silent = None;
         let proofs = lock(&self.proofs).clone();
         for key in proofs.iter().chain([&lease]) {
+            if held::is_wanted() {
+                return Err(gives_way().to_string());
+            }
             match value(cluster, map, key, until) {
                 Ok(Some(value)) if *key != lease || value == LOST => {
                     *lock(&self.proved) = Some(map.clone());
@@ -382,7 +385,7 @@ fn make(cluster: &Cluster, map: &SlotMap, said: &Said, until: Instant) -> Result
     // Of engines that do this at the same time, the one that sets the first key is the first.
     let here = set(cluster, map, 0, identity, until)?;
     // What cannot be set now is set by `mend`.
-    (1..KEYS).for_each(|at| drop(set(cluster, map, at, here, until)));
+    (1..KEYS).take_while(|_| !held::is_wanted()).for_each(|at| drop(set(cluster, map, at, here, until)));
     Ok(here)
 }
 

@@ -16,7 +16,7 @@ use ballast_store::held;
 use crate::refusal::Addr;
 use crate::resolve::resolve;
 use crate::resp::{Commands, Malformed, REPLY_MAX, Replies, Reply, parse};
-use crate::stream::{FIRST_WAIT, Stream, Tls, connect, gives_way};
+use crate::stream::{FIRST_WAIT, Stream, Tls, connect, gives_way, is_giving_way};
 
 /// User, password and TLS files for the servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -74,7 +74,7 @@ impl Link {
         let mut found = Err(io::Error::new(io::ErrorKind::NotFound, "its name has no address"));
         for at in resolve(addr, until)? {
             found = connect(at, until);
-            if found.is_ok() {
+            if found.as_ref().err().is_none_or(is_giving_way) {
                 break;
             }
         }

@@ -20,6 +20,7 @@ use ballast_base::store::OnReply;
 use crate::link::{Access, Deadline, Link};
 use crate::refusal::Addr;
 use crate::resp::Commands;
+use crate::stream::is_giving_way;
 
 /// What a request does. Each kind has a timeout of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +80,23 @@ pub fn is_late(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
 }
 
+/// The error of a `WAIT` that was too short: fewer replicas have the write than must. All replies came.
+#[derive(Debug)]
+pub struct TooFew(pub String);
+
+impl std::fmt::Display for TooFew {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for TooFew {}
+
+/// Returns whether this error is that one.
+pub fn is_too_few(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|why| why.is::<TooFew>())
+}
+
 /// One node.
 #[derive(Debug)]
 pub struct Node {
@@ -121,7 +139,8 @@ impl Node {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `work` with a connection that no other thread uses. After an error the connection is closed.
+    /// Runs `work` with a connection that no other thread uses. After an error the connection is closed, unless it is
+    /// [`TooFew`].
     ///
     /// # Errors
     /// The node cannot be reached, or `work` failed.
@@ -170,7 +189,7 @@ impl Node {
     }
 
     /// Runs `work` with a connection that nobody else has, for a request that began then with this timeout. After an
-    /// error the connection is closed.
+    /// error the connection is closed, unless it is [`TooFew`].
     ///
     /// # Errors
     /// `work` failed.
@@ -184,7 +203,7 @@ impl Node {
     ) -> io::Result<T> {
         let done = work(&mut link);
         self.note(kind, begun, timeout, done.as_ref().err());
-        if done.is_ok() {
+        if done.as_ref().err().is_none_or(is_too_few) {
             let mut idle = self.idle();
             if idle.len() < KEPT {
                 idle.push((link, Instant::now()));
@@ -202,7 +221,7 @@ impl Node {
             self.timeouts_ms[kind as usize].compare_exchange(was, to, Relaxed, Relaxed).is_ok()
         };
         let (least, most) = kind.limits();
-        if error.is_none() {
+        let Some(error) = error else {
             let took = begun.elapsed();
             let bucket = (u64::BITS - (took.as_micros() as u64).leading_zeros()) as usize;
             self.took[bucket.min(self.took.len() - 1)].fetch_add(1, Relaxed);
@@ -211,9 +230,12 @@ impl Node {
                 set((timeout / 2).max(least));
             }
             return;
+        };
+        if is_giving_way(error) {
+            return;
         }
         self.errors.fetch_add(1, Relaxed);
-        if error.is_some_and(is_late) {
+        if is_late(error) {
             set((timeout * 2).min(most));
         }
     }
@@ -237,6 +259,7 @@ impl Node {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::stream::gives_way;
     use std::io::{Read, Write};
     use std::net::TcpListener;
 
@@ -259,6 +282,21 @@ mod tests {
         assert_eq!(node.timeout(Kind::Write), Kind::Write.limits().1);
         (0..10).for_each(|_| node.note(Kind::Write, Instant::now(), node.timeout(Kind::Write), None));
         assert_eq!(node.timeout(Kind::Write), Kind::Write.limits().0);
+    }
+
+    #[test]
+    fn a_wait_that_was_too_short_keeps_its_connection_and_a_request_that_gives_way_is_no_error_of_its_node() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let node = node(listener.local_addr().expect("an address").port());
+        let fails = |error: io::Error| {
+            let until = Instant::now() + Duration::from_secs(60);
+            node.with(Kind::Write, &Access::default(), until, |_| Err::<(), _>(error)).expect_err("it fails");
+            (node.idle().len(), node.figures().errors, node.timeout(Kind::Write))
+        };
+        let seconds = Duration::from_secs;
+        assert_eq!(fails(gives_way()), (0, 0, seconds(1)));
+        assert_eq!(fails(io::Error::new(io::ErrorKind::TimedOut, TooFew("0".into()))), (1, 1, seconds(2)));
+        assert_eq!(fails(io::ErrorKind::TimedOut.into()), (0, 2, seconds(4)));
     }
 
     #[test]

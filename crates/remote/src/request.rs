@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::cluster::Cluster;
 use crate::link::Link;
-use crate::nodes::{Kind, Node, is_late};
+use crate::nodes::{Kind, Node, TooFew, is_late, is_too_few};
 use crate::refusal::{Addr, Refusal, is_of_another_type};
 use crate::resp::{Commands, Replies, Said};
 use crate::slot::slot_of;
@@ -131,6 +131,7 @@ pub fn run(
     for _ in 0..HOPS {
         let Some(mut round) = rounds.pop() else { return Ok(()) };
         if matches!(verb, Verb::Set(_)) {
+            cluster.refresh_if_old();
             round.replicas = cluster.replicas_of(&round.at).map_err(|why| failed(why, unknown))?;
         }
         let wait = deadline.until.saturating_duration_since(Instant::now()) / 2;
@@ -289,23 +290,11 @@ fn add_wait(commands: &mut Commands, replicas: u32, within: Duration) {
 
 fn broken(at: &Addr, error: &io::Error) -> String {
     match error.get_ref() {
-        Some(why) if why.is::<TooFew>() => why.to_string(),
+        Some(why) if is_too_few(error) => why.to_string(),
         _ if is_late(error) => format!("{at} does not answer in time"),
         _ => format!("{at}: {error}"),
     }
 }
-
-/// What a `WAIT` that was too short comes to.
-#[derive(Debug)]
-struct TooFew(String);
-
-impl std::fmt::Display for TooFew {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for TooFew {}
 
 /// A `WAIT` that was too short is late like a reply that does not come: so the next one may take longer.
 fn in_time<T>(read: Result<T, Refusal>) -> io::Result<Result<T, Refusal>> {

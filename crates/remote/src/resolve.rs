@@ -3,9 +3,9 @@
 //! Before: `link` is about to connect to a node. After: it has the addresses.
 //! Threads: a literal address needs no thread. A name is resolved on a separate thread, because the resolver has no
 //! deadline, and a server can choose the name (in a redirection).
-//! Promise: a call returns soon after its deadline, and at most [`LOOKUPS`] lookups run at a time, one for each host.
-//! The answer of a lookup counts whenever it comes: a resolver that needs longer than any deadline delays the first
-//! connection only.
+//! Promise: a call returns soon after its deadline, or when others want a lock of its thread; and at most [`LOOKUPS`]
+//! lookups run at a time, one for each host. The answer of a lookup counts whenever it comes: a resolver that needs
+//! longer than any deadline delays the first connection only.
 
 use std::collections::HashMap;
 use std::io;
@@ -13,8 +13,10 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ballast_store::held;
+
 use crate::refusal::Addr;
-use crate::stream::left;
+use crate::stream::{FIRST_WAIT, gives_way, left, step};
 
 /// Lookups that run at a time.
 const LOOKUPS: usize = 16;
@@ -83,10 +85,15 @@ impl Hosts {
                 return Err(io::Error::new(io::ErrorKind::TimedOut, "too many names are being looked up"));
             }
         }
-        let most = left(until)? / if host.last.is_empty() { 1 } else { PART };
-        let is_open = |all: &mut HashMap<String, Host>| all.get(name).is_some_and(|host| host.is_asked);
-        let (all, _) =
-            self.ended.wait_timeout_while(all, most, |all| is_open(all)).unwrap_or_else(PoisonError::into_inner);
+        let until = begun + left(until)? / if host.last.is_empty() { 1 } else { PART };
+        while all.get(name).is_some_and(|host| host.is_asked)
+            && let Ok(wait) = step(until)
+        {
+            (all, _) = self.ended.wait_timeout(all, wait).unwrap_or_else(PoisonError::into_inner);
+            if held::is_wanted() && begun.elapsed() >= FIRST_WAIT {
+                return Err(gives_way());
+            }
+        }
         let host = all.get(name);
         match host {
             Some(host) if !host.last.is_empty() => Ok(host.last.clone()),
@@ -120,6 +127,7 @@ impl Hosts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::stream::is_giving_way;
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
     use std::sync::mpsc;
 
@@ -136,6 +144,27 @@ mod tests {
         assert_eq!(at("::1").expect("an address"), ["[::1]:7".parse().expect("an address")]);
         assert!(at("localhost").is_ok_and(|found| found.iter().all(|at| at.ip().is_loopback() && at.port() == 7)));
         at("no such name").expect_err("it is none");
+    }
+
+    #[test]
+    fn a_thread_with_a_lock_that_others_want_waits_for_no_resolver() {
+        let hosts = Arc::<Hosts>::default();
+        let (_answer, answers) = mpsc::channel::<IpAddr>();
+        let answers = Mutex::new(answers);
+        let look_up: Arc<LookUp> = Arc::new(move |_| {
+            let answers = answers.lock().expect("one at a time");
+            answers.recv().map(|at| vec![at]).map_err(io::Error::other)
+        });
+        let wanted = held::Wanted::default();
+        let _holding = held::Holding::of(&wanted);
+        let late = hosts.find("a", within(SHORT), look_up.clone()).expect_err("no answer");
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut, "nobody wants the lock");
+        wanted.fetch_add(1, Relaxed);
+        for last in [vec![], vec![IpAddr::from([127, 0, 0, 1])]] {
+            hosts.all().values_mut().for_each(|host| host.last.clone_from(&last));
+            let gone = hosts.find("a", within(LONG), look_up.clone()).expect_err("no answer");
+            assert!(is_giving_way(&gone), "{gone}");
+        }
     }
 
     #[test]

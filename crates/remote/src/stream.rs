@@ -42,8 +42,24 @@ pub const FIRST_WAIT: Duration = Duration::from_millis(100);
 
 /// The error of a call that ended because others want a lock of the calling thread. It says nothing about the server.
 pub fn gives_way() -> io::Error {
-    io::Error::other("others wait for a lock that this thread has")
+    io::Error::other(GivesWay)
 }
+
+/// Returns whether this error is that one.
+pub fn is_giving_way(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|why| why.is::<GivesWay>())
+}
+
+#[derive(Debug)]
+struct GivesWay;
+
+impl std::fmt::Display for GivesWay {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("others wait for a lock that this thread has")
+    }
+}
+
+impl std::error::Error for GivesWay {}
 
 /// What to do after a wait that was over without a result.
 fn over(until: Instant) -> io::Result<()> {
@@ -51,7 +67,7 @@ fn over(until: Instant) -> io::Result<()> {
 }
 
 /// How long the next wait may take.
-fn step(until: Instant) -> io::Result<Duration> {
+pub fn step(until: Instant) -> io::Result<Duration> {
     let left = left(until)?;
     Ok(if held::is_held() { left.min(FIRST_WAIT) } else { left })
 }
