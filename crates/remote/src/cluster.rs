@@ -1,9 +1,10 @@
 //! A cluster: its nodes and its slot map, shared by all stores of a process.
 //!
 //! Before: some nodes of the cluster are configured. After: callers get the owner of a slot, if a node reports it.
-//! Threads: any. One thread at a time requests a new map, and the others continue with the old one.
+//! Threads: any. One thread at a time requests a new map, and the others continue with the old one; those that write
+//! wait if it is too old for that.
 //! Promise: an outdated map costs a redirection and never gives a wrong result, because the nodes refuse keys that are
-//! not theirs.
+//! not theirs. How many replicas must have a write is said by no map that is older than 20 s.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -18,6 +19,7 @@ use crate::map::{NODES_MAX, SlotMap};
 use crate::nodes::{Kind, Node, NodeFigures, is_late};
 use crate::refusal::Addr;
 use crate::resp::Commands;
+use crate::stream::is_giving_way;
 
 /// Options of a cluster.
 #[derive(Clone, Debug)]
@@ -34,6 +36,8 @@ pub struct ClusterOptions {
 const REFRESH: Duration = Duration::from_millis(100);
 /// Age of the map at which a writer requests a new one: a replica that came since then may be elected.
 const OLD: Duration = Duration::from_secs(5);
+/// Age of the map at which it does not say any more which replicas must have a write.
+const TOO_OLD: Duration = Duration::from_secs(20);
 /// Time that a node may take to return its map, at first and at most: for opening a connection, too. It is doubled when
 /// no node did so in time, and falls again. So one node that is silent delays the map of a quick cluster by the first.
 const MAP_TIMEOUT: Duration = Duration::from_millis(300);
@@ -43,7 +47,8 @@ const MAP_TIMEOUT_MAX: Duration = Duration::from_millis(2400);
 #[derive(Debug)]
 pub struct Cluster {
     options: ClusterOptions,
-    map: RwLock<Arc<SlotMap>>,
+    /// The last map, and when it was requested.
+    map: RwLock<(Arc<SlotMap>, Option<Instant>)>,
     nodes: Mutex<HashMap<Addr, Arc<Node>>>,
     /// Time of the last request for the map.
     refreshed: Mutex<Option<Instant>>,
@@ -79,7 +84,13 @@ impl Cluster {
 
     /// Returns the last map received.
     pub fn map(&self) -> Arc<SlotMap> {
-        self.map.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.map.read().unwrap_or_else(PoisonError::into_inner).0.clone()
+    }
+
+    /// Returns whether the last map does not say any more which replicas must have a write.
+    fn is_too_old(&self) -> bool {
+        let requested = self.map.read().unwrap_or_else(PoisonError::into_inner).1;
+        requested.is_none_or(|at| at.elapsed() >= TOO_OLD)
     }
 
     /// Returns the reason why a node did not return its map when it was last asked, if one failed.
@@ -178,11 +189,16 @@ impl Cluster {
     /// elected in its place, and as many as the options say.
     ///
     /// # Errors
-    /// By the map it is no primary, so its replicas are not known.
+    /// By the map it is no primary, or the map is too old, so its replicas are not known.
     pub fn replicas_of(&self, primary: &Addr) -> Result<u32, String> {
-        let map = self.map();
-        let shard = map.shard_of(primary).ok_or_else(|| format!("which replicas {primary} has is not known yet"))?;
-        Ok(shard.electable.max(self.options.replicas))
+        // The map read afterwards is this one, or a newer one.
+        if self.is_too_old() {
+            let why = self.silence().map(|why| format!(" ({why})")).unwrap_or_default();
+            return Err(format!("no node has said recently which replicas {primary} has{why}"));
+        }
+        let electable = self.map().electable(primary);
+        let electable = electable.ok_or_else(|| format!("which replicas {primary} has is not known yet"))?;
+        Ok(electable.max(self.options.replicas))
     }
 
     /// Returns the map of this node.
@@ -210,17 +226,29 @@ impl Cluster {
         }
     }
 
-    /// Requests a new map if the last one is old.
+    /// Requests a new map if the last one is old. If that is too old for a write, and another thread is requesting
+    /// one, waits for it, unless others may want a lock of the caller.
     pub fn refresh_if_old(&self) {
-        if self.refreshed().is_some_and(|at| at.is_none_or(|at| at.elapsed() >= OLD)) {
-            self.refresh();
+        let refreshed = if self.is_too_old() && !held::is_held() {
+            Some(self.refreshed.lock().unwrap_or_else(PoisonError::into_inner))
+        } else {
+            self.refreshed()
+        };
+        let Some(refreshed) = refreshed else { return };
+        if self.is_too_old() || refreshed.is_none_or(|at| at.elapsed() >= OLD) {
+            self.refresh_with(refreshed);
         }
     }
 
     /// Requests a new map, unless that was done a moment ago, another thread is doing it, or one waits for a lock of
     /// the caller ([`held`]). A node whose map has no slots is ignored.
     pub fn refresh(&self) {
-        let Some(mut refreshed) = self.refreshed() else { return };
+        if let Some(refreshed) = self.refreshed() {
+            self.refresh_with(refreshed);
+        }
+    }
+
+    fn refresh_with(&self, mut refreshed: MutexGuard<'_, Option<Instant>>) {
         if held::is_wanted() || refreshed.is_some_and(|at| at.elapsed() < REFRESH) {
             return;
         }
@@ -236,6 +264,8 @@ impl Cluster {
             let begun = Instant::now();
             let map = match self.map_of(addr, begun + timeout) {
                 Ok(map) => map,
+                // It says nothing about the cluster, and the next thread may request one at once.
+                Err(error) if is_giving_way(&error) => return,
                 Err(error) => {
                     if is_late(&error) {
                         next = (timeout * 2).min(MAP_TIMEOUT_MAX);
@@ -250,7 +280,7 @@ impl Cluster {
             next = if begun.elapsed() < timeout / 4 { (timeout / 2).max(least) } else { timeout };
             if map.shards().next().is_some() {
                 self.forget_all_but(&map);
-                *self.map.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(map);
+                *self.map.write().unwrap_or_else(PoisonError::into_inner) = (Arc::new(map), Some(begun));
                 *self.silence.lock().unwrap_or_else(PoisonError::into_inner) = None;
                 break;
             }
@@ -263,7 +293,7 @@ impl Cluster {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::link::Access;
+    use crate::map::Shard;
 
     fn cluster() -> Cluster {
         let nobody = Addr { host: "127.0.0.1".into(), port: 1 };
@@ -280,6 +310,22 @@ mod tests {
         std::thread::scope(|scope| scope.spawn(panics).join()).expect_err("it panics");
         cluster.refresh();
         assert!(cluster.silence().expect("a node was asked").contains("127.0.0.1:1"));
+    }
+
+    #[test]
+    fn a_map_that_is_too_old_says_not_how_many_replicas_must_have_a_write() {
+        let (cluster, primary) = (cluster(), Addr { host: "127.0.0.1".into(), port: 1 });
+        let set = |age: Duration| {
+            let shard = Shard { slots: vec![(0, 5)], primary: Some(primary.clone()), electable: 2, ..Shard::default() };
+            let map = Arc::new(SlotMap::new(vec![shard]).expect("a map"));
+            *cluster.map.write().expect("no panic") = (map, Instant::now().checked_sub(age));
+            *cluster.refreshed.lock().expect("no panic") = Some(Instant::now());
+            cluster.refresh_if_old();
+            cluster.replicas_of(&primary)
+        };
+        assert_eq!(set(Duration::ZERO), Ok(2));
+        set(TOO_OLD).expect_err("it may have more");
+        assert_eq!(cluster.map().primary(0), Some(&primary), "pages are read by it all the same");
     }
 
     #[test]

@@ -78,9 +78,11 @@ impl SlotMap {
         self.shard(slot)?.primary.as_ref()
     }
 
-    /// Returns the shard whose primary this node is.
-    pub fn shard_of(&self, primary: &Addr) -> Option<&Shard> {
-        self.shards.iter().find(|shard| shard.primary.as_ref() == Some(primary))
+    /// Returns how many nodes may be elected in place of this primary. If it is there twice, as with the id that it had
+    /// before a reset, the larger number counts.
+    pub fn electable(&self, primary: &Addr) -> Option<u32> {
+        let all = self.shards.iter().filter(|shard| shard.primary.as_ref() == Some(primary));
+        all.map(|shard| shard.electable).max()
     }
 
     /// Returns all shards with slots.
@@ -197,9 +199,12 @@ mod tests {
             ("f", 6, "master", "fail"),
         ];
         let map = read(&reply(&nodes, &[0, 5])).expect("a map");
-        let shard = map.shard_of(&Addr { host: "a".into(), port: 1 }).expect("its shard");
-        assert_eq!((shard.electable, shard.replicas.len()), (2, 5));
-        assert_eq!(map.shard_of(&Addr { host: "b".into(), port: 2 }), None, "a replica is no primary");
+        let primary = Addr { host: "a".into(), port: 1 };
+        assert_eq!((map.electable(&primary), map.shards[0].replicas.len()), (Some(2), 5));
+        assert_eq!(map.electable(&Addr { host: "b".into(), port: 2 }), None, "a replica is no primary");
+        let former = Shard { primary: Some(primary.clone()), ..Shard::default() };
+        let twice = SlotMap::new([vec![former.clone()], map.shards.clone(), vec![former]].concat()).expect("a map");
+        assert_eq!(twice.electable(&primary), Some(2), "also if it is there with no slots, too");
         assert_eq!(map.strays().count(), 0);
         let alone = read(&reply(&nodes[1..2], &[])).expect("a map");
         assert_eq!(alone.strays().collect::<Vec<_>>(), [&Addr { host: "b".into(), port: 2 }]);
