@@ -194,7 +194,7 @@ impl FileStore {
             |what: &str, error: &io::Error| Err(io::Error::new(error.kind(), format!("{what} 4096 bytes: {error}")));
         let late =
             |what: &str| Err(io::Error::new(io::ErrorKind::TimedOut, format!("{what} 4096 bytes takes too long")));
-        match unfaulty.write(&[(spare, &[[0x5a; PAGE_SIZE]])], |_| || (), || ()).first() {
+        match unfaulty.write(&[(spare, &[[0x5a; PAGE_SIZE]])], disk::WRITE_TIMEOUT, |_| || (), || ()).first() {
             Some(Moved::Done) => {}
             Some(Moved::Failed(error)) => return failed("writing", error),
             _ => return late("writing"),
@@ -360,7 +360,7 @@ impl Store for FileStore {
     }
 
     fn tidy(&self) {
-        reading::release_unwanted();
+        self.inner.drop_forgotten();
         self.inner.allocator.settle(0);
     }
 

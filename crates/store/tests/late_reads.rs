@@ -282,6 +282,19 @@ fn who_has_time_gives_no_page_up_of_a_disk_that_comes_and_goes_and_the_bad_ones_
 }
 
 #[test]
+fn who_has_time_waits_for_the_pattern_in_the_spare_block_no_longer_than_for_a_read_of_it() {
+    let Some(made) = made_to_last(Duration::ZERO) else { return };
+    let _time = WithTime::begin();
+    let handle = put_run(&made.store, 0..1)[0];
+    made.faults.fail_reads_of(block_of(handle), Some(DiskFault::Errno(EIO)));
+    made.faults.fail_reads_of(SPARE, None);
+    made.faults.fail_writes(1, DiskFault::Takes(LONG));
+    assert_eq!(get(&made.store, 0, handle), GetOutcome::Busy);
+    assert_eq!(made.faults.reads_of(SPARE), 1, "the pattern is late, so the block is not read once more");
+    assert_eq!(get_at_last(&made.store, 0, handle), GetOutcome::Corrupt, "then it is there");
+}
+
+#[test]
 fn errors_that_who_has_time_meets_do_not_count_against_a_guest_and_the_reverse() {
     let Some(made) = made_to_last(Duration::ZERO) else { return };
     let handle = put_run(&made.store, 0..1)[0];

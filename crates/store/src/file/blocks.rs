@@ -99,6 +99,11 @@ impl Inner {
         Self { allocator, disk, limits, begun, reading, unread, probe, late, next_write }
     }
 
+    /// Drops what was read and is not asked for any more.
+    pub(super) fn drop_forgotten(&self) {
+        self.reading.drop_forgotten(&self.disk);
+    }
+
     pub(super) fn count(&self, counter: Counter) {
         self.allocator.arena().count(counter as usize, 1);
     }
@@ -225,7 +230,7 @@ impl Inner {
             move || blocks.into_iter().for_each(|(place, header)| inner.was_late(place, header))
         };
         let mut headers = Vec::with_capacity(taken.len());
-        let moved = inner.disk.write(&pieces, when_late, || {
+        let moved = inner.disk.write(&pieces, disk::WRITE_TIMEOUT, when_late, || {
             let header = |taken: &Taken| codec::raw_header(page_after(first, taken.index), &pages[taken.index]);
             headers.extend(taken.iter().map(header));
         });

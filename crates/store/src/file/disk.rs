@@ -38,7 +38,7 @@ pub(crate) const READ_TIMEOUT: Duration = Duration::from_millis(100);
 const DOUBLINGS: u8 = 6;
 /// Reclaim has time, and an abandoned write blocks its block until it is over. After one that is late, a call waits for
 /// none of its others, and begins no more.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+pub(crate) const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often the kernel may return "interrupted" or "not now" before that is an error.
 pub(crate) const TRIES: usize = 16;
 
@@ -247,12 +247,13 @@ impl Disk {
         Ok(Moved::Late)
     }
 
-    /// Write pieces, each given by its first block and its pages. One outcome each, in order. For a `Late` piece, the
-    /// function that `when_late` returned for its index is called when the write is over. `meanwhile` is called once,
-    /// while the device works.
+    /// Write pieces, each given by its first block and its pages, and wait for `timeout` at most for each 2 MiB. One
+    /// outcome each, in order. For a `Late` piece, the function that `when_late` returned for its index is called when
+    /// the write is over. `meanwhile` is called once, while the device works.
     pub(crate) fn write<L: FnOnce() + Send + 'static>(
         &self,
         pieces: &[(u64, &[PageBytes])],
+        timeout: Duration,
         when_late: impl Fn(usize) -> L,
         meanwhile: impl FnOnce(),
     ) -> Vec<Moved> {
@@ -293,8 +294,8 @@ impl Disk {
                 let mut after_late = false;
                 for (index, (begun, (_, pages))) in begun.into_iter().zip(group).enumerate() {
                     // All are under way at once, so the waits for them do not add up.
-                    let timeout = if after_late { Duration::ZERO } else { WRITE_TIMEOUT };
-                    let limits = (pages.len() * PAGE_SIZE, timeout.saturating_sub(submitted.elapsed()));
+                    let most = if after_late { Duration::ZERO } else { timeout };
+                    let limits = (pages.len() * PAGE_SIZE, most.saturating_sub(submitted.elapsed()));
                     let outcome = self.finish(transfers, begun, limits, when_late(first + index));
                     outcomes.push(outcome.unwrap_or_else(Moved::Failed));
                     after_late |= matches!(outcomes.last(), Some(Moved::Late));

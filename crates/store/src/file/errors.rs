@@ -10,7 +10,9 @@
 //! |---|---|---|
 //! | a guest's thread waits | always | after 6 errors and 10 s of them |
 //! | nobody waits | if others could be read within 0.1 s before its read began, and within 0.1 s after it | the same |
-//! | nobody waits | if nothing of the device could be read for 2 minutes | the same |
+//! | nobody waits | if nothing of the device could be read in 2 minutes of tries | the same |
+//!
+//! A time in which nobody read counts as 2 s at most, of a block and of the device.
 //!
 //! A good read of the block ends all of this. A disk that is there for a second and gone for nine returns an error of a
 //! good block beside a good read only in the moment in which it goes, or comes: so one of either side is not enough.
@@ -19,14 +21,14 @@ use std::time::{Duration, Instant};
 
 /// Errors that come quickly; fewer never give a page up.
 pub(super) const QUICK: u8 = 6;
-/// How much of a time in which nobody read the block counts as one in which it failed. Where many of a VM's threads
-/// wait for such blocks, or an error takes seconds, each block has its turn rarely.
+/// How much of a time in which nobody read the block, or the device, counts as one in which it failed. Where many of a
+/// VM's threads wait for such blocks, or an error takes seconds, each block has its turn rarely.
 const MOST_UNSEEN: Duration = Duration::from_secs(2);
 /// If nobody read a block for this long, what failed before says nothing about its next read. Who waits for blocks asks
 /// more often, also if there are many of them.
 const FORGOTTEN: Duration = Duration::from_secs(600);
-/// Nothing of the device could be read for this long: then it is not gone for a moment. Who has time need not give a
-/// page up before.
+/// Reads of the device have failed for this long, and none went well: then it is not gone for a moment. Who has time
+/// need not give a page up before.
 pub(super) const GONE: Duration = Duration::from_secs(120);
 /// A good read of another block that is no further from an error than this is one at the same time.
 pub(super) const BESIDE: Duration = Duration::from_millis(100);
@@ -40,7 +42,7 @@ pub(super) struct FailedRead {
     pub(super) began_beside_good: bool,
 }
 
-/// Errors of a block that were reported to one kind of caller, without a read that went well between them.
+/// Errors without a read that went well between them: of a block, reported to one kind of caller, or of the device.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Errors {
     pub(super) count: u8,
@@ -60,7 +62,8 @@ impl Errors {
             }
             None => (self.lasted, self.count) = (Duration::ZERO, 1),
         }
-        self.last = Some(over);
+        // One that was kept for who asked may have been over before the last.
+        self.last = self.last.max(Some(over));
     }
 
     pub(super) fn are_final(&self, lasts: Duration) -> bool {
@@ -71,9 +74,9 @@ impl Errors {
 /// Whether the device fails, or some of its blocks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Device {
-    /// The last read that went well while there were blocks that could not be read, and the first error after it.
+    /// The last read that went well while there were blocks that could not be read, and the errors after it.
     pub(super) read: Option<Instant>,
-    pub(super) failing: Option<Instant>,
+    pub(super) errors: Errors,
 }
 
 impl Device {
@@ -82,9 +85,9 @@ impl Device {
         self.read.is_some_and(|read| read + BESIDE >= at)
     }
 
-    /// Could none be read for long?
-    pub(super) fn is_gone(&self, now: Instant) -> bool {
-        self.failing.is_some_and(|since| now.saturating_duration_since(since) >= GONE)
+    /// Could none be read for long, though it was tried?
+    pub(super) fn is_gone(&self) -> bool {
+        self.errors.lasted >= GONE
     }
 }
 

@@ -3,8 +3,8 @@
 //! Before: a read of a block failed, for a caller that has time. After: another block was read at the same time, or
 //! could not be. Threads: any, one at a time; for others there is no answer.
 //! Units: the block is the spare one behind all areas, which holds a pattern.
-//! Promise: a hole is no answer: to return zeros, a file system asks no device. It waits for a tenth of a second, and
-//! longer only if a device that has just answered does not take the pattern.
+//! Promise: a hole is no answer: to return zeros, a file system asks no device. It waits for a tenth of a second for
+//! the block; where that is a hole, as long again for the pattern to be written, and once more for the block.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -53,7 +53,7 @@ impl Probe {
         };
         match read() {
             Some(true) => begun.elapsed() <= BESIDE,
-            // It is a hole: at first, and after a recovery.
+            // It is a hole: at first, and after a recovery. A write that is late goes on; none is begun beside it.
             Some(false) if self.write(disk, spare) => read() == Some(true) && begun.elapsed() <= BESIDE,
             _ => false,
         }
@@ -68,7 +68,7 @@ impl Probe {
             let written = written.lock().ok().and_then(|mut written| written.take());
             move || drop(written)
         };
-        let moved = disk.write(&[(spare, &[PATTERN])], when_late, || ());
+        let moved = disk.write(&[(spare, &[PATTERN])], BESIDE, when_late, || ());
         matches!(moved[..], [Moved::Done])
     }
 }

@@ -5,8 +5,8 @@
 //! Threads: any. A call's reads are on a ring that any thread may have: it is the thread's until one of them is late,
 //! and the store's after that, also if the thread ends. Nobody waits with the lock held.
 //! Units: a block is 4096 bytes; a piece is 1 to 64 blocks that follow one another.
-//! Promise: while a read of a block is late, no second one of it begins. What is late is bounded, and beyond that
-//! nothing is begun. No memory is freed that the kernel may write to.
+//! Promise: while a read of a block is late, no second one of it begins. What is late is bounded, for a store and for
+//! the process, and beyond that nothing is begun. No memory is freed that the kernel may write to.
 //!
 //! | State of a block | Who has it | What ends it |
 //! |---|---|---|
@@ -33,6 +33,10 @@ use crate::{PageBytes, held};
 /// Most late reads of a store before none is begun for who has time, and for guests.
 const MOST_WITH_TIME: usize = 64;
 const MOST: usize = 96;
+/// Late reads of all stores beyond which each may have 1 of this number of those: each has a ring, and so a descriptor.
+/// Stores whose disk answers need few.
+const MANY: usize = 2048;
+const FEWER: usize = 6;
 /// Most blocks for whose bytes buffers are kept for who asks next: 16 MiB. Who comes after that takes the room of
 /// others, but only that of those who did not come for a while if it has time.
 const MOST_KEPT: usize = 4096;
@@ -42,6 +46,8 @@ const FORGOTTEN: Duration = Duration::from_secs(120);
 /// A pause where there is nothing to wait with.
 const PAUSE: Duration = Duration::from_millis(5);
 
+/// How many are late: of all stores, and of those that were closed.
+static LATE_OF_ALL: AtomicUsize = AtomicUsize::new(0);
 /// Reads that are late of stores that were closed.
 static UNWANTED: Mutex<Vec<Batch>> = Mutex::new(Vec::new());
 static UNWANTED_COUNT: AtomicUsize = AtomicUsize::new(0);
@@ -84,6 +90,16 @@ pub(super) struct Reading {
     late: AtomicUsize,
 }
 
+/// Most late reads of a store before none is begun, if all stores have this many.
+fn most(has_time: bool, of_all: usize) -> usize {
+    let most = if has_time { MOST_WITH_TIME } else { MOST };
+    if of_all < MANY { most } else { most / FEWER }
+}
+
+fn under_way(batches: &[Batch]) -> usize {
+    batches.iter().flat_map(|batch| &batch.pieces).filter(|piece| piece.is_under_way()).count()
+}
+
 /// These blocks of those that are late or kept.
 fn find(batches: &mut [Batch], blocks: (u64, usize)) -> Option<(&mut Batch, usize)> {
     let has = |batch: &Batch| batch.pieces.iter().position(|piece| piece.bits(blocks).is_some());
@@ -97,18 +113,28 @@ impl Reading {
 
     /// Drops what nobody wants and is over. To be called after each change.
     fn settle(&self, batches: &mut Vec<Batch>, disk: Option<&Disk>) {
-        let (mut count, mut late) = (0, 0);
+        let mut count = 0;
         batches.retain_mut(|batch| {
             batch.reap(disk);
             let is_forgotten = batch.asked.elapsed() > FORGOTTEN;
             batch.pieces.retain(|piece| piece.is_under_way() || piece.wanted != 0 && !is_forgotten);
             drop(batch.idle_ring());
             count += batch.pieces.len();
-            late += batch.pieces.iter().filter(|piece| piece.is_under_way()).count();
             !batch.pieces.is_empty()
         });
         self.count.store(count, Ordering::Release);
-        self.late.store(late, Ordering::Release);
+        let late = under_way(batches);
+        // The sum wraps around where there are fewer now.
+        let more = late.wrapping_sub(self.late.swap(late, Ordering::AcqRel));
+        LATE_OF_ALL.fetch_add(more, Ordering::AcqRel);
+    }
+
+    /// Drops what nobody asked for in a while, also of a store that nobody reads.
+    pub fn drop_forgotten(&self, disk: &Disk) {
+        if let Some(mut batches) = self.lock() {
+            self.settle(&mut batches, Some(disk));
+        }
+        release_unwanted();
     }
 
     /// The blocks that are late or kept. A call has each of its pieces be wholly of one of these, or of none.
@@ -123,7 +149,6 @@ impl Reading {
     fn may_begin(&self, disk: &Disk, more: usize) -> bool {
         let Some(mut batches) = self.lock() else { return true };
         let (has_time, now) = (held::has_time(), Instant::now());
-        let most = if has_time { MOST_WITH_TIME } else { MOST };
         let kept = |batch: &Batch| batch.pieces.iter().map(Piece::room).sum::<usize>();
         let mut all: usize = batches.iter().map(kept).sum();
         while all > MOST_KEPT {
@@ -134,7 +159,7 @@ impl Reading {
             oldest.pieces.retain(Piece::is_under_way);
         }
         self.settle(&mut batches, Some(disk));
-        self.late.load(Ordering::Acquire) + more <= most
+        self.late.load(Ordering::Acquire) + more <= most(has_time, LATE_OF_ALL.load(Ordering::Acquire))
     }
 
     /// Reads pieces, and waits for them. One outcome each, in order; for each `Done` piece, `take` was called with its
@@ -360,10 +385,12 @@ pub(super) fn release_unwanted() {
         return;
     }
     let mut unwanted = UNWANTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let before = under_way(&unwanted);
     unwanted.retain_mut(|batch| {
         batch.reap(None);
         batch.pieces.iter().any(Piece::is_under_way)
     });
+    LATE_OF_ALL.fetch_sub(before - under_way(&unwanted), Ordering::AcqRel);
     UNWANTED_COUNT.store(unwanted.len(), Ordering::Release);
 }
 
@@ -380,3 +407,6 @@ impl Drop for Reading {
         release_unwanted();
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::errors::{Device, FailedRead, QUICK, Verdict};
+use super::errors::{BESIDE, Device, Errors, FailedRead, QUICK, Verdict};
 use super::limits;
 use crate::{GetOutcome, held};
 
@@ -71,21 +71,22 @@ impl Unread {
         if !limits::is_of_the_medium(error) {
             return GetOutcome::Busy;
         }
-        let now = Instant::now();
-        let device = {
+        // Of one that was kept until now, a probe says nothing.
+        let is_new = read.over.elapsed() <= BESIDE;
+        let is_gone = {
             let mut device = self.device();
             // What was before is over: every block could be read.
             if self.count.load(Ordering::Acquire) == 0 {
-                device.failing = None;
+                device.errors = Errors::default();
             }
-            device.failing.get_or_insert(now);
-            *device
+            device.errors.add(read);
+            device.is_gone()
         };
         let is_lost = if held::has_time() {
             // It must be noted that the block fails before another one is read.
             self.note(block, |_| ());
-            let is_beside_good = probe() && read.began_beside_good;
-            let sure = (is_beside_good, device.is_gone(now));
+            let is_beside_good = probe() && is_new && read.began_beside_good;
+            let sure = (is_beside_good, is_gone);
             self.note(block, |of| of.verdict.of_who_has_time(read, self.lasts, sure))
         } else {
             self.note(block, |of| of.verdict.of_guest(read, self.lasts))
@@ -132,7 +133,7 @@ impl Unread {
     /// A read brought bytes, just now.
     pub fn read(&self) {
         if self.count.load(Ordering::Acquire) > 0 {
-            *self.device() = Device { read: Some(Instant::now()), failing: None };
+            *self.device() = Device { read: Some(Instant::now()), errors: Errors::default() };
         }
     }
 
@@ -147,7 +148,7 @@ impl Unread {
 
 #[cfg(test)]
 mod tests {
-    use super::super::errors::{BESIDE, Errors, GONE};
+    use super::super::errors::GONE;
     use super::*;
 
     const LASTS: Duration = Duration::from_secs(10);
@@ -217,7 +218,7 @@ mod tests {
         let unread = Unread::new(LASTS);
         fail(&unread, QUICK);
         set(&unread, LASTS, REST);
-        unread.device().failing = long_ago(GONE);
+        unread.device().errors.lasted = GONE;
         assert_eq!(fail(&unread, 1), GetOutcome::Corrupt, "nothing could be read for long");
     }
 
@@ -228,6 +229,32 @@ mod tests {
         for _ in 0..3 * QUICK {
             assert_eq!(fail_beside(&unread, 1, true), GetOutcome::Busy, "the device has come back just now");
             unread.device().read = long_ago(2 * BESIDE);
+        }
+        unread.read();
+        assert_eq!(fail_beside(&unread, QUICK, true), GetOutcome::Corrupt);
+    }
+
+    #[test]
+    fn an_outage_and_another_one_after_a_time_in_which_nobody_read_are_no_device_that_is_gone_for_long() {
+        let unread = Unread::new(Duration::ZERO);
+        let _time = held::WithTime::begin();
+        for _ in 0..20 {
+            assert_eq!(fail(&unread, QUICK), GetOutcome::Busy);
+            unread.device().errors.last = long_ago(2 * GONE);
+        }
+        unread.device().errors.lasted = GONE;
+        assert_eq!(fail(&unread, 1), GetOutcome::Corrupt, "nothing could be read in 2 minutes of tries");
+    }
+
+    #[test]
+    fn an_error_that_was_kept_while_the_device_came_back_does_not_count_for_who_has_time() {
+        let unread = Unread::new(Duration::ZERO);
+        let _time = held::WithTime::begin();
+        let over = long_ago(2 * BESIDE).expect("a time");
+        let kept = FailedRead { begun: over, over, began_beside_good: true };
+        let eio = || io::Error::from_raw_os_error(5);
+        for _ in 0..3 * QUICK {
+            assert_eq!(unread.failed(1, &eio(), kept, || true), GetOutcome::Busy);
         }
         unread.read();
         assert_eq!(fail_beside(&unread, QUICK, true), GetOutcome::Corrupt);
