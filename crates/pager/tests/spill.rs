@@ -289,7 +289,11 @@ impl Store for Partly {
             std::thread::sleep(Duration::from_millis(10));
         } else {
             withholds.waiting.fetch_add(1, Ordering::AcqRel);
-            drop(withholds.come.wait_while(withholds.pages(), |pages| !pages.is_empty()).expect("no panic"));
+            let mut pages = withholds.pages();
+            // A real one is given up as well.
+            while !pages.is_empty() && !held::is_wanted() {
+                pages = withholds.come.wait_timeout(pages, Duration::from_millis(1)).expect("no panic").0;
+            }
         }
         GetOutcome::Busy
     }
@@ -330,6 +334,33 @@ fn any_number_of_pages_that_are_late_leave_a_worker_for_those_that_come() {
         withholds.release();
         assert!(waiting.into_iter().all(|guest| guest.join().expect("guest")), "wrong bytes");
     });
+}
+
+#[test]
+fn a_vm_that_is_stopped_waits_for_no_page_that_is_late_and_its_next_engine_serves_them() {
+    let withholds = Arc::<Withholds>::default();
+    let mut rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(Partly(NullStore::new(AMPLE), withholds.clone())), SOON);
+    rig.fill_all();
+    wait_until_spilled(&rig);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    let late: Vec<u64> = (0..rig.pages).step_by(7).filter(|page| in_file(&rig, *page)).take(2 * WORKERS).collect();
+    withholds.pages().extend(&late);
+    let _release = Finally(|| withholds.release());
+    let touch = |page: u64| {
+        let guest = rig.guest.clone();
+        std::thread::spawn(move || guest.words(page as usize * PAGE_SIZE, 1)[0].load(Ordering::Relaxed))
+    };
+    let guests: Vec<_> = late.iter().map(|page| touch(*page)).collect();
+    until("workers wait", || withholds.waiting.load(Ordering::Acquire) >= WORKERS as u64 - 1);
+    std::thread::scope(|scope| {
+        let _release = Finally(|| withholds.release());
+        let stops = scope.spawn(|| rig.vm.stop());
+        until("it is stopped", || stops.is_finished());
+    });
+    rig.succeed(rig.vm.stores.clone());
+    assert!(late.iter().all(|page| rig.holds(*page, 1)), "wrong bytes");
+    assert!(guests.into_iter().all(|guest| guest.join().is_ok()), "each thread goes on");
 }
 
 #[test]

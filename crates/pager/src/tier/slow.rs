@@ -3,7 +3,8 @@
 //! Before: a fault worker met a page of a slow store (`slow_queue`). After: the same `fault::serve` is called here,
 //! where it may wait.
 //! Threads: [`WORKERS`](super::slow_queue::WORKERS) tasks per VM that has a slow store; each waits for the disk for up
-//! to a tenth of a second at a time, and longer for a page that was late. One of them waits for none that was late.
+//! to a tenth of a second at a time, and longer for a page that was late, but not while the VM is being stopped. One of
+//! them waits for none that was late.
 //! Promise: no fault on any other page waits for the disk, and one whose page comes in time waits for few late ones. A
 //! fault taken here is served or, if the worker panics or the engine dies, raised again by a wake.
 //!
@@ -90,6 +91,7 @@ impl SlowWorker {
         if vm.is_over() {
             return Next::Done;
         }
+        let _held = vm.holding_slow();
         let (view, mut pending) = match vm.mail.slow.pop(self.number) {
             None => return Next::Idle,
             Some(Work::Fault(view, pending)) => (view, pending),

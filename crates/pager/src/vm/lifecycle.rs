@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use ballast_store::held::{Holding, Wanted};
+
 use crate::run::pool::Pool;
 use crate::run::queue::GroupId;
 use crate::run::servers::Served;
@@ -38,6 +40,8 @@ pub(crate) struct Lifecycle {
     is_stopping: AtomicBool,
     /// Faults are to be served no more.
     is_over: AtomicBool,
+    /// Then 1: slow workers are wanted, as if they held a lock.
+    slow_wanted: Wanted,
 }
 
 impl Lifecycle {
@@ -130,9 +134,16 @@ impl Lifecycle {
         self.is_over.load(Ordering::Acquire)
     }
 
+    /// A slow worker holds this while it reads. Until the reads of all have ended, nobody serves a VM that goes to
+    /// another engine: they are given up after a tenth of a second when the serving of faults ends.
+    pub fn holding_slow(&self) -> Holding {
+        Holding::of(&self.slow_wanted)
+    }
+
     /// Ends the serving of faults.
     pub fn end_faults(&self) {
         self.is_over.store(true, Ordering::Release);
+        self.slow_wanted.store(1, Ordering::Release);
         self.forget_faults(|_| true);
     }
 

@@ -11,6 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
+use ballast_store::held::Holding;
 use ballast_sys::clock::cpu_time;
 
 use super::Vm;
@@ -228,9 +229,14 @@ impl Vm {
         self.life.is_over()
     }
 
+    /// A slow worker has this while it reads.
+    pub(crate) fn holding_slow(&self) -> Holding {
+        self.life.holding_slow()
+    }
+
     /// Ends the workers. Blocks until they are gone; pages stay where they are. Faults that were read here and not
     /// served are raised again, for the engine that serves the VM now or next. They are served until no other work is
-    /// left, because that may be waiting for a disk or a cluster.
+    /// left, because that may be waiting for a disk or a cluster. Slow workers give up what they wait for.
     pub fn stop(&self) {
         self.serve_faults_only();
         self.life.end_faults();
