@@ -56,6 +56,7 @@ const MOST: u32 = 1 << 20;
 const ROOT: u64 = 1;
 /// Flags of the reply to `INIT`: `ASYNC_READ`, `BIG_WRITES`, `ASYNC_DIO`, `MAX_PAGES`.
 const INIT_FLAGS: u32 = 1 | 1 << 5 | 1 << 15 | 1 << 22;
+const MINUTE: Duration = Duration::from_secs(60);
 /// Flag of the reply to an open: reads and writes bypass the page cache, also without `O_DIRECT`.
 const DIRECT_IO: u32 = 1;
 /// Flag of a `SETATTR` request: it changes the size.
@@ -178,10 +179,17 @@ impl Fuse {
     }
 
     /// Wait until at least `least` reads wait for their replies.
+    ///
+    /// # Panics
+    /// That does not happen within a minute.
     pub fn wait_for_held(&self, least: usize) {
         let reads = |state: &State| state.late.iter().filter(|(_, request)| u32_at(request, 4) == op::READ).count();
-        let waited = self.shared.changed.wait_while(self.shared.lock(), |state| reads(state) < least);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        let missing = |state: &mut State| reads(state) < least;
+        let waited = self.shared.changed.wait_timeout_while(self.shared.lock(), MINUTE, missing);
+        let (state, result) = waited.unwrap_or_else(PoisonError::into_inner);
+        let held = reads(&state);
+        drop(state);
+        assert!(!result.timed_out(), "{held} reads are held, not {least}");
     }
 
     /// The number of reads received so far.
