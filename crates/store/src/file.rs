@@ -59,7 +59,7 @@ use crate::handle::Named;
 use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 use blocks::{BAD, BEING_WRITTEN, Counter, Inner, page_after};
 use disk::{Disk, Moved};
-use layout::{AREA_BLOCKS, INDEX};
+use layout::{AREA_BLOCKS, INDEX, spare_block};
 use limits::Limits;
 use reading::{Came, Reading};
 
@@ -113,10 +113,6 @@ pub struct FileUsage {
 #[derive(Debug)]
 pub struct FileStore {
     inner: Arc<Inner>,
-}
-
-fn spare_block(areas: u32) -> u64 {
-    u64::from(areas) * AREA_BLOCKS as u64
 }
 
 /// One block more than the areas have: `create` tests the disk with it, and `recover` punches it to wait for I/O.

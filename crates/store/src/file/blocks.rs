@@ -18,7 +18,7 @@ use ballast_handover::arena::WORD_TODAY;
 
 use super::begun::BegunReads;
 use super::disk::{self, Disk, Moved, PIECE_BLOCKS};
-use super::layout::AREA_BLOCKS;
+use super::layout::{AREA_BLOCKS, spare_block};
 use super::limits::{Limits, Refusal};
 use super::probe::Probe;
 use super::reading::{Came, Reading};
@@ -328,7 +328,7 @@ impl Inner {
 
     /// Does the device return bytes now? Reads another block.
     fn is_there(&self) -> bool {
-        let spare = u64::from(self.allocator.arena().slabs()) * AREA_BLOCKS as u64;
+        let spare = spare_block(self.allocator.arena().slabs());
         let is_there = self.probe.is_good(&self.disk, &self.reading, spare);
         if is_there {
             self.unread.read();

@@ -19,3 +19,8 @@ pub const AREA_BYTES: u64 = (AREA_BLOCKS * PAGE_SIZE) as u64;
 pub(super) static INDEX: Shape =
     Shape { layout: &arena::INDEX, charge_bytes: AREA_BYTES, capacities: &[AREA_BLOCKS; 2] };
 const _: () = assert!(AREA_BLOCKS * HEADER_BYTES == arena::INDEX.slab_bytes);
+
+/// The block behind all areas, which holds no page.
+pub(super) fn spare_block(areas: u32) -> u64 {
+    u64::from(areas) * AREA_BLOCKS as u64
+}
