@@ -425,6 +425,11 @@ impl Rig {
         until("resident is at the limit", || self.resident() <= limit);
     }
 
+    /// Wait until the ledger has no far page: a touch goes on before its move is booked.
+    pub fn wait_until_none_is_far(&self) {
+        until("no page is far", || self.vm.stats().get(Counter::Far) == 0);
+    }
+
     /// Wait until nothing is on its way out.
     pub fn wait_for_quarantine(&self) {
         until("quarantine is empty", || self.vm.stats().get(Counter::Quarantined) == 0);
@@ -456,18 +461,17 @@ impl Rig {
     }
 
     /// Every page is in exactly one place, and the gauges know where, as soon as nothing moves: a VM that is held has
-    /// its zero pages turned back.
+    /// its zero pages turned back, and a touch goes on before its move is booked.
     pub fn check_census(&self) {
-        until("the gauge of zero pages has settled", || {
-            let zero = |rig: &Self| rig.vm.census().expect("census").zero.0;
-            self.vm.stats().get(Counter::Zero) == zero(self)
+        let gauges = || [Counter::Far, Counter::Zero, Counter::Poisoned].map(|counter| self.vm.stats().get(counter));
+        until("the gauges are those of the census", || {
+            let census = self.vm.census().expect("census");
+            gauges() == [census.far.0, census.zero.0, census.poisoned.0]
         });
         let census = self.vm.census().expect("census");
         let sum = census.resident.0 + census.far.0 + census.zero.0 + census.untouched.0 + census.poisoned.0;
         assert_eq!(sum, census.size.0, "{census:?}");
-        let stats = self.vm.stats();
-        let gauges = [Counter::Far, Counter::Zero, Counter::Poisoned].map(|counter| stats.get(counter));
-        assert_eq!(gauges, [census.far.0, census.zero.0, census.poisoned.0], "gauges against {census:?}");
+        assert_eq!(gauges(), [census.far.0, census.zero.0, census.poisoned.0], "gauges against {census:?}");
         // Of a part of a file, it is the last count with what has changed since, and a count takes a moment.
         until("the pages counted are those of the census", || self.vm.resident().expect("stat") == census.resident);
     }
