@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use ballast_base::store::{FILE_STORE, RAM_STORE, Recovered, RegionKey};
+use ballast_base::store::{Ending, FILE_STORE, RAM_STORE, Recovered, RegionKey};
 use ballast_base::units::MIB;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
@@ -250,6 +250,63 @@ fn a_store_that_takes_no_whole_run_in_time_gets_shorter_ones_and_none_while_one_
     wait_until_spilled(&rig);
     assert_eq!(slow.behind.load(Ordering::Relaxed), 0);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+/// A store that counts the runs that it was given and that were not waited for.
+#[derive(Debug)]
+struct Remote {
+    pages: NullStore,
+    under_way: AtomicU64,
+    most: AtomicU64,
+}
+
+impl Store for Remote {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        self.pages.put(key, bytes)
+    }
+
+    fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], _: &[Vec<u8>]) -> Ending {
+        let now = self.under_way.fetch_add(1, Ordering::AcqRel) + 1;
+        self.most.fetch_max(now, Ordering::AcqRel);
+        let pages = pages.to_vec();
+        Box::new(move |outcomes| {
+            self.pages.put_run(first, &pages, outcomes);
+            self.under_way.fetch_sub(1, Ordering::AcqRel);
+        })
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        self.pages.get(key, handle, out)
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        self.pages.free(key, handle);
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
+        self.pages.recover(live)
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.pages.usage()
+    }
+}
+
+#[test]
+fn a_store_has_two_runs_to_work_on_and_each_is_waited_for() {
+    let store = Remote { pages: NullStore::new(AMPLE), under_way: AtomicU64::new(0), most: AtomicU64::new(0) };
+    let store = Arc::new(store);
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, store.clone(), SOON);
+    // A pass that finds few old pages sends one run.
+    until("two runs were under way", || {
+        rig.fill_all();
+        wait_until_spilled(&rig);
+        store.most.load(Ordering::Acquire) >= 2
+    });
+    assert_eq!(store.most.load(Ordering::Acquire), 2);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    until("no run is under way", || store.under_way.load(Ordering::Acquire) == 0);
+    rig.check_census();
 }
 
 /// A store with pages that do not come: their first request takes a moment, and any other one lasts until they do.

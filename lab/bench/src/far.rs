@@ -7,6 +7,7 @@
 //! Promise: every page that is read is compared. All processes share this machine's CPUs. There is no network but
 //! relays that deliver late, if so ordered.
 
+use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -72,6 +73,9 @@ fn handles(store: &dyn Store, outcomes: &[PutOutcome]) -> Result<Vec<Handle>> {
     outcomes.iter().map(handle).collect()
 }
 
+/// Runs under way at a time.
+const SENT: usize = 2;
+
 /// A run that a store is about to have.
 struct UnderWay {
     number: usize,
@@ -80,18 +84,18 @@ struct UnderWay {
     ending: Ending,
 }
 
-/// Put pages into a store in RAM and move them on, as the spill worker does: while a run is under way, the next one is
-/// read and the one before is freed. Returns their handles, and how many went per second.
+/// Put pages into a store in RAM and move them on, as the spill worker does: while two runs are under way, the next one
+/// is read and the one before is freed. Returns their handles, and how many went per second.
 fn spilled(ram: &dyn Store, store: &Arc<dyn Store>, content: &[PageBytes]) -> Result<(Vec<Handle>, f64)> {
     let (mut near, mut far) = (Vec::new(), Vec::with_capacity(content.len()));
     ram.put_run(key(0), content, &mut near);
     let near = handles(ram, &near)?;
     let chunk = |number: usize| (number * CHUNK..).map(key).zip(near.chunks(CHUNK).nth(number).unwrap_or_default());
     let mut spare = None;
-    let mut under_way: Option<UnderWay> = None;
-    let begun = Instant::now();
-    // One more, which sends nothing.
-    for number in 0..=near.len().div_ceil(CHUNK) {
+    let mut under_way: VecDeque<UnderWay> = VecDeque::new();
+    let (chunks, begun) = (near.len().div_ceil(CHUNK), Instant::now());
+    // Some more, which send nothing.
+    for number in 0..chunks + SENT {
         let buffers = || (vec![[0; PAGE_SIZE]; CHUNK], vec![Vec::new(); CHUNK]);
         let (mut pages, mut blobs) = spare.take().unwrap_or_else(buffers);
         let mut count = 0;
@@ -100,13 +104,14 @@ fn spilled(ram: &dyn Store, store: &Arc<dyn Store>, content: &[PageBytes]) -> Re
             ensure!(outcome == GetOutcome::Found, "{key:?} comes to {outcome:?} in RAM");
             count += 1;
         }
-        let before = under_way.take().map(|UnderWay { number, pages, blobs, ending }| {
+        let waits = under_way.len() >= SENT || count == 0;
+        let before = under_way.pop_front_if(|_| waits).map(|UnderWay { number, pages, blobs, ending }| {
             ending(&mut far);
             (number, pages, blobs)
         });
         if count > 0 {
             let ending = store.clone().begin_put(key(number * CHUNK), &pages[..count], &blobs[..count]);
-            under_way = Some(UnderWay { number, pages, blobs, ending });
+            under_way.push_back(UnderWay { number, pages, blobs, ending });
         }
         let Some((number, pages, blobs)) = before else { continue };
         for ((key, handle), (page, blob)) in chunk(number).zip(pages.iter().zip(&blobs)) {

@@ -3,12 +3,13 @@
 //! Before: reclaim put pages into RAM, and they were not touched since. After: they are in the first slow store that
 //! took them, and RAM has space again. Threads: one task per VM that has a slow store. It may wait for that store. A
 //! fault waits for it only on the one page whose word it is changing (`shift`).
-//! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: three runs' bytes, while a pass is under way.
+//! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: four runs' bytes, while a pass is under way.
 //! Promise: a spill costs time, never bytes. A page that no slow store takes stays in RAM, and that is reported once. A
 //! store that does not take a run in time gets shorter ones, until each is over in time; and none while it still writes
 //! one that was given up.
 //!
-//! While a store works on a run, the next one is read, and the words of the one before are changed.
+//! While a store works on one or two runs, the next one is read, and the words of the one before are changed. So a
+//! store behind a network has a run to work on while the reply to another one is on its way.
 //!
 //! A clock tells a page's age: a pass marks every far word it meets (`Word::marked`), and every move of the page makes
 //! a word without the mark. A page whose word is still marked on the next pass, at least `spill_after` later, is old.
@@ -16,6 +17,7 @@
 //! another without that pause, in pieces, until it has space again; reclaim notifies the worker, so that pages go
 //! before the store refuses one. When it refused a page, all pages count as old.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,7 +37,9 @@ use ballast_page::shift;
 
 /// Pages written as one extent, if they are neighbours: 2 MiB.
 const RUN: usize = 512;
-/// The same for a store that takes no longer run in time.
+/// Runs under way at a time. A store that does not wait for another machine ends each at once.
+const UNDER_WAY: usize = 2;
+/// The same as [`RUN`] for a store that takes no longer run in time.
 const SHORTEST_RUN: usize = 8;
 /// Runs in a row that such a store must take before it gets longer ones: a run that it does not take costs a pause.
 const LONGER_AFTER: u32 = 32;
@@ -89,9 +93,9 @@ pub(crate) struct SpillWorker {
     in_vain: u32,
     /// After [`ENDS`] of those, when to look again.
     next_short: Instant,
-    /// The run that is being read, and the one that a store is about to have.
+    /// The run that is being read, and those that a store is about to have, the oldest first.
     run: SpillRun,
-    under_way: Option<(Sent, Ending)>,
+    under_way: VecDeque<(Sent, Ending)>,
     /// The buffers of the one before.
     spare: SpillRun,
 }
@@ -152,7 +156,7 @@ impl SpillWorker {
             in_vain: 0,
             next_short: Instant::now(),
             run: SpillRun::default(),
-            under_way: None,
+            under_way: VecDeque::new(),
             spare: SpillRun::default(),
             vm,
         })
@@ -300,10 +304,8 @@ impl SpillWorker {
             }
         }
         // A write has only so long, and the next words may not go: then nothing would wait for it.
-        if !self.run.words.is_empty() {
-            return (next, moved + self.flush(region));
-        }
-        (next, moved + self.finish())
+        let last = if self.run.words.is_empty() { self.finish() } else { self.flush(region) };
+        (next, moved + last)
     }
 
     /// Returns whether this page is to go. Then its word and bytes are at the end of the run.
@@ -342,18 +344,17 @@ impl SpillWorker {
         true
     }
 
-    /// Sends the run, after the one that is under way has been stored, whose words are changed meanwhile. Returns how
-    /// many of these were moved.
+    /// Sends the run. If enough are under way, waits for the oldest of them first. Returns how many of its pages moved.
     fn flush(&mut self, region: &Arc<Region>) -> u64 {
-        let stored = if self.run.words.is_empty() { None } else { self.stored() };
+        let waits = !self.run.words.is_empty() && self.under_way.len() >= UNDER_WAY;
+        let stored = waits.then(|| self.stored()).flatten();
         self.send(region);
-        self.commit(stored)
+        stored.map_or(0, |stored| self.commit(stored))
     }
 
-    /// Waits for the run that is under way, and changes its words. Returns how many.
+    /// Waits for the runs that are under way, and changes their words. Returns how many.
     fn finish(&mut self) -> u64 {
-        let stored = self.stored();
-        self.commit(stored)
+        std::iter::from_fn(|| self.stored().map(|stored| self.commit(stored))).sum()
     }
 
     /// Sends the run to the first store that does not rest; if there is none, its pages stay where they are.
@@ -372,12 +373,12 @@ impl SpillWorker {
         let (first, bytes, blobs) = (region.key(PageIdx(run.first)), &run.bytes[..count], &run.blobs[..count]);
         // The store may punch emptied space, too.
         let ending = blocking(|| vm.state.beside(|| slow.begin_put(first, bytes, blobs)));
-        self.under_way = Some((Sent { region: region.clone(), run, target }, ending));
+        self.under_way.push_back((Sent { region: region.clone(), run, target }, ending));
     }
 
-    /// Waits until the run that is under way is stored or refused. A store that refused it rests.
+    /// Waits until the oldest run that is under way is stored or refused. A store that refused it rests.
     fn stored(&mut self) -> Option<(Sent, Vec<PutOutcome>)> {
-        let (sent, ending) = self.under_way.take()?;
+        let (sent, ending) = self.under_way.pop_front()?;
         let mut outcomes = Vec::with_capacity(sent.run.words.len());
         let vm = self.vm.clone();
         blocking(|| vm.state.beside(|| ending(&mut outcomes)));
@@ -402,8 +403,7 @@ impl SpillWorker {
     }
 
     /// Changes the words of a run's pages that were stored. Returns how many.
-    fn commit(&mut self, stored: Option<(Sent, Vec<PutOutcome>)>) -> u64 {
-        let Some((Sent { region, mut run, target }, outcomes)) = stored else { return 0 };
+    fn commit(&mut self, (Sent { region, mut run, target }, outcomes): (Sent, Vec<PutOutcome>)) -> u64 {
         let (vm, Tier { number, store: slow, .. }) = (&self.vm, &self.targets[target].tier);
         let copies = run.bytes.iter().zip(run.blobs.iter().map(Vec::as_slice));
         let mut moved = 0;
