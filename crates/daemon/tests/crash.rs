@@ -179,9 +179,9 @@ fn a_vmm_that_unmaps_ram_without_a_word_loses_the_limit_but_no_byte_of_the_rest(
     for page in 0..PAGES {
         assert!(kept.is_marked(page), "page {page}\n{}", daemon.log());
     }
-    let events = daemon.api.events().expect("events");
-    assert!(events.iter().any(|event| event.kind == "view-incomplete"), "{events:?}");
-    assert_eq!(daemon.vm("careless").status, VmStatus::Blocked);
+    // Faults are served before it is known that the kernel refuses a part.
+    until("it is said", || daemon.api.events().expect("events").iter().any(|event| event.kind == "view-incomplete"));
+    until("it is held", || daemon.vm("careless").status == VmStatus::Blocked);
     until("its other pages stay", || daemon.vm("careless").resident_bytes >= PAGES * 4096);
 }
 
@@ -246,8 +246,12 @@ fn an_engine_killed_while_pages_go_to_a_file_and_come_back_loses_no_byte() {
         daemon.wait_for_engine_after(old);
     }
     spilled(&daemon, "victim");
+    // A busy disk may take longer than an engine waits for it. Then its pages wait, and none is lost.
+    let is_refused = |event: &ballast_api::Event| {
+        event.kind.starts_with("spill-un") && !event.message.ends_with("its disk does not answer, its pages wait")
+    };
     let events = daemon.api.events().expect("events");
-    assert!(events.iter().all(|event| !event.kind.starts_with("spill-un")), "{events:?}");
+    assert!(!events.iter().any(is_refused), "{events:?}");
     guest.finish();
     until("the VM is gone", || daemon.api.vm("victim").is_err());
     until("the disk space is given back", || daemon.host().file_bytes == 0);

@@ -103,6 +103,8 @@ fn memory_that_fails_under_the_words_of_a_vm_costs_what_they_alone_knew_of_and_n
     let unknown = rig.ram.lost(known.end..PAGES);
     assert!((1..=WORDS).contains(&unknown), "what was far of these is lost: {unknown}");
     assert_eq!(rig.ram.lost(known), 0, "{}", rig.daemon.log());
+    // Its faults are served before that is said.
+    until("it is said that it was recovered", || !rig.events("memory-mended").is_empty());
     assert_eq!(rig.events("memory-mended").len(), 1, "{}", rig.daemon.log());
     let said = rig.events("memory-error");
     assert!(said.iter().any(|said| said.contains("the state of pages 3584 to 4095 of region 0")), "{said:?}");

@@ -26,7 +26,11 @@ fn bytes(file: &File) -> u64 {
 
 fn squeezed(daemon: &Daemon) -> (Guest, [File; 2]) {
     let guest = Guest::start(daemon, "web", SQUEEZED);
-    until("pages are far", || daemon.vm("web").far_bytes > 16 << 20);
+    // All of it is filled: what is not is far nowhere, and in no file either.
+    until("pages are far, and all are touched", || {
+        let vm = daemon.vm("web");
+        vm.far_bytes > 16 << 20 && vm.untouched_bytes == 0
+    });
     let files = ["ballast-store", "ballast-state"].map(|name| {
         let mut files = kept(guest.pid(), name);
         assert_eq!(files.len(), 1, "{name}");

@@ -8,8 +8,9 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ballast_api::{LimitsPatch, VmStatus};
 use ballast_base::extent::MAX_EXTENTS;
@@ -21,7 +22,7 @@ use ballast_base::{Bytes, Extent, Hva};
 use ballast_sys::{Uffd, memfd, scm};
 use common::raw::{Ram, RawClient, connect, files, hear, no_uffd, userfaultfd};
 use common::rng::Rng;
-use common::{Daemon, kill, limit_descriptors, signal_process, until};
+use common::{Daemon, FORKS, kill, limit_descriptors, may_fork, signal_process, stop_process, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
@@ -146,18 +147,19 @@ fn attaches(client: &mut RawClient, ram: &[&Ram]) -> bool {
 
 /// Attach, over a keeper that is not there yet or is busy with others if need be, and wait until the engine has the VM.
 fn attached(daemon: &Daemon, name: &str, ram: &[&Ram]) -> RawClient {
-    let mut client = RawClient::new(&daemon.attach_socket(), name);
-    let mut last = None;
+    let (mut client, begun) = (RawClient::new(&daemon.attach_socket(), name), Instant::now());
     until("a good client attaches", || daemon.attach_socket().exists());
-    for _ in 0..1000 {
-        last = client.attach(ram);
+    loop {
+        let last = client.attach(ram);
         if matches!(last, Some(KeeperToClient::Attached { .. })) {
-            until("it is served", || daemon.api.vm(name).is_ok());
-            return client;
+            break;
         }
+        let is_late = begun.elapsed() > Duration::from_secs(300);
+        assert!(!is_late, "a good client is not attached: {last:?}\n{}", daemon.log());
         std::thread::sleep(Duration::from_millis(10));
     }
-    panic!("a good client is not attached: {last:?}\n{}", daemon.log());
+    until("it is served", || daemon.api.vm(name).is_ok());
+    client
 }
 
 /// Open descriptors of a process.
@@ -354,6 +356,8 @@ fn a_descriptor_whose_closing_takes_for_ever_delays_nobody_else() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
     let mut readers = Vec::new();
     for _ in 0..3 {
+        // A child that is started meanwhile would close it, too, and wait instead of the keeper.
+        let alone = FORKS.write().unwrap_or_else(PoisonError::into_inner);
         // A connection full of bytes that nobody reads, and that the process that closes it last must wait for.
         let stuck = TcpStream::connect(listener.local_addr().expect("address")).expect("connect");
         readers.push(listener.accept().expect("accept"));
@@ -363,9 +367,10 @@ fn a_descriptor_whose_closing_takes_for_ever_delays_nobody_else() {
         let socket = connect(&daemon.attach_socket()).expect("connect");
         let message = wire::encode(&ClientToKeeper::MayPin);
         // The keeper is to be the last to close it.
-        daemon.signal_keeper(Signal::STOP);
+        stop_process(daemon.keeper_pid());
         scm::send(&socket, &message, &[stuck.as_fd()]).expect("send");
         drop(stuck);
+        drop(alone);
         daemon.signal_keeper(Signal::CONT);
         assert!(matches!(hear(&socket), Some((KeeperToClient::Refused(_), _))));
     }
@@ -484,6 +489,7 @@ impl Second {
     }
 
     fn start_by(mut program: Command, daemon: &Daemon, name: &str, ram: &Ram) -> Self {
+        let _forks = may_fork();
         let mut child = program
             .args(["--exact", "second_process", "--ignored", "--nocapture"])
             .env("BALLAST_TEST_RAM", path_of(ram))
@@ -728,7 +734,7 @@ fn a_process_that_joins_a_vm_is_not_told_so_before_its_faults_are_served() {
     let _vmm = attached(&daemon, "web", &[&ram]);
     let mut second = Second::start(&daemon, "web", &ram);
     let engine = daemon.engine_pid().expect("an engine runs");
-    signal_process(engine, Signal::STOP);
+    stop_process(engine);
     second.ask();
     has_heard(&daemon);
     assert!(!second.has_more_to_say(), "the engine cannot have seen it");
@@ -748,7 +754,7 @@ fn a_process_that_joins_a_vm_is_told_so_by_the_next_engine_if_one_dies_over_it()
     let _vmm = attached(&daemon, "web", &[&ram]);
     let mut second = Second::start(&daemon, "web", &ram);
     let engine = daemon.engine_pid().expect("an engine runs");
-    signal_process(engine, Signal::STOP);
+    stop_process(engine);
     second.ask();
     kill(engine);
     assert!(second.hear("answer: ").contains("Attached"), "{}", daemon.log());

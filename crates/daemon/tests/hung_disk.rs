@@ -238,8 +238,8 @@ fn a_vm_whose_words_are_lost_while_the_disk_hangs_is_opened_again_and_its_pages_
     let ram = Ram::new(4096);
     ram.mark();
     let _client = ram.vm(&daemon, "mine").limit(2 << 20).attach().expect("attach");
-    // No write is under way, which would be waited for.
-    let is_there = |vm: VmStat| vm.far_file_bytes > 4 << 20 && vm.far_file_bytes == vm.far_bytes;
+    // No write is under way, which would be waited for, and none begins: no more has to go.
+    let is_there = |vm: VmStat| vm.resident_bytes <= 2 << 20 && vm.far_file_bytes == vm.far_bytes;
     until("all that is far is on the disk", || daemon.api.vm("mine").is_ok_and(is_there));
     let hangs = fuse.hold_on();
     let state = open(&files(daemon.engine_pid().expect("an engine"), "ballast-state")[0]);

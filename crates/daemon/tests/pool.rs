@@ -359,9 +359,10 @@ fn die_at_any_time(pages: PoolPages, kills: u32) {
                 }
             }
             1 => {
+                // The one that is there now may be on its way out.
                 let daemon = pooled.daemon.as_mut().expect("it runs");
-                if daemon.engine_pid().is_some() {
-                    daemon.kill_and_restart_keeper(rng.below(2) == 0);
+                if let Some(engine) = daemon.engine_pid() {
+                    daemon.kill_and_restart_keeper_of(engine, rng.below(2) == 0);
                 }
             }
             2 | 3 => {

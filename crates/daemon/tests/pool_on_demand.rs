@@ -237,7 +237,11 @@ fn a_vm_on_demand_has_what_it_touches_and_the_rest_is_promised_also_after_any_pr
         daemon.kill_and_restart_keeper(with_engine);
         vm.goes_on();
     }
-    until("the next engine has the pool", || !pooled.stat().vms.is_empty());
+    // It sets pages aside in the first round after it has opened the pool.
+    until("the next engine has the pool", || {
+        let pool = pooled.stat();
+        !pool.vms.is_empty() && mib(pool.aside_bytes) == VM
+    });
     assert_eq!(seen(&pooled), (VM, 30, VM));
 
     // It is paged like any other VM on huge pages, and its free pages are the next touches'.

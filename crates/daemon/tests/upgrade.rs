@@ -19,7 +19,7 @@ use rustix::process::Signal;
 
 use common::guest::{Guest, moves};
 use common::raw::{Ram, files, no_uffd, open};
-use common::upgrades::{begin, ended, next_build, request, this_build};
+use common::upgrades::{begin, ended, install_script, next_build, request, this_build};
 use common::{BUSY, Daemon, QUICK, joined, moment, until, upgrades};
 
 /// The same, with a policy that decides all the time.
@@ -138,8 +138,7 @@ fn what_is_no_engine_or_refuses_or_says_nothing_changes_nothing() {
     let before = daemon.host().engine_pid;
     let script = |name: &str, text: &str| {
         let path = daemon.dir().join(name);
-        std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("write a script");
-        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("a program");
+        install_script(&path, &format!("#!/bin/sh\n{text}\n"));
         path
     };
     let ends = script("ends", "exit 3");

@@ -16,7 +16,7 @@ use rustix::process::Signal;
 
 use common::guest::{Guest, moves};
 use common::raw::{Ram, RawClient, no_uffd};
-use common::upgrades::{begin, ended, request, this_build};
+use common::upgrades::{begin, ended, install, request, this_build};
 use common::{BUSY, Daemon, QUICK, limit_descriptors, signal_process, until};
 
 /// Guests of most tests here.
@@ -210,7 +210,7 @@ fn several_ask_for_different_upgrades_while_limits_change_and_vms_come_and_go() 
     let daemon = Daemon::start(QUICK);
     let guests = ["one", "two"].map(|name| Guest::start(&daemon, name, BUSY));
     let other = daemon.dir().join("ballastd-other");
-    std::fs::copy(this_build(), &other).expect("a copy");
+    install(&this_build(), &other);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let (daemon, stop) = (&daemon, &stop);

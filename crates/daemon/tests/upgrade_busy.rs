@@ -114,9 +114,29 @@ fn write_and_discard(ram: &Ram, client: &Client, who: u64, stop: &AtomicBool) ->
     rounds
 }
 
+/// How often a keeper went or came: an odd number while there is none. A thread that was kept for all of that time sees
+/// that it was so.
+#[derive(Default)]
+struct Changes(AtomicU64);
+
+impl Changes {
+    fn now(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+
+    fn add(&self) {
+        self.0.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Was there no keeper at some time since it was so often?
+    fn was_away_since(&self, before: u64) -> bool {
+        before % 2 > 0 || self.now() > before
+    }
+}
+
 /// A VM plugs memory and unplugs it again, twice an upgrade because it has few regions in its life, held to a third of
 /// it: what it wrote is there. Only while there is no keeper it may have to do without.
-fn plug_and_unplug(client: &Client, ram: &Ram, rounds: &AtomicU64, is_away: &AtomicBool, stop: &AtomicBool) -> u64 {
+fn plug_and_unplug(client: &Client, ram: &Ram, rounds: &AtomicU64, changes: &Changes, stop: &AtomicBool) -> u64 {
     ram.mark();
     let mut plugged = 0;
     while !stop.load(Ordering::Relaxed) {
@@ -125,7 +145,7 @@ fn plug_and_unplug(client: &Client, ram: &Ram, rounds: &AtomicU64, is_away: &Ato
             std::thread::sleep(Duration::from_millis(1));
             continue;
         }
-        let was_away = is_away.load(Ordering::Acquire);
+        let before = changes.now();
         let more = Ram::new(PLUGGED);
         let (fd, span) = (more.fd.try_clone().expect("dup"), more.info().span);
         let added = client.add_region(fd, span.hva, span.len, Bytes(0));
@@ -135,7 +155,7 @@ fn plug_and_unplug(client: &Client, ram: &Ram, rounds: &AtomicU64, is_away: &Ato
             assert_eq!(wrong, 0, "wrong pages after {plugged} plugs; the last: {added:?}");
         }
         let removed = client.remove_region(span.hva);
-        let may_fail = was_away || is_away.load(Ordering::Acquire);
+        let may_fail = changes.was_away_since(before);
         assert!(added.is_ok() && removed.is_ok() || may_fail, "after {plugged} plugs: {added:?}, {removed:?}");
         plugged += 1;
     }
@@ -143,15 +163,15 @@ fn plug_and_unplug(client: &Client, ram: &Ram, rounds: &AtomicU64, is_away: &Ato
 }
 
 /// VMs that come and go. Only while there is no keeper one may have to come again.
-fn come_and_go(socket: &Path, is_away: &AtomicBool, stop: &AtomicBool) -> u64 {
+fn come_and_go(socket: &Path, changes: &Changes, stop: &AtomicBool) -> u64 {
     let mut came = 0;
     while !stop.load(Ordering::Relaxed) {
         let ram = Ram::new(64);
         let mut client = RawClient::new(socket, &format!("guest-{came}"));
-        let was_away = is_away.load(Ordering::Acquire);
+        let before = changes.now();
         let answer = client.attach(&[&ram]);
         let is_attached = matches!(answer, Some(KeeperToClient::Attached { .. }));
-        let may_fail = answer.is_none() && (was_away || is_away.load(Ordering::Acquire));
+        let may_fail = answer.is_none() && changes.was_away_since(before);
         assert!(is_attached || may_fail, "VM {came}: {answer:?}");
         came += 1;
         // So that it is not all that the engines do.
@@ -169,7 +189,7 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
             Guest::start(daemon, name, args)
         })
         .collect();
-    let [stop, is_away] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+    let (stop, changes) = (Arc::new(AtomicBool::new(false)), Arc::new(Changes::default()));
     let ram = Ram::new(PAGES);
     let client = ram.vm(daemon, "discards").limit(PAGES * 4096 / 4).attach().expect("attached");
     let vm = Arc::new((client, ram));
@@ -178,12 +198,12 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
         let (vm, ends) = (vm.clone(), stop.clone());
         std::thread::spawn(move || write_and_discard(&vm.1, &vm.0, who, &ends))
     });
-    let (socket, ends, away) = (daemon.attach_socket(), stop.clone(), is_away.clone());
+    let (socket, ends, away) = (daemon.attach_socket(), stop.clone(), changes.clone());
     let comes = std::thread::spawn(move || come_and_go(&socket, &away, &ends));
     let ram = Ram::new(PLUGGED);
     let client = ram.vm(daemon, "plugs").limit(PLUGGED * 4096 * 2 / 3).attach().expect("attached");
     let rounds = Arc::new(AtomicU64::new(0));
-    let (ends, away, begun) = (stop.clone(), is_away.clone(), rounds.clone());
+    let (ends, away, begun) = (stop.clone(), changes.clone(), rounds.clone());
     let plugs = std::thread::spawn(move || plug_and_unplug(&client, &ram, &begun, &away, &ends));
     // Also if an assertion fails here.
     let end = Finally(|| stop.store(true, Ordering::Relaxed));
@@ -213,13 +233,13 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
                 tail.next_engine().into_iter().for_each(kill);
             }
             if matches!(victim, Victim::Keeper) {
-                is_away.store(true, Ordering::Release);
+                changes.add();
                 daemon.kill_keeper();
                 daemon.restart_keeper();
                 until("its engine answers", || {
                     daemon.api.host().is_ok_and(|host| host.keeper_pid == daemon.keeper_pid())
                 });
-                is_away.store(false, Ordering::Release);
+                changes.add();
             }
         }
         let is_over = |stage| matches!(stage, UpgradeStage::Done | UpgradeStage::Failed | UpgradeStage::None);

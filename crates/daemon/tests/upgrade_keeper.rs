@@ -4,7 +4,6 @@
 
 mod common;
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,13 +14,13 @@ use ballast_testvm::Finally;
 
 use common::guest::{Guest, moves};
 use common::raw::{Ram, RawClient, no_uffd};
-use common::upgrades::{begin, ended, next_build, request, this_build};
+use common::upgrades::{begin, ended, install, install_script, next_build, request, this_build};
 use common::{BUSY, Daemon, QUICK, moment, until, upgrades};
 
 /// Another file than this build's in any case.
 fn copied_build(daemon: &Daemon) -> PathBuf {
     let to = daemon.dir().join("ballastd-next");
-    std::fs::copy(next_build(), &to).expect("a copy");
+    install(&next_build(), &to);
     to
 }
 
@@ -42,8 +41,7 @@ fn keeper_is(daemon: &Daemon) -> PathBuf {
 fn script(daemon: &Daemon, name: &str, text: &str) -> PathBuf {
     let path = daemon.dir().join(name);
     let real = this_build();
-    std::fs::write(&path, format!("#!/bin/sh\nreal={}\n{text}\nexec $real \"$@\"\n", real.display())).expect("write");
-    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).expect("a program");
+    install_script(&path, &format!("#!/bin/sh\nreal={}\n{text}\nexec $real \"$@\"\n", real.display()));
     path
 }
 
@@ -93,7 +91,7 @@ fn an_engine_that_dies_is_followed_by_one_of_its_own_program_whatever_has_its_na
     let daemon = Daemon::start(QUICK);
     let guest = Guest::start(&daemon, "victim", BUSY);
     let installed = daemon.dir().join("ballastd-installed");
-    std::fs::copy(this_build(), &installed).expect("a copy");
+    install(&this_build(), &installed);
     upgrade(&daemon, &installed);
     let name = || std::fs::read_to_string(format!("/proc/{}/comm", daemon.engine_pid()?)).ok();
     for installs in ["a program that ends", "none"] {

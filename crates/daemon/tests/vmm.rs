@@ -163,7 +163,7 @@ fn ram_that_another_vmm_plugs_while_it_is_written_back_waits_for_every_page() {
     assert!(matches!(second.attach(&[&own]), Some(KeeperToClient::Attached { .. })));
     // Nothing is written back while it is stopped.
     let engine = daemon.engine_pid().expect("an engine");
-    common::signal_process(engine, Signal::STOP);
+    common::stop_process(engine);
     vmm.kill();
     until("the keeper sees its end", || daemon.log().contains("forgetting the VM"));
     let plugged = Ram::of(std::fs::File::options().read(true).write(true).open(&file).expect("open the RAM").into());
@@ -185,7 +185,7 @@ fn an_engine_that_dies_while_it_writes_back_has_a_successor_that_goes_on() {
     squeeze(&daemon, "linked");
     // It sees the end of the VMM only when it is about to be killed.
     let engine = daemon.engine_pid().expect("an engine");
-    common::signal_process(engine, rustix::process::Signal::STOP);
+    common::stop_process(engine);
     vmm.kill();
     daemon.kill_engine();
     daemon.wait_for_engine_after(engine);
@@ -264,6 +264,7 @@ fn a_dump_of_a_vmm_is_whole_after_an_operator_had_its_memory_restored_and_the_li
     // The next engine keeps it so.
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
+    until("it has the process, too", || daemon.vm("core").status != VmStatus::Recovering);
     let vm = daemon.vm("core");
     assert_eq!((vm.limit_bytes, vm.far_bytes, vm.status), (Some(LIMIT), 0, VmStatus::Blocked), "{vm:?}");
     let reason = || daemon.vm("core").status_reason.unwrap_or_default();

@@ -14,6 +14,7 @@ pub mod vmm;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,15 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_s
 pub const QUICK: &str = "quarantine_ms = 5\n";
 /// A guest of half-compressible data, both halves of its life busy: hot pages stay, the others go and come back.
 pub const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
+
+/// A thread that starts a process shares this lock. A thread that has it alone knows that no child has a copy of its
+/// descriptors: each child has them between its fork and its exec.
+pub static FORKS: RwLock<()> = RwLock::new(());
+
+/// Share it, to start a process.
+pub fn may_fork() -> RwLockReadGuard<'static, ()> {
+    FORKS.read().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A killed engine is gone within this, unless a VMM that hangs keeps one of its threads.
 const GOES_WITHIN: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
@@ -146,6 +156,11 @@ impl Daemon {
     /// Kill the keeper, and its engine too if `with_engine`, and start a keeper again. Returns when its engine answers.
     pub fn kill_and_restart_keeper(&mut self, with_engine: bool) {
         let engine = self.engine_pid().expect("an engine");
+        self.kill_and_restart_keeper_of(engine, with_engine);
+    }
+
+    /// The same where this is its engine.
+    pub fn kill_and_restart_keeper_of(&mut self, engine: u32, with_engine: bool) {
         self.kill_keeper();
         if with_engine {
             kill(engine);
@@ -200,6 +215,7 @@ fn spawn_keeper(dir: &Path, descriptors: Option<u32>) -> Child {
     let limit = descriptors.map_or(String::new(), |most| format!("ulimit -n {most}; "));
     // What an upgrade goes through, for tests that wait for it.
     let told = std::env::var("BALLAST_LOG").unwrap_or_else(|_| "info,ballast_keeper=debug".into());
+    let _forks = may_fork();
     // The shell becomes the keeper: it is this process's child all the same.
     Command::new("sh")
         .env("BALLAST_LOG", told)
@@ -217,6 +233,7 @@ fn spawn_keeper(dir: &Path, descriptors: Option<u32>) -> Child {
 
 /// Sets the most descriptors of a process. Returns whether it did.
 pub fn limit_descriptors(pid: u32, most: &str) -> bool {
+    let _forks = may_fork();
     let set = Command::new("prlimit").args([format!("--pid={pid}"), format!("--nofile={most}:")]).output();
     set.expect("prlimit").status.success()
 }
@@ -232,6 +249,18 @@ pub fn signal_process(pid: u32, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
         let _ = kill_process(pid, signal);
     }
+}
+
+/// Stop a process, and wait until each of its threads has stopped, which a signal does not wait for.
+pub fn stop_process(pid: u32) {
+    signal_process(pid, Signal::STOP);
+    let has_stopped = |task: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 'Z', 'X']))
+    };
+    until("all of its threads have stopped", || {
+        std::fs::read_dir(format!("/proc/{pid}/task")).expect("it is there").flatten().all(has_stopped)
+    });
 }
 
 /// What a thread returns. Panics if it panicked, or does not end.
