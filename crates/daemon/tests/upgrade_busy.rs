@@ -130,7 +130,7 @@ impl Changes {
 
     /// Was there no keeper at some time since it was so often?
     fn was_away_since(&self, before: u64) -> bool {
-        before % 2 > 0 || self.now() > before
+        !before.is_multiple_of(2) || self.now() > before
     }
 }
 

@@ -271,7 +271,8 @@ fn a_user_without_access_is_refused_everything_and_a_reader_every_change() {
 
 #[test]
 fn slow_and_silent_peers_are_cut_and_free_their_places() {
-    let short = Duration::from_millis(100);
+    // Longer than this thread is kept between a connect and a write.
+    let short = Duration::from_secs(1);
     let bounds = Bounds { head: short, body: short, connection: 3 * short, last_answer: short, places: [4, 4, 4] };
     let server = start(PeerPolicy::new(None), bounds);
     let beginnings: [&[u8]; 4] = [

@@ -71,7 +71,11 @@ struct Own {
     service: Arc<PoolService>,
     pages: PoolPages,
     dir: tempfile::TempDir,
+    _one: MutexGuard<'static, ()>,
 }
+
+/// One at a time: they share the kernel's free huge pages, and one test takes all of these.
+static ONE: Mutex<()> = Mutex::new(());
 
 impl Own {
     /// `None`, and said why, where there can be none.
@@ -79,7 +83,8 @@ impl Own {
         let dir = tempfile::tempdir().expect("a directory");
         let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
         let service = PoolService::new(Some(place.clone()));
-        let own = Self { service, pages, dir };
+        let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = Self { service, pages, dir, _one: one };
         if !rustix::process::geteuid().is_root() {
             skip("root", "only root mounts file systems and reserves huge pages");
             return None;
