@@ -41,6 +41,7 @@ fn cold_memory_goes_far_and_every_byte_comes_back() {
     rig.squeeze(LIMIT);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     let of = |counter| rig.vm.stats().get(counter);
+    rig.wait_until_booked();
     let back = of(Counter::FaultRestore) + of(Counter::Prefetched);
     assert!(back >= (RAM.0 - LIMIT.0) / PAGE_SIZE as u64);
     // All of it is within 10 s of its eviction, unless this machine is slow.
@@ -648,6 +649,21 @@ fn a_region_is_unplugged_by_its_number_if_the_view_came_without_it() {
     assert!(rig.vm.region(0).expect("its number stays").is_removed() && rig.vm.state.regions()[0].removed);
     let words = rig.vm.state.written_words(&rig.vm.state.regions()[0]).expect("ask");
     assert!(words.is_empty(), "its words have given their memory back: {words:?}");
+}
+
+#[test]
+fn a_region_that_is_unplugged_while_pages_of_it_are_in_quarantine_has_no_memory_for_its_words_afterwards() {
+    let rig = Rig::unasked(RAM, AMPLE, Duration::from_secs(3600));
+    rig.vm.set_may_pin();
+    rig.fill_all();
+    rig.set_limit(Some(LIMIT));
+    until("pages are in quarantine", || rig.vm.stats().get(Counter::Quarantined) > 0);
+    assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64), None).expect("unplug"), Some(0));
+    // The reclaim worker takes what it has out of quarantine.
+    rig.vm.stop();
+    let words = rig.vm.state.written_words(&rig.vm.state.regions()[0]).expect("ask");
+    assert!(words.is_empty(), "its words have given their memory back: {words:?}");
+    assert_eq!(rig.vm.stats().get(Counter::Quarantined), 0);
 }
 
 #[test]

@@ -308,7 +308,8 @@ fn next_due(vm: &Vm, batches: &mut VecDeque<Batch>, wait: Duration, whole: bool,
 /// Takes pages out of quarantine again. A minor fault maps those that were already zapped.
 fn unmark(vm: &Vm, runs: &[(Guess, ColdRun)], ticket: Ticket) {
     for (_, run) in runs {
-        if let Some(region) = vm.region(run.region) {
+        // The words of one that was unplugged have given their memory back: to read them would take some again.
+        if let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) {
             let released = release(run.pages, ticket, |page| region.granule(page));
             vm.ledger().moved(State::Quarantine, State::Resident, released);
         }

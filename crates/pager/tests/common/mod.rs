@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, Span, VmId};
-use ballast_base::{Bytes, Extents, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, Extents, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_handover::state_file::StateFile;
 use ballast_heat::{PageMap, UnitId, Watch};
 use ballast_needs::{missing, skip};
@@ -430,6 +430,11 @@ impl Rig {
         until("no page is far", || self.vm.stats().get(Counter::Far) == 0);
     }
 
+    /// Wait until no worker is at work for the VM: what was touched before is booked then.
+    pub fn wait_until_booked(&self) {
+        until("no worker is at work", || self.vm.state.threads().is_empty());
+    }
+
     /// Wait until nothing is on its way out.
     pub fn wait_for_quarantine(&self) {
         until("quarantine is empty", || self.vm.stats().get(Counter::Quarantined) == 0);
@@ -479,6 +484,15 @@ impl Rig {
     /// The client answers no more.
     pub fn break_client(&self) {
         let _ = rustix::net::shutdown(&self.hang_up, rustix::net::Shutdown::Both);
+    }
+
+    /// Is it known that the first this many of its units are much hotter than the others? A guest that had no CPU for
+    /// some cycles looks cold.
+    pub fn knows_hot_units(&self, hot: usize) -> bool {
+        let heat = self.vm.heat.heat((self.pages / PAGES_PER_UNIT) as usize);
+        let ages: Vec<Duration> = heat.strip.iter().map(|cell| cell.age.unwrap_or_default()).collect();
+        let [hot, cold] = [&ages[..hot.min(ages.len())], &ages[hot.min(ages.len())..]];
+        heat.cycles >= 5 && hot.iter().max().zip(cold.iter().min()).is_some_and(|(hot, cold)| *hot * 4 < *cold)
     }
 
     pub fn reported(&self, kind: &str) -> bool {
