@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ballast_base::units::MIB;
@@ -28,6 +28,9 @@ use rustix::net::RecvFlags;
 const RAM: Bytes = Bytes(4 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 const QUICK: Duration = Duration::from_millis(5);
+
+/// Held by each test: what hangs is found by the number of threads that serve all VMs of this process.
+static ONE: Mutex<()> = Mutex::new(());
 
 fn a_rig() -> Rig {
     let rig = Rig::new(RAM, AMPLE, QUICK);
@@ -54,6 +57,7 @@ fn the_other_goes_on_and_it_is_closed(other: &Rig, hostile: &Rig) {
 
 #[test]
 fn a_client_that_keeps_its_sockets_lock_stops_no_other_vm() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let (hostile, other) = (a_rig(), a_rig());
     let (ours, theirs) = scm::pair().expect("socketpair");
     let kept = theirs.try_clone().expect("dup");
@@ -84,6 +88,7 @@ fn a_client_that_keeps_its_sockets_lock_stops_no_other_vm() {
 
 #[test]
 fn a_client_that_sends_a_descriptor_whose_close_waits_stops_no_other_vm() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let (hostile, other) = (a_rig(), a_rig());
     let (ours, theirs) = scm::pair().expect("socketpair");
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind");

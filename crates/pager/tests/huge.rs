@@ -190,7 +190,7 @@ fn one_lost_page_makes_its_huge_page_a_memory_error_until_it_is_discarded() {
     let error = rig.guest.send_to(&sink, (far.0 as usize + 9) * PAGE_SIZE, 8).expect_err("a lost page was read");
     assert_eq!(error.raw_os_error(), Some(14), "{error}");
     until("the loss is counted", || rig.vm.stats().get(Counter::Poisoned) == PAGES_PER_UNIT);
-    assert!(rig.reported("page-lost"));
+    until("it is told", || rig.reported("page-lost"));
     rig.check_census();
     rig.vm.discard(&rig.view, &[(addr(&rig, far.0), HUGE_SIZE as u64)]).expect("discard");
     assert_eq!(rig.word(far.0 + 9).load(Ordering::Relaxed), 0, "a discarded page reads zeros");

@@ -108,6 +108,7 @@ fn memory_that_fails_under_an_unmapped_page_is_a_memory_error_of_that_page_alone
         failed_page(&rig, *page, PAGE_SIZE);
         assert_eq!(read_by_kernel(&rig, *page), Err(Some(libc::EFAULT)));
         until("it is counted", || rig.vm.stats().get(Counter::Poisoned) == number as u64 + 1);
+        rig.wait_until_booked();
         assert_eq!(rig.state_of(*page), State::Poisoned);
         assert!(rig.reported("memory-error") && !rig.reported("fault-failed"), "{:?}", rig.reports.lock());
     }

@@ -119,6 +119,7 @@ fn of_a_bloated_huge_page_the_hot_pages_stay_fast_the_others_go_and_no_touch_fau
     // What was moved is mapped: nothing faults.
     until("no cycle runs", || rig.vm.heat.source().is_none());
     rig.check_bytes();
+    rig.wait_until_booked();
     let before = rig.minor_faults();
     rig.check_bytes();
     assert_eq!(rig.minor_faults(), before);

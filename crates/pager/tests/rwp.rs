@@ -127,6 +127,8 @@ fn pages_that_are_away_count_when_they_come_back_and_one_cycle_does_not_hide_fro
     for of_cycle in [far.as_slice(), &[], &far[..1]] {
         source.start(&coarse(UNITS)).expect("start");
         assert!(of_cycle.iter().all(|page| rig.holds(*page, 1)));
+        // What came back is told from what was only watched by what is booked.
+        rig.wait_until_booked();
         let mut expected: Vec<u64> = of_cycle.iter().map(|page| page / PAGES_PER_UNIT).collect();
         expected.dedup();
         let report = source.end().expect("end");
@@ -189,7 +191,7 @@ fn a_vm_is_tracked_by_it_and_reclaim_takes_what_it_found_cold() {
             }
         });
         let _end = Finally(|| done.store(true, Ordering::Relaxed));
-        until("its heat is known", || rig.vm.heat.lock().cycles().0 >= 5);
+        until("its heat is known", || rig.knows_hot_units(3));
         assert_eq!(rig.vm.heat.source().map(|source| source.name), Some("rwp-scan"));
         assert_eq!(rig.minor_faults(), 0);
         rig.set_limit(Some(Bytes(RAM.0 / 2)));

@@ -123,6 +123,7 @@ fn two_workers_serve_at_the_same_time_and_the_stall_of_both_counts_once() {
     });
     let waited = || stall().iter().zip(before).all(|(now, before)| u128::from(now - before) >= both.as_nanos());
     until("both kinds of stall have been counted", waited);
+    rig.wait_until_booked();
     let [some, full] = [0, 1].map(|kind| Duration::from_nanos(stall()[kind] - before[kind]));
     let elapsed = begin.elapsed();
     assert!(full <= some && some <= elapsed, "full {full:?}, some {some:?} in {elapsed:?}");
