@@ -311,8 +311,11 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
+    /// Panics after five minutes: then it never will.
     fn wait_until(what: impl Fn() -> bool) {
+        let begun = Instant::now();
         while !what() {
+            assert!(begun.elapsed() < Duration::from_mins(5), "never");
             std::thread::yield_now();
         }
     }
