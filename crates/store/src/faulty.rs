@@ -2,11 +2,13 @@
 //!
 //! Before: a test of the pager holds the [`Faults`]. After: the pager meets them through the plain [`Store`] trait.
 //! Threads: any. Counts are taken one call at a time, so "the next 3 gets" are 3 whichever threads make them.
-//! Units: counts are calls. Promise: no clock and no randomness; with no fault set, every call is passed through.
+//! Units: counts are calls. Promise: what a call returns depends on no clock and no randomness; with no fault set, every
+//! call is passed through.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use ballast_base::PageIdx;
 
@@ -127,11 +129,16 @@ impl Faults {
     }
 
     /// Wait until at least `n` calls are waiting in a stall.
+    ///
+    /// # Panics
+    /// That does not happen within five minutes.
     pub fn wait_until_stalled(&self, n: usize) {
-        let mut script = self.lock();
-        while script.stalled < n {
-            script = self.stall_changed.wait(script).unwrap_or_else(PoisonError::into_inner);
-        }
+        let missing = |script: &mut Script| script.stalled < n;
+        let waited = self.stall_changed.wait_timeout_while(self.lock(), Duration::from_mins(5), missing);
+        let (script, result) = waited.unwrap_or_else(PoisonError::into_inner);
+        let stalled = script.stalled;
+        drop(script);
+        assert!(!result.timed_out(), "{stalled} calls wait in a stall, not {n}");
     }
 
     /// How many calls the store has seen.
