@@ -1,4 +1,7 @@
-//! For tests that change a limit of their process: such a test runs in a process of its own, as the only one.
+//! For tests that change a limit of their process: such a test runs in a process of its own, as the only one. And for
+//! those that find out whether something is closed.
+
+use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -28,4 +31,17 @@ pub fn with_descriptors<T>(more: u64, body: impl FnOnce() -> T) -> T {
     let result = body();
     setrlimit(Resource::Nofile, usual).expect("the usual limit");
     result
+}
+
+/// Is this so within a minute? A program that another test of this process starts has copies of all descriptors for a
+/// moment, so that what was closed here is open still.
+pub fn in_time(is_so: impl Fn() -> bool) -> bool {
+    let begun = Instant::now();
+    while !is_so() {
+        if begun.elapsed() > Duration::from_mins(1) {
+            return false;
+        }
+        std::thread::yield_now();
+    }
+    true
 }

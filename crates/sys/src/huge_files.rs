@@ -152,8 +152,13 @@ impl Drop for OnNode {
 mod tests {
     use super::*;
     use crate::Mapping;
+    use crate::alone::in_time;
     use ballast_base::HUGE_SIZE;
     use std::os::fd::AsFd;
+
+    fn unmount(pool: &Path) -> bool {
+        std::process::Command::new("umount").arg(pool).status().expect("umount").success()
+    }
 
     #[test]
     fn a_door_stays_while_a_file_that_came_through_it_is_named_open_mapped_or_on_its_way() {
@@ -192,14 +197,13 @@ mod tests {
         drop(file);
         assert!(!is_gone(), "it is on its way");
         drop((one, two));
-        assert!(is_gone() && !door.exists(), "only those who opened it elsewhere have it");
+        assert!(in_time(is_gone) && !door.exists(), "only those who opened it elsewhere have it");
         assert!(is_gone(), "and again");
         std::fs::create_dir(&door).expect("what a dead process left");
         assert!(is_gone() && !door.exists());
-        assert!(close_door(&other_door).expect("ask"));
+        assert!(in_time(|| close_door(&other_door).expect("ask")));
         drop(own);
-        let unmounted = std::process::Command::new("umount").arg(&pool).status().expect("umount");
-        assert!(unmounted.success());
+        assert!(in_time(|| unmount(&pool)));
     }
 
     #[test]
@@ -220,9 +224,8 @@ mod tests {
         drop(file);
         assert!(!close_door(&door).expect("ask"), "it is mapped");
         drop(map);
-        assert!(close_door(&door).expect("ask"));
-        let unmounted = std::process::Command::new("umount").arg(&pool).status().expect("umount");
-        assert!(unmounted.success() && !is_mount(&pool).expect("ask"));
+        assert!(in_time(|| close_door(&door).expect("ask")));
+        assert!(in_time(|| unmount(&pool)) && !is_mount(&pool).expect("ask"));
     }
 
     #[test]
