@@ -48,7 +48,7 @@ fn impatient(builder: Builder) -> Builder {
 
 /// The same, for tests in which no reply about RAM comes.
 fn hasty(builder: Builder) -> Builder {
-    builder.timing(Timing { handshake: Duration::from_secs(2), ..Timing::default() })
+    builder.timing(Timing { handshake: Duration::from_secs(5), ..Timing::default() })
 }
 
 /// Attach while `script` plays the keeper.
@@ -657,7 +657,7 @@ fn a_late_answer_is_not_taken_for_the_next_one_and_a_pin_needs_its_answer() {
     }
     let keeper = Keeper::start();
     let (fd, map) = ram();
-    let timing = Timing { answer: Duration::from_secs(2), ..Timing::default() };
+    let timing = Timing { answer: Duration::from_secs(5), ..Timing::default() };
     let (client, session) = attached_as(builder(&keeper, &fd, &map).timing(timing), &keeper);
     assert!(matches!(client.pin("first"), Err(RequestError::NoAnswer)), "nobody answered");
     std::thread::scope(|scope| {
@@ -682,7 +682,7 @@ fn a_client_may_pin_unless_it_said_otherwise_and_tells_its_change_of_mind_once()
     client.may_pin().expect("nothing to ask");
 
     let keeper = Keeper::start();
-    let timing = Timing { answer: Duration::from_secs(2), ..Timing::default() };
+    let timing = Timing { answer: Duration::from_secs(5), ..Timing::default() };
     let (client, session) = attached_as(builder(&keeper, &fd, &map).may_pin(false).timing(timing), &keeper);
     assert!(!session.attach.may_pin);
     // A request that no keeper has confirmed does not count.

@@ -5,6 +5,8 @@ use ballast_base::Hva;
 use std::sync::Arc;
 
 const RANGE: Range = (Hva(0x10000), 4096);
+/// How long a discard waits that an engine is to read, however late the engine's thread runs.
+const LONG: Duration = Duration::from_secs(5);
 
 fn read(pair: &Pair) -> ClientToEngine {
     let message = scm::receive(&pair.theirs).expect("receive").expect("open");
@@ -45,7 +47,7 @@ fn a_discard_nobody_read_is_taken_back_and_other_messages_stay_in_order() {
 fn a_discard_that_an_engine_took_and_dropped_is_answered_by_the_next_engine() {
     let (control, pair) = connected();
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| control.discard(vec![RANGE], Duration::from_millis(250), || ()));
+        let waiting = scope.spawn(|| control.discard(vec![RANGE], LONG, || ()));
         // The first engine dies after it read the message; its reply never comes.
         let ClientToEngine::Discard { seq: first, .. } = read(&pair) else { panic!("not a discard") };
         let ClientToEngine::Discard { seq: second, ranges } = read(&pair) else { panic!("not a discard") };
@@ -62,7 +64,7 @@ fn a_discard_that_an_engine_took_and_dropped_is_answered_by_the_next_engine() {
 fn a_reply_counts_if_no_later_copy_was_read_and_then_none_is_read_any_more() {
     let (control, pair) = connected();
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| control.discard(vec![RANGE], Duration::from_secs(5), || ()));
+        let waiting = scope.spawn(|| control.discard(vec![RANGE], LONG, || ()));
         let ClientToEngine::Discard { seq, .. } = read(&pair) else { panic!("not a discard") };
         // The engine takes longer than the pause between copies.
         let peek = rustix::net::RecvFlags::DONTWAIT | rustix::net::RecvFlags::PEEK;
@@ -105,7 +107,7 @@ fn a_discard_that_an_engine_read_before_the_socket_was_replaced_is_not_said_to_h
     std::thread::scope(|scope| {
         let announce = || announced.store(true, Ordering::Release);
         let control = &control;
-        let waiting = scope.spawn(move || control.discard(vec![RANGE], Duration::from_millis(50), announce));
+        let waiting = scope.spawn(move || control.discard(vec![RANGE], LONG, announce));
         read(&old);
         let new = Arc::new(Pair::new().expect("pair"));
         control.replace(new.clone());
@@ -129,7 +131,7 @@ fn who_announces_a_discard_that_waits_keeps_nobody_from_the_socket() {
             std::thread::scope(|scope| scope.spawn(|| control.pair()).join()).expect("no panic").expect("a pair");
             let _ = said.send(());
         };
-        let waiting = scope.spawn(move || control.discard(vec![RANGE], Duration::from_millis(50), announce));
+        let waiting = scope.spawn(move || control.discard(vec![RANGE], LONG, announce));
         read(pair);
         heard.recv().expect("announced");
         reply_to_all(control, pair, || waiting.is_finished());
@@ -156,7 +158,7 @@ fn a_discard_that_is_over_is_not_sent_on_a_new_socket() {
 fn a_new_socket_gets_the_discards_that_still_wait() {
     let (control, old) = connected();
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| control.discard(vec![RANGE], Duration::from_secs(20), || ()));
+        let waiting = scope.spawn(|| control.discard(vec![RANGE], LONG, || ()));
         read(&old);
         let new = Arc::new(Pair::new().expect("pair"));
         control.replace(new.clone());
