@@ -60,9 +60,9 @@ impl Program {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::make_program;
     use ballast_sys::scm;
     use std::os::fd::AsFd;
-    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn a_program_is_the_file_that_had_the_name_also_when_another_has_it_or_none() {
@@ -70,8 +70,7 @@ mod tests {
         let path = dir.path().join("program");
         let install = |text: &str| {
             let new = dir.path().join("new");
-            std::fs::write(&new, format!("#!/bin/sh\nprintf '{text} %s' \"$1\" >&0\n")).expect("write");
-            std::fs::set_permissions(&new, PermissionsExt::from_mode(0o755)).expect("make it a program");
+            make_program(&new, &format!("printf '{text} %s' \"$1\" >&0"));
             std::fs::rename(&new, &path).expect("install");
         };
         install("first");

@@ -1,7 +1,8 @@
 //! The keeper without VMMs, and with a program in place of its engine that takes no orders.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -32,12 +33,19 @@ use crate::waiting::{Answer, Asked};
 
 pub(crate) const LOST: Lost = Lost { flags: 0, word: 0 };
 
+/// Makes a program of this text. Another process writes it: if this one did, a program that another test starts just
+/// then would have the file open for a moment, and the kernel runs no file that is open for writing.
+pub(crate) fn make_program(path: &Path, text: &str) {
+    let script = r#"printf '%s\n' '#!/bin/sh' "$2" >"$1" && chmod 755 "$1""#;
+    let made = Command::new("sh").args(["-c", script, "sh"]).arg(path).arg(text).status().expect("sh");
+    assert!(made.success(), "{}: {made}", path.display());
+}
+
 /// A keeper whose engine sleeps, and the directory of that program.
 fn keeper() -> (Keeper, tempfile::TempDir) {
     let dir = tempfile::tempdir().expect("temporary directory");
     let program = dir.path().join("engine");
-    std::fs::write(&program, "#!/bin/sh\nexec sleep 1000\n").expect("write a script");
-    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("make it a program");
+    make_program(&program, "exec sleep 1000");
     let (api, _) = ballast_sys::scm::pair().expect("socket pair");
     let starter = ballast_sys::spawn::Starter::new().expect("a starter");
     let program = Program::at(program).expect("a program");

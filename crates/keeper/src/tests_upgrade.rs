@@ -3,7 +3,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -29,7 +28,7 @@ use crate::regions::At;
 use crate::replacing::Step;
 use crate::stage::Stage;
 use crate::store_files::Files;
-use crate::tests::{LOST, attach_as};
+use crate::tests::{LOST, attach_as, make_program};
 use crate::upgrading;
 use crate::waiting::{Answer, Asked};
 
@@ -194,9 +193,8 @@ impl World {
     fn new(vms: usize) -> Self {
         let dir = tempfile::tempdir().expect("temporary directory");
         let program = dir.path().join("engine");
-        std::fs::write(&program, "#!/bin/sh\nexec sleep 1000\n").expect("write a script");
-        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("make it a program");
-        std::fs::copy(&program, dir.path().join("other")).expect("another program");
+        make_program(&program, "exec sleep 1000");
+        make_program(&dir.path().join("other"), "exec sleep 1000");
         let (api, _) = scm::pair().expect("socket pair");
         let starter = ballast_sys::spawn::Starter::new().expect("a starter");
         let program = Program::at(program).expect("a program");
@@ -246,9 +244,10 @@ impl World {
         Ok(())
     }
 
-    /// Go on until this is so.
+    /// Go on until this is so. By the clock: the kernel may take any number of turns to end whom the keeper has killed.
     fn until(&mut self, what: impl Fn(&Self) -> bool) {
-        for _ in 0..1000 {
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_mins(1) {
             for at in 0..self.played.len() {
                 if what(self) {
                     return;
@@ -256,6 +255,7 @@ impl World {
                 self.act(at, Manners::Good);
             }
             self.keeper_turns();
+            std::thread::yield_now();
         }
         panic!("it never comes to that: {:?}", self.keeper.last_upgrade);
     }
@@ -505,7 +505,7 @@ impl World {
     /// Another file gets the name of the program that upgrades are to.
     fn install_other(&self) {
         let new = self._dir.path().join("new");
-        std::fs::copy(self._dir.path().join("engine"), &new).expect("copy");
+        make_program(&new, "exec sleep 1000");
         std::fs::rename(new, self._dir.path().join("other")).expect("install");
     }
 
