@@ -334,9 +334,11 @@ mod tests {
         let made = Damon::new(Path::new(SYSFS), remote, vec![span], Duration::from_millis(200));
         let Ok(mut damon) = made.inspect_err(|error| skip("damon", error)) else { return };
         let before = damon.read("nr_kdamonds").expect("count");
-        let done = AtomicBool::new(false);
+        let (done, (begun, begins)) = (AtomicBool::new(false), std::sync::mpsc::channel());
         let report = std::thread::scope(|scope| {
-            scope.spawn(|| {
+            let (done, map) = (&done, &map);
+            scope.spawn(move || {
+                let _ = begun.send(());
                 while !done.load(Ordering::Relaxed) {
                     for page in 0..512 {
                         map.copy_in(2 * HUGE_SIZE + page * PAGE_SIZE, &[1]);
@@ -344,6 +346,7 @@ mod tests {
                     }
                 }
             });
+            begins.recv().expect("it touches");
             let report = damon.start(&watch()).and_then(|()| damon.end());
             done.store(true, Ordering::Relaxed);
             report
