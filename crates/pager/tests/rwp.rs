@@ -127,7 +127,7 @@ fn pages_that_are_away_count_when_they_come_back_and_one_cycle_does_not_hide_fro
     for of_cycle in [far.as_slice(), &[], &far[..1]] {
         source.start(&coarse(UNITS)).expect("start");
         assert!(of_cycle.iter().all(|page| rig.holds(*page, 1)));
-        // What came back is told from what was only watched by what is booked.
+        // What was restored is told from what was only watched by what is booked.
         rig.wait_until_booked();
         let mut expected: Vec<u64> = of_cycle.iter().map(|page| page / PAGES_PER_UNIT).collect();
         expected.dedup();

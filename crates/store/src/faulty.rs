@@ -2,8 +2,8 @@
 //!
 //! Before: a test of the pager holds the [`Faults`]. After: the pager meets them through the plain [`Store`] trait.
 //! Threads: any. Counts are taken one call at a time, so "the next 3 gets" are 3 whichever threads make them.
-//! Units: counts are calls. Promise: what a call returns depends on no clock and no randomness; with no fault set, every
-//! call is passed through.
+//! Units: counts are calls. Promise: what a call returns depends on no clock and no randomness; with no fault set,
+//! every call is passed through.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
