@@ -12,6 +12,7 @@
 //! again, and all of its replicas, since a replica may have pages that a restarted primary has lost. All pages of a
 //! request share one vote.
 
+use std::collections::{BTreeSet, HashSet};
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 use ballast_store::held;
 
 use crate::cluster::Cluster;
-use crate::map::{Shard, SlotMap};
+use crate::map::{NODES_MAX, SlotMap};
 use crate::refusal::{Addr, is_of_another_type};
 use crate::resp::Commands;
 use crate::slot::slot_of;
@@ -55,18 +56,20 @@ pub fn verdicts(
     let Some(first) = keys.first() else { return Vec::new() };
     let until = Instant::now() + ALL;
     let mut said = vec![Verdict::Lost; keys.len()];
-    let asked = elected(cluster, slot_of(first), until).and_then(|(shard, map)| {
-        let owner = shard.primary.iter().map(|addr| (addr, false));
-        for node in owner.chain(shard.replicas.iter().map(|addr| (addr, true))) {
+    let asked = elected(cluster, slot_of(first), until).and_then(|(owner, others, map)| {
+        let mut silent = None;
+        for node in [(&owner, false)].into_iter().chain(others.iter().map(|addr| (addr, true))) {
             let open: Vec<usize> = (0..keys.len()).filter(|at| said[*at] != Verdict::Found).collect();
             if open.is_empty() {
                 break;
             }
-            ask(cluster, node, &open, keys, until, &mut |at, value| {
+            let asked = ask(cluster, node, &open, keys, until, &mut |at, value| {
                 said[at] = if opens(at, value) { Verdict::Found } else { Verdict::Damaged };
-            })?;
+            });
+            // The next one may have the page.
+            silent = silent.or(asked.err());
         }
-        Ok(map)
+        silent.map_or(Ok(map), Err)
     });
     let (open, why): (&[Verdict], String) = match asked {
         Err(error) => (&[Verdict::Lost, Verdict::Damaged], error.to_string()),
@@ -81,32 +84,32 @@ pub fn verdicts(
     said
 }
 
-/// Returns the shard that has this slot according to a majority of all primaries, and the map that names these.
-fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<(Shard, Arc<SlotMap>)> {
+/// Returns the node that has this slot according to a majority of all primaries, all other nodes that may have its
+/// pages, and the map that names the primaries.
+fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<(Addr, Vec<Addr>, Arc<SlotMap>)> {
     cluster.refresh();
     let map = cluster.map();
-    let primaries: Vec<&Addr> = map.shards().filter_map(|shard| shard.primary.as_ref()).collect();
+    // A node that the map has in several shards has one vote.
+    let primaries: BTreeSet<&Addr> = map.shards().filter_map(|shard| shard.primary.as_ref()).collect();
     let voters = map.shards().count();
-    let said: Vec<Shard> = primaries
-        .iter()
-        .take_while(|_| !held::is_wanted())
-        .filter_map(|addr| cluster.map_of(addr, until.min(Instant::now() + TIMEOUT)).ok()?.shard(slot).cloned())
-        .collect();
-    for shard in &said {
-        let votes = said.iter().filter(|other| other.primary.is_some() && other.primary == shard.primary).count();
-        if votes * 2 > voters {
-            // Any node that another primary lists as a replica may have the page.
-            let mut all = shard.clone();
-            let others = said.iter().flat_map(|other| other.replicas.iter().chain(&other.primary));
-            for other in others.filter(|other| Some(*other) != shard.primary.as_ref()) {
-                if !all.replicas.contains(other) {
-                    all.replicas.push(other.clone());
-                }
-            }
-            return Ok((all, map));
+    let (mut owners, mut nodes, mut known) = (Vec::new(), Vec::new(), HashSet::new());
+    for addr in primaries.into_iter().take_while(|_| !held::is_wanted()) {
+        let said = cluster.map_of(addr, until.min(Instant::now() + TIMEOUT));
+        let Some(shard) = said.as_ref().ok().and_then(|said| said.shard(slot)) else { continue };
+        owners.push(shard.primary.clone());
+        // Any node that one of them names may have the page.
+        let named = shard.replicas.iter().chain(&shard.primary);
+        nodes.extend(named.filter(|node| known.insert((*node).clone())).cloned());
+        if nodes.len() > NODES_MAX {
+            return Err(io::Error::other("the primaries name more nodes than a cluster can have"));
         }
     }
-    Err(io::Error::other(format!("no majority of the {voters} primaries says who has slot {slot}")))
+    let votes = |owner: &Addr| owners.iter().flatten().filter(|other| *other == owner).count();
+    let Some(owner) = owners.iter().flatten().find(|owner| votes(owner) * 2 > voters).cloned() else {
+        return Err(io::Error::other(format!("no majority of the {voters} primaries says who has slot {slot}")));
+    };
+    nodes.retain(|node| *node != owner);
+    Ok((owner, nodes, map))
 }
 
 /// Reads some of the keys from this node (a replica, if that is said), and passes on the values. After an error, the

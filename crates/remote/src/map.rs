@@ -3,7 +3,7 @@
 //! Before: a reply. After: `cluster` asks the right node; `loss` knows all nodes that may have a copy.
 //! Threads: any; plain values. Units: slots. Promise: a malformed reply is refused as a whole.
 
-use crate::refusal::Addr;
+use crate::refusal::{Addr, HOST_MAX};
 use crate::resp::{Malformed, Said};
 use crate::slot::SLOTS;
 
@@ -22,8 +22,6 @@ pub struct Shard {
 
 /// Limit of nodes, and of shards, in a cluster. The cluster specification advises against more than 1,000.
 pub const NODES_MAX: usize = 2048;
-/// Longest name of a host, which is that of the DNS.
-const HOST_MAX: usize = 255;
 
 /// The map of slots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -5,6 +5,9 @@
 
 use crate::slot::SLOTS;
 
+/// Longest name of a host, which is that of the DNS.
+pub const HOST_MAX: usize = 255;
+
 /// Address of a node.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Addr {
@@ -22,9 +25,10 @@ impl Addr {
         Some(Self { host: host.into(), port: port.parse().ok()? })
     }
 
-    /// Parses `host:port`. An empty host, from a server that does not know its name, means the host of `asked`.
+    /// Parses `host:port`. An empty host, from a server that does not know its name, means the host of `asked`. No host
+    /// has a name longer than [`HOST_MAX`].
     fn near(text: &str, asked: &Self) -> Option<Self> {
-        let found = Self::parse(text)?;
+        let found = Self::parse(text).filter(|found| found.host.len() <= HOST_MAX)?;
         Some(if found.host.is_empty() || found.host == "?" {
             Self { host: asked.host.clone(), ..found }
         } else {
@@ -103,6 +107,7 @@ mod tests {
             ("TRYAGAIN Multiple keys request during rehashing of slot", Some(Refusal::OneByOne)),
             ("MOVED 16384 127.0.0.1:6381", None),
             ("MOVED 3999 127.0.0.1:70000", None),
+            (&format!("MOVED 5 {}:1", "a".repeat(HOST_MAX + 1)), None),
             ("MOVED", None),
             ("ASK 1", None),
             ("CLUSTERDOWN The cluster is down", None),

@@ -7,7 +7,7 @@ mod common;
 
 use std::io::{Read, Write};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
@@ -167,11 +167,16 @@ fn a_page_is_lost_only_when_all_that_may_have_it_say_so() {
 }
 
 #[test]
-fn a_page_that_is_damaged_at_its_owner_comes_from_a_replica_and_is_corrupt_if_no_node_has_it_undamaged() {
-    let Some(valkey) = start(Layout::default()) else { return };
+fn a_page_that_is_damaged_at_its_owner_comes_from_any_replica_and_is_corrupt_if_no_node_has_it_undamaged() {
+    let Some(valkey) = start(Layout { replicas: 2, ..Layout::default() }) else { return };
     let ours = cluster(&valkey, 1);
-    let store = store(&ours);
-    let handles = stored(put(&store, 0, 3));
+    let (store, begun) = (store(&ours), Instant::now());
+    let mut outcomes = put(&store, 0, 3);
+    while outcomes.contains(&PutOutcome::Busy) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", store.last_refusal());
+        outcomes = put(&store, 0, 3);
+    }
+    let handles = stored(outcomes);
     let primary = owner(&valkey, VM);
     let tell = |words: &[&str]| drop(valkey.say(primary, words).expect("it does so"));
     // Its replicas keep what they have.
@@ -180,7 +185,13 @@ fn a_page_that_is_damaged_at_its_owner_comes_from_a_replica_and_is_corrupt_if_no
     let keys = valkey.say(primary, &["KEYS", "b{*"]).and_then(read::<Vec<String>>).expect("keys");
     assert_eq!(keys.len(), 3);
     keys.iter().for_each(|key| tell(&["SET", key, "damaged"]));
-    (0..2).for_each(|page| assert_eq!(get_at_last(&store, page, handles[page as usize]), GetOutcome::Found));
+    // Each time another one of the two is silent.
+    let replicas = [3, 6].map(|first| first + primary % 3);
+    for (page, silent) in (0..).zip(replicas) {
+        valkey.stop(silent).expect("stop");
+        assert_eq!(get_at_last(&store, page, handles[page as usize]), GetOutcome::Found);
+        valkey.go_on(silent).expect("go on");
+    }
     // From here on the replicas follow it again.
     tell(&["ACL", "SETUSER", "default", "allcommands"]);
     let begun = Instant::now();
@@ -435,6 +446,42 @@ fn a_server_that_takes_a_byte_now_and_then_or_names_a_thousand_others_costs_time
         let store = store(&server(crowd));
         assert_eq!(put(&store, 0, 512), [PutOutcome::Busy; 512]);
         assert_eq!(get(&store, 0, Handle::new(5).expect("40 bits")), GetOutcome::Busy);
+    }
+}
+
+#[test]
+fn a_node_that_says_it_is_the_primary_of_hundreds_of_shards_is_asked_for_one_vote() {
+    const SHARDS: u16 = 900;
+    let maps = Arc::new(AtomicU64::new(0));
+    let asked = maps.clone();
+    let ours = played(move |mut stream| {
+        let one = shards(stream.local_addr().expect("an address").port());
+        let one = one.strip_prefix("*1\r\n").expect("one shard");
+        let shard = |first: u16| {
+            let last = if first == SHARDS - 1 { 16_383 } else { first };
+            one.replace(":0\r\n:16383\r\n", &format!(":{first}\r\n:{last}\r\n"))
+        };
+        let map = format!("*{SHARDS}\r\n{}", (0..SHARDS).map(shard).collect::<String>());
+        let mut words = [0; 512];
+        while let Ok(len @ 1..) = stream.read(&mut words) {
+            let is_map = words[..len].ends_with(b"SHARDS\r\n");
+            asked.fetch_add(is_map.into(), Ordering::AcqRel);
+            // It has no page.
+            if stream.write_all(if is_map { map.as_bytes() } else { b"$-1\r\n" }).is_err() {
+                return;
+            }
+        }
+    });
+    let (store, begun, handle) = (store(&ours), Instant::now(), Handle::new(5).expect("40 bits"));
+    loop {
+        let before = maps.load(Ordering::Acquire);
+        assert_eq!(get(&store, 0, handle), GetOutcome::Busy);
+        if store.last_refusal().is_some_and(|why| why.contains("no majority of the 900 primaries")) {
+            let more = maps.load(Ordering::Acquire) - before;
+            assert!(more < 10, "it was asked {more} times");
+            return;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", store.last_refusal());
     }
 }
 
