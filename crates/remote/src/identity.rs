@@ -149,7 +149,7 @@ impl Home {
     }
 
     /// Did an older engine put pages of the VM, and was one found by this map?
-    pub fn is_proved(&self, map: &Arc<SlotMap>) -> bool {
+    fn is_proved(&self, map: &Arc<SlotMap>) -> bool {
         self.is_unnamed() && lock(&self.proved).as_ref().is_some_and(|by| Arc::ptr_eq(by, map))
     }
 
@@ -165,21 +165,33 @@ impl Home {
         lock(&self.elsewhere).clone()
     }
 
-    /// Is this the cluster that the next page goes to, and whose lease is renewed?
+    /// Is this the cluster that the next page goes to?
     ///
     /// # Errors
     /// It is not, or that is not known; the reason.
     pub fn takes(&self, cluster: &Cluster) -> Result<(), String> {
-        let mut map = cluster.map();
-        if map.shards().next().is_none() {
-            cluster.owner(slot_of(&name::identity(0))).map_err(|error| error.to_string())?;
-            map = cluster.map();
-        }
+        let map = with_nodes(cluster)?;
+        self.takes_by(cluster, &map)
+    }
+
+    /// Is this the cluster whose lease is renewed? One that cannot be given an identity, because a node is full, may
+    /// have the VM's pages all the same.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn renews(&self, cluster: &Cluster) -> Result<(), String> {
+        let map = with_nodes(cluster)?;
+        let takes = self.takes_by(cluster, &map);
+        // A new map may have come meanwhile.
+        if self.is_proved(&map) { Ok(()) } else { takes }
+    }
+
+    fn takes_by(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
         let kept = self.kept.get();
-        if kept != 0 && cluster.was_seen(kept, &map, FRESH) {
+        if kept != 0 && cluster.was_seen(kept, map, FRESH) {
             return Ok(());
         }
-        self.ask(cluster, &map).inspect_err(|_| cluster.refresh())
+        self.ask(cluster, map).inspect_err(|_| cluster.refresh())
     }
 
     /// Does it count that no node of this map has a page?
@@ -273,6 +285,14 @@ impl Home {
             String::from_utf8_lossy(LOST)
         )))
     }
+}
+
+/// Returns a map that has nodes.
+fn with_nodes(cluster: &Cluster) -> Result<Arc<SlotMap>, String> {
+    if cluster.map().shards().next().is_none() {
+        cluster.owner(slot_of(&name::identity(0))).map_err(|error| error.to_string())?;
+    }
+    Ok(cluster.map())
 }
 
 /// The value that the key's node has.

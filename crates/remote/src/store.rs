@@ -129,10 +129,7 @@ impl RemoteStore {
         if !self.used.load(Relaxed) {
             return None;
         }
-        let here = self.home.takes(&self.cluster);
-        // A cluster that cannot be given an identity, because a node is full, may have the VM's pages all the same.
-        let here = if self.home.is_proved(&self.cluster.map()) { Ok(()) } else { here };
-        let why = here.and_then(|()| self.lease.ensure(&self.cluster)).err()?;
+        let why = self.home.renews(&self.cluster).and_then(|()| self.lease.ensure(&self.cluster)).err()?;
         Some((self.lease.overdue()?, why))
     }
 
