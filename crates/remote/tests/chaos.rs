@@ -1,4 +1,4 @@
-//! Tests the remote store while nodes are killed and stopped, slots move, and connections are closed.
+//! Tests the remote store while nodes are killed and stopped, replicas take over, slots move, and connections close.
 //!
 //! Before: `conformance` passed. After: every page that was stored was read back right.
 //! Threads: three put, get and free. The test's own damages the cluster. Units: pages.
@@ -113,7 +113,8 @@ fn get_run(store: &RemoteStore, thread: u32, all: Vec<u64>, kept: &Kept, counts:
 fn damage(valkey: &mut Valkey, random: &mut Random) -> String {
     let node = random.below(valkey.len() as u64) as usize;
     let pause = Duration::from_millis(random.below(2500));
-    let said = match random.below(5) {
+    let said = match random.below(6) {
+        4 => take_over(valkey),
         0 | 1 => {
             let (primary, slot) = (valkey.is_primary(node), slot_of_node(valkey, node));
             std::thread::sleep(pause / 10);
@@ -155,6 +156,19 @@ fn damage(valkey: &mut Valkey, random: &mut Random) -> String {
     };
     valkey.wait_whole().expect("whole again");
     said
+}
+
+/// A replica takes the slots of its primary, which is there and does not agree. Returns a text about the event.
+fn take_over(valkey: &Valkey) -> String {
+    let replica = (0..valkey.len()).find(|node| !valkey.is_primary(*node)).expect("a replica");
+    valkey.say(replica, &["CLUSTER", "FAILOVER", "TAKEOVER"]).expect("it does so");
+    let begun = Instant::now();
+    // Before the other one follows it, its pages have one copy.
+    while !valkey.text(replica, &["INFO", "replication"]).is_ok_and(|text| text.contains("state=online")) {
+        assert!(begun.elapsed() < HANG, "nobody follows node {replica}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    format!("node {replica} took over")
 }
 
 /// Returns a slot of this node.
