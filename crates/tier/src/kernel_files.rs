@@ -1,11 +1,15 @@
 //! Files of `/proc` and `/sys`: read and written whole, with the path in every error.
 //!
 //! Before: a root directory, which is `/` except in tests. After: trimmed text and numbers. Threads: any.
-//! Promise: an error names the file and the operation; a file without a number is an error and not a zero.
+//! Promise: an error names the file and the operation; a file without a number is an error and not a zero. At most
+//! [`MOST`] bytes are read: a program decides how long its map of memory is, and where its environment ends.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+
+/// Most bytes of a file: some 800,000 mappings of a program.
+pub const MOST: u64 = 64 << 20;
 
 /// Where `/proc` and `/sys` are.
 #[derive(Clone, Debug)]
@@ -37,7 +41,13 @@ impl Files {
     /// Its text, trimmed.
     pub fn text(&self, path: &str) -> io::Result<String> {
         let path = self.path(path);
-        let read = Self::doing(&path, "Reading", fs::read(&path))?;
+        let mut read = Vec::new();
+        let file = fs::File::open(&path).and_then(|file| file.take(MOST + 1).read_to_end(&mut read));
+        Self::doing(&path, "Reading", file)?;
+        if read.len() as u64 > MOST {
+            let error = io::Error::new(io::ErrorKind::FileTooLarge, "the file is too long");
+            return Self::doing(&path, "Reading", Err(error));
+        }
         Ok(String::from_utf8_lossy(&read).trim().to_owned())
     }
 
@@ -123,5 +133,14 @@ mod tests {
         assert!(files.text("/proc/y").expect_err("none").to_string().contains("Reading"));
         assert_eq!(files.optional("/proc/y").expect("none"), None);
         assert_eq!(files.names("/sys").expect("none"), [""; 0]);
+    }
+
+    #[test]
+    fn a_file_without_end_is_refused_and_takes_bounded_memory() {
+        let root = tempfile::tempdir().expect("directory");
+        let file = std::fs::File::create(root.path().join("environ")).expect("file");
+        file.set_len(1 << 40).expect("a hole");
+        let error = Files::below(root.path()).text("/environ").expect_err("refused");
+        assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
     }
 }

@@ -55,7 +55,8 @@ pub fn choose(files: &Files, choice: &Choice) -> io::Result<Vec<Program>> {
     let own = std::process::id();
     let mut found = Vec::new();
     for pid in files.numbered("/proc", "")?.into_iter().filter(|pid| *pid != own) {
-        found.extend(program(files, choice, pid)?);
+        // What the kernel does not show of one program keeps no other one out.
+        found.extend(program(files, choice, pid).ok().flatten());
     }
     found.sort_by_key(|program| (std::cmp::Reverse(program.resident), program.pid));
     found.truncate(choice.most);
@@ -63,11 +64,7 @@ pub fn choose(files: &Files, choice: &Choice) -> io::Result<Vec<Program>> {
 }
 
 fn program(files: &Files, choice: &Choice, pid: u32) -> io::Result<Option<Program>> {
-    let read = |file: &str| match files.optional(&format!("/proc/{pid}/{file}")) {
-        // It is hidden from this user.
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),
-        other => other,
-    };
+    let read = |file: &str| files.optional(&format!("/proc/{pid}/{file}"));
     let Some(statm) = read("statm")? else { return Ok(None) };
     let pages = statm.split_ascii_whitespace().nth(1).and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
     let resident = pages.saturating_mul(PAGE_SIZE as u64);
@@ -337,5 +334,38 @@ c000000000-c040000000 rw-p 00000000 00:00 0
         assert_eq!(pids(&Choice { not_cgroups: vec!["/user.slice".into()], ..all.clone() }), [14, 10]);
         let found = choose(&files, &all).expect("chosen");
         assert_eq!((found[2].name.as_str(), found[2].start, found[2].resident), ("odd) name", 1810, 50_000 * 4096));
+    }
+
+    #[test]
+    fn a_program_of_which_a_file_cannot_be_read_is_left_out_and_keeps_no_other_one_out() {
+        let root = tempfile::tempdir().expect("directory");
+        let files = Files::below(root.path());
+        for (pid, file) in [(10, "statm"), (11, "stat"), (12, "cgroup"), (13, "environ"), (14, "none")] {
+            process(root.path(), pid, 50_000, "/", "");
+            let path = root.path().join(format!("proc/{pid}/{file}"));
+            let _ = std::fs::remove_file(&path);
+            std::fs::create_dir(&path).expect("a directory, which has no text");
+        }
+        let found = choose(&files, &Choice::default()).expect("chosen");
+        assert_eq!(found.iter().map(|program| program.pid).collect::<Vec<_>>(), [14]);
+    }
+
+    #[test]
+    fn programs_that_begin_and_end_while_they_are_looked_at_are_no_error() {
+        let ends = std::sync::atomic::AtomicBool::new(false);
+        let (files, all) = (Files::default(), Choice { least: 0, most: usize::MAX, ..Choice::default() });
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !ends.load(std::sync::atomic::Ordering::Relaxed) {
+                        assert!(std::process::Command::new("true").status().expect("true").success());
+                    }
+                });
+            }
+            let found: Vec<io::Result<Vec<Program>>> = (0..30).map(|_| choose(&files, &all)).collect();
+            ends.store(true, std::sync::atomic::Ordering::Relaxed);
+            let all = found.into_iter().flat_map(|found| found.expect("chosen"));
+            all.for_each(|program| drop(memory(&files, program.pid)));
+        });
     }
 }
