@@ -4,10 +4,12 @@
 //! promotions that were.
 //! Threads: none. Units: pages. Promise: a page is promoted only into memory that was free, or that its partner has
 //! left; a page whose partner is of a program that the kernel refuses to move stays where it is. A full slow tier keeps
-//! no page in it that has room in the fast one.
+//! no page in it that has room in the fast one, nor one that is hotter than another there: as long as the fast tier's
+//! reserve is whole, a turn goes up into it first, and its partners follow into what that has left.
 
 use std::collections::HashSet;
 use std::io;
+use std::ops::Range;
 
 use ballast_ranges::relocate::{Plan, Tier};
 
@@ -17,57 +19,103 @@ use crate::mover::Became;
 /// Moves pages to a tier and reports the result for each. Returns whether it has room for more.
 pub(crate) type Carry<'a> = dyn FnMut(Tier, &[u64], &mut dyn FnMut(u64, Became)) -> io::Result<bool> + 'a;
 
-/// Moves at most `turn` pages at a time each way. Returns the promotions that were made, by their index in the plan,
-/// and the error that ended it, if one did.
+/// Moves at most `turn` pages at a time each way: at most what the fast tier's reserve has. Returns the promotions that
+/// were made, by their index in the plan, and the error that ended it, if one did.
 pub(crate) fn carry_out(plan: &Plan, turn: usize, carry: &mut Carry<'_>) -> (Vec<usize>, io::Result<()>) {
-    let turn = turn.max(1);
-    // Demotions after which there is room, promotions that were made, and programs that may not be moved.
-    let (mut freed, mut made, mut refused) = (HashSet::new(), HashSet::new(), HashSet::new());
-    let (mut slow_is_full, mut result) = (false, Ok(()));
-    // What must be free before anything is promoted.
-    let ahead = plan.demote.len().saturating_sub(plan.promote.len());
-    let turns = (plan.demote.len() - ahead).max(plan.promote.len()).div_ceil(turn);
-    let part = |list: &[u64], from: usize| from.min(list.len())..(from + turn).min(list.len());
-    let of_turn = (0..turns).map(|at| (part(&plan.demote, ahead + at * turn), part(&plan.promote, at * turn)));
-    'turns: for (demote, promote) in std::iter::once((0..ahead, 0..0)).chain(of_turn) {
-        for (to, part) in [(Tier::Slow, demote), (Tier::Fast, promote)] {
-            let (own, other) = match to {
-                Tier::Slow => (&plan.demote, &plan.promote),
-                Tier::Fast => (&plan.promote, &plan.demote),
-            };
-            let goes = |at: &usize| {
-                let partner = plan.partner(to, *at).and_then(|partner| other.get(partner));
-                let is_refused = |page: u64| refused.contains(&place(page).0);
-                let is_open = partner.is_none_or(|partner| match to {
-                    Tier::Slow => !is_refused(*partner),
-                    Tier::Fast => freed.contains(partner),
-                });
-                is_open && !is_refused(own[*at])
-            };
-            let pages: Vec<u64> = part.filter(goes).map(|at| own[at]).collect();
-            if pages.is_empty() || (to == Tier::Slow && slow_is_full) {
-                continue;
+    let mut carried = Carried {
+        plan,
+        carry,
+        freed: HashSet::new(),
+        kept: HashSet::new(),
+        made: HashSet::new(),
+        refused: HashSet::new(),
+    };
+    let result = carried.all(turn.max(1));
+    let made = (0..plan.promote.len()).filter(|at| carried.made.contains(&plan.promote[*at])).collect();
+    (made, result)
+}
+
+struct Carried<'a, 'c> {
+    plan: &'a Plan,
+    carry: &'a mut Carry<'c>,
+    /// Demotions after which there is room, and those of pages that stay.
+    freed: HashSet<u64>,
+    kept: HashSet<u64>,
+    /// Promotions.
+    made: HashSet<u64>,
+    /// Programs that may not be moved.
+    refused: HashSet<usize>,
+}
+
+impl Carried<'_, '_> {
+    fn all(&mut self, turn: usize) -> io::Result<()> {
+        let (demote, promote) = (self.plan.demote.len(), self.plan.promote.len());
+        let part = |from: usize, end: usize| from.min(end)..(from + turn).min(end);
+        // What must be free before anything is promoted. As long as it is not, the reserve has nothing to lend.
+        let ahead = demote.saturating_sub(promote);
+        let mut lends = ahead == 0;
+        let mut slow_is_full = !self.go(Tier::Slow, &self.down(0..ahead))?;
+        for at in (0..promote.max(demote - ahead)).step_by(turn) {
+            if !slow_is_full {
+                slow_is_full = !self.go(Tier::Slow, &self.down(part(ahead + at, demote)))?;
             }
-            let has_room = carry(to, &pages, &mut |page, became| match (to, became) {
-                (_, Became::Refused) => drop(refused.insert(place(page).0)),
-                (Tier::Slow, Became::In(Tier::Slow) | Became::Gone) => drop(freed.insert(page)),
-                (Tier::Fast, Became::In(Tier::Fast)) => drop(made.insert(page)),
-                _ => (),
-            });
-            match (has_room, to) {
-                (Ok(true), _) => (),
-                // Promotions that wait for no demotion make room there, for the next plan.
-                (Ok(false), Tier::Slow) => slow_is_full = true,
-                (Ok(false), Tier::Fast) => break 'turns,
-                (Err(error), _) => {
-                    result = Err(error);
-                    break 'turns;
-                }
+            let is_lent = slow_is_full && lends;
+            let up = self.up(part(at, promote), is_lent);
+            let has_room = self.go(Tier::Fast, &up.iter().map(|(page, _)| *page).collect::<Vec<_>>())?;
+            if is_lent {
+                let made = up.iter().filter(|(page, _)| self.made.contains(page)).filter_map(|(_, partner)| *partner);
+                let left: Vec<u64> = made.filter(|partner| !self.freed.contains(partner)).collect();
+                self.go(Tier::Slow, &left)?;
+                lends = left.iter().all(|page| self.freed.contains(page));
+            }
+            if !has_room {
+                break;
             }
         }
+        Ok(())
     }
-    let made = (0..plan.promote.len()).filter(|at| made.contains(&plan.promote[*at])).collect();
-    (made, result)
+
+    /// Moves these pages, and returns whether there is room for more.
+    fn go(&mut self, to: Tier, pages: &[u64]) -> io::Result<bool> {
+        if pages.is_empty() {
+            return Ok(true);
+        }
+        (self.carry)(to, pages, &mut |page, became| match (to, became) {
+            (_, Became::Refused) => drop(self.refused.insert(place(page).0)),
+            (Tier::Slow, Became::In(Tier::Slow) | Became::Gone) => drop(self.freed.insert(page)),
+            (Tier::Slow, Became::Stays) => drop(self.kept.insert(page)),
+            (Tier::Fast, Became::In(Tier::Fast)) => drop(self.made.insert(page)),
+            _ => (),
+        })
+    }
+
+    fn is_refused(&self, page: u64) -> bool {
+        self.refused.contains(&place(page).0)
+    }
+
+    /// Demotions of this part that are to be made.
+    fn down(&self, part: Range<usize>) -> Vec<u64> {
+        let goes = |at: &usize| {
+            let partner = self.plan.partner(Tier::Slow, *at).and_then(|partner| self.plan.promote.get(partner));
+            !self.is_refused(self.plan.demote[*at]) && partner.is_none_or(|partner| !self.is_refused(*partner))
+        };
+        part.filter(goes).map(|at| self.plan.demote[at]).collect()
+    }
+
+    /// Promotions of this part that are to be made, with their partners: those for which there is room, or
+    /// (`is_lent`) also those whose partners may still go.
+    fn up(&self, part: Range<usize>, is_lent: bool) -> Vec<(u64, Option<u64>)> {
+        let with_partner = |at: usize| {
+            let partner = self.plan.partner(Tier::Fast, at).and_then(|partner| self.plan.demote.get(partner));
+            (self.plan.promote[at], partner.copied())
+        };
+        let may_go = |page: &u64| is_lent && !self.kept.contains(page) && !self.is_refused(*page);
+        let goes = |(page, partner): &(u64, Option<u64>)| {
+            let is_open = partner.is_none_or(|partner| self.freed.contains(&partner) || may_go(&partner));
+            is_open && !self.is_refused(*page)
+        };
+        part.map(with_partner).filter(goes).collect()
+    }
 }
 
 #[cfg(test)]
@@ -147,7 +195,7 @@ mod tests {
             Ok(false)
         });
         result.expect("carried out");
-        assert_eq!((calls, made), (1, Vec::new()));
+        assert_eq!((calls, made), (2, Vec::new()), "each tier once");
         // Up: what has gone down stays there.
         let (mut calls, mut up) = (Vec::new(), pairs(3));
         up.promote.insert(0, page(3, 0));
@@ -159,28 +207,61 @@ mod tests {
         assert_eq!((calls, made), (vec![Tier::Slow, Tier::Fast], Vec::new()));
     }
 
-    #[test]
-    fn a_full_slow_tier_ends_demotions_and_what_waits_for_none_or_for_those_that_were_made_is_promoted() {
-        let mut plan = pairs(4);
-        plan.promote.insert(0, page(3, 0));
-        let mut asked = Vec::new();
-        let (made, result) = carry_out(&plan, 2, &mut |to, pages, each| {
-            asked.push((to, pages.to_vec()));
-            // One page fits into the slow tier.
-            let fits = |page: &u64| to == Tier::Fast || *page == plan.demote[0];
-            pages.iter().filter(|page| fits(page)).for_each(|page| each(*page, Became::In(to)));
-            Ok(to == Tier::Fast)
+    /// Carries out a plan where so many pages fit into each tier beside those that leave it. Returns the moves that were
+    /// made, the promotions among them, and the least room that the fast tier had.
+    fn with_room(plan: &Plan, turn: usize, fast: usize, slow: usize) -> (Vec<(Tier, Vec<u64>)>, Vec<usize>, usize) {
+        let (mut moved, mut room, mut least) = (Vec::new(), (fast, slow), fast);
+        let (made, result) = carry_out(plan, turn, &mut |to, pages, each| {
+            let (own, other) = if to == Tier::Fast { (&mut room.0, &mut room.1) } else { (&mut room.1, &mut room.0) };
+            let goes = &pages[..pages.len().min(*own)];
+            (*own, *other) = (*own - goes.len(), *other + goes.len());
+            least = least.min(room.0);
+            goes.iter().for_each(|page| each(*page, Became::In(to)));
+            moved.push((to, goes.to_vec()));
+            Ok(goes.len() == pages.len())
         });
         result.expect("carried out");
-        assert_eq!(asked, [(Tier::Slow, plan.demote[..2].to_vec()), (Tier::Fast, plan.promote[..2].to_vec())]);
-        assert_eq!(made, [0, 1]);
+        (moved, made, least)
+    }
+
+    #[test]
+    fn a_full_slow_tier_takes_what_has_changed_places_through_the_reserve_a_turn_at_a_time() {
+        let plan = pairs(6);
+        let (moved, made, least) = with_room(&plan, 2, 4, 0);
+        assert_eq!((made, least), ((0..6).collect(), 2));
+        let down = |list: &[(Tier, Vec<u64>)]| {
+            let of = list.iter().filter(|(to, _)| *to == Tier::Slow).flat_map(|(_, pages)| pages.clone());
+            of.collect::<Vec<_>>()
+        };
+        assert_eq!(down(&moved), plan.demote);
+        // One page fits, and one that has room goes up beside the pairs.
+        let mut plan = pairs(4);
+        plan.promote.insert(0, page(3, 0));
+        let (moved, made, _) = with_room(&plan, 2, 5, 1);
+        assert_eq!((down(&moved), made), (plan.demote, vec![0, 1, 2, 3, 4]));
         // Without a pair all of them go, over several turns.
         let plan = Plan { demote: vec![page(1, 0)], gains: Vec::new(), ..plan };
-        let (made, _) = carry_out(&plan, 2, &mut |to, pages, each| {
-            pages.iter().filter(|_| to == Tier::Fast).for_each(|page| each(*page, Became::In(to)));
-            Ok(to == Tier::Fast)
-        });
-        assert_eq!(made, [0, 1, 2, 3, 4]);
+        assert_eq!(with_room(&plan, 2, 5, 0).1, [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn a_slow_tier_that_stays_full_is_lent_one_turn_of_the_reserve_and_nothing_while_that_is_owed() {
+        let mut plan = pairs(6);
+        let full = |plan: &Plan| {
+            let (mut up, kept) = (0, page(1, 1));
+            let (made, result) = carry_out(plan, 2, &mut |to, pages, each| {
+                up += if to == Tier::Fast { pages.len() } else { 0 };
+                pages.iter().filter(|_| to == Tier::Fast).for_each(|page| each(*page, Became::In(to)));
+                // This one would stay in any case.
+                pages.iter().filter(|page| **page == kept).for_each(|page| each(*page, Became::Stays));
+                Ok(to == Tier::Fast)
+            });
+            result.expect("carried out");
+            (up, made)
+        };
+        assert_eq!(full(&plan), (1, vec![0]));
+        plan.demote.insert(0, page(3, 0));
+        assert_eq!(full(&plan), (0, vec![]), "the reserve is not whole");
     }
 
     #[test]
