@@ -110,8 +110,13 @@ impl Damon {
                 self.put(&format!("{context}/schemes/0/access_pattern/{what}/max"), u32::MAX)?;
             }
         }
-        for index in self.indexes(processes.len()) {
-            self.put(&format!("{index}/state"), "on")?;
+        for (index, process) in (self.first..).zip(processes) {
+            let started = self.put(&format!("{index}/state"), "on");
+            // DAMON refuses a process that has just ended. The others are sampled all the same: programs that come and
+            // go quickly would otherwise keep it from starting at all.
+            if started.is_err() && self.files.optional(&format!("/proc/{process}/stat"))?.is_some() {
+                return started;
+            }
         }
         self.watched = processes.to_vec();
         Ok(())
@@ -218,7 +223,6 @@ impl SampleSource for Damon {
         if processes.is_empty() {
             return Ok(());
         }
-        // DAMON refuses processes that have just ended; it is tried again without them.
         self.start(processes).inspect_err(|_| {
             self.watched = processes.to_vec();
             let _ = self.stop();
@@ -337,6 +341,26 @@ mod tests {
         drop(damon);
         assert_eq!((text("nr_kdamonds"), text("0/state")), ("0".into(), "off".into()));
         assert_eq!(files.text(STAT).expect("read"), "Y");
+    }
+
+    #[test]
+    fn a_process_that_damon_refuses_because_it_has_ended_keeps_no_other_one_from_being_sampled() {
+        let root = tempfile::tempdir().expect("directory");
+        canned(root.path());
+        // It can be read, but not written.
+        let state = root.path().join(&format!("{ADMIN}/1/state")[1..]);
+        std::fs::remove_file(&state).expect("a file");
+        std::os::unix::fs::symlink("/proc/version", &state).expect("link");
+        let files = Files::below(root.path());
+        let mut damon = Damon::open(&files).expect("free");
+        damon.watch(&[77, 99]).expect("watched");
+        let mut seen = Vec::new();
+        damon.take(&mut |process, _, _| seen.push(process)).expect("taken");
+        assert_eq!(seen, [77, 77]);
+        damon.watch(&[]).expect("stopped");
+        put(root.path(), "/proc/99/stat", "99 (it lives) S");
+        assert!(damon.watch(&[77, 99]).is_err());
+        assert_eq!(files.text(&format!("{ADMIN}/0/state")).expect("read"), "off");
     }
 
     #[test]
