@@ -28,6 +28,7 @@ use ballast_sys::{Remote, clock};
 use crate::all::{All, MOST_PROGRAMS, joined, place, ranges_of};
 use crate::beside::{self, Balancing};
 use crate::carry::carry_out;
+use crate::kernel::{Kernel, Machine};
 use crate::kernel_files::Files;
 use crate::mover::{Became, Mover, Order};
 use crate::nodes::{Tiers, usage};
@@ -58,6 +59,7 @@ pub type MakeClassifier = fn(Roots) -> Box<dyn Classifier + Send>;
 /// Tiering inside a guest.
 pub struct Tierer {
     files: Files,
+    kernel: Box<dyn Kernel>,
     settings: Settings,
     make: MakeClassifier,
     rule: Rule,
@@ -145,6 +147,7 @@ impl Tierer {
         let own_damon = source.name() == "damon" || settings.damon_threads_from.is_some();
         Ok(Self {
             files,
+            kernel: Box::new(Machine),
             settings,
             make: ours,
             rule: Rule::Ours,
@@ -169,7 +172,8 @@ impl Tierer {
     /// Sets how many pages of each node are to be free, for one who is about to take them. Of nodes of the fast tier,
     /// the coldest memory is moved away for it.
     pub fn make_room(&mut self, pages: &BTreeMap<u32, u64>) {
-        self.asked = self.tiers.list[0].nodes.iter().filter_map(|node| pages.get(node)).sum();
+        let asked = self.tiers.list[0].nodes.iter().filter_map(|node| pages.get(node));
+        self.asked = asked.fold(0, |sum, pages| sum.saturating_add(*pages));
     }
 
     /// Returns the statistics.
@@ -240,9 +244,15 @@ impl Tierer {
             let Ok(memory) = memory(&self.files, program.pid) else { continue };
             let same = |known: &Watched| (known.program.pid, known.program.start) == (program.pid, program.start);
             let mut watched = match before.iter().position(same) {
-                Some(at) => before.swap_remove(at),
+                Some(at) => {
+                    let mut known = before.swap_remove(at);
+                    if known.outgrows(&memory.areas) {
+                        known.classifier = (self.make)(memory.roots);
+                    }
+                    known
+                }
                 None => {
-                    let Ok(process) = Remote::open(program.pid) else { continue };
+                    let Ok(process) = self.kernel.open(program.pid) else { continue };
                     let classifier = (self.make)(memory.roots);
                     Watched::new(program.clone(), process, classifier)
                 }
@@ -330,7 +340,12 @@ impl Tierer {
         let reserve = ((size / RESERVE_PART).min(MOST_RESERVE) / PAGE).max(1);
         let seconds = EPOCH.as_secs_f64();
         let most = (self.settings.most_bytes_per_s as f64 * seconds) as u64 / PAGE;
-        let limits = Limits { fast: fast + free, free, reserve: reserve + short + self.asked, most: most.max(1) };
+        let limits = Limits {
+            fast: fast + free,
+            free,
+            reserve: (reserve + short).saturating_add(self.asked),
+            most: most.max(1),
+        };
         let before = clock::cpu_time();
         let programs = self.watched.iter().map(|watched| (watched.rounds(epoch), watched.classifier.ranges()));
         let ranked = rank(&ranges_of(programs));
@@ -346,13 +361,14 @@ impl Tierer {
     fn carry_out(&mut self, plan: &relocate::Plan, reserve: u64) -> io::Result<()> {
         let pids: Vec<u32> = self.watched.iter().map(|watched| watched.program.pid).collect();
         let mover = Mover { files: &self.files, tiers: &self.tiers, pids: &pids };
+        let by = |pid, pages: &[u64], node| self.kernel.move_pages(pid, pages, node);
         let (watched, moves, epoch) = (&mut self.watched, &mut self.status.moves, self.status.epochs);
         // Half of the reserve, because other programs may take memory of it meanwhile.
         let turn = usize::try_from(reserve / 2).unwrap_or(usize::MAX);
         let (made, result) = carry_out(plan, turn, &mut |tier, pages, each| {
             let order = |(process, address)| Order { process, address };
             let orders: Vec<Order> = pages.iter().map(|page| order(place(*page))).collect();
-            mover.carry(tier, &orders, moves, &mut |order, became| {
+            mover.carry_by(&by, tier, &orders, moves, &mut |order, became| {
                 let of = &mut watched[order.process];
                 match became {
                     Became::In(tier) => of.pages.moved(order.address, tier),
@@ -407,3 +423,6 @@ impl Tierer {
 #[cfg(test)]
 #[path = "tests_engine.rs"]
 mod tests;
+#[cfg(test)]
+#[path = "tests_walks.rs"]
+mod walks;

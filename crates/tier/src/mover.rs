@@ -4,7 +4,7 @@
 //! The paper swaps pages; no stock call can, so a turn is no larger than the reserve that the fast tier keeps free.
 //! Threads: the caller's. Units: pages, bytes.
 //! Promise: a page that stays is counted by reason and left alone for a while; a tier that is full ends the turn; what
-//! is refused for one program keeps no other one's pages where they are.
+//! is refused for one program, or pinned by it, keeps no other one's pages where they are.
 
 use std::io;
 
@@ -13,6 +13,7 @@ use ballast_ranges::relocate::Tier;
 use ballast_sys::numa::{Place, move_pages};
 use serde::{Deserialize, Serialize};
 
+use crate::kernel::Move;
 use crate::kernel_files::Files;
 use crate::nodes::{Tiers, usage};
 
@@ -82,6 +83,18 @@ impl Mover<'_> {
         moves: &mut Moves,
         each: &mut dyn FnMut(Order, Became),
     ) -> io::Result<bool> {
+        self.carry_by(&move_pages, to, orders, moves, each)
+    }
+
+    /// The same, by other means.
+    pub(crate) fn carry_by(
+        &self,
+        move_pages: &Move<'_>,
+        to: Tier,
+        orders: &[Order],
+        moves: &mut Moves,
+        each: &mut dyn FnMut(Order, Became),
+    ) -> io::Result<bool> {
         let Some(node) = self.roomiest(to)? else {
             moves.full += orders.len() as u64;
             return Ok(false);
@@ -106,15 +119,24 @@ impl Mover<'_> {
             };
             // If a list fails in part, the kernel stops and gives no reasons; so each page is moved alone to learn its
             // reason.
-            let mut asked = 0;
+            let (mut asked, mut stuck) = (0, 0);
             for at in 0..places.len() {
                 if places[at] == Place::Untried && asked < MOST_ALONE && has_room {
                     asked += 1;
                     let Ok(Some(alone)) = move_pages(pid, &addresses[at..=at], node) else { continue };
-                    places[at] = alone[0];
-                    has_room &= alone[0] != Place::Full;
+                    // Alone it was tried, but the kernel says neither that it is pinned nor that the node is full.
+                    places[at] = match alone[0] {
+                        Place::Untried if self.room(node)? < PAGE_SIZE as u64 => Place::Full,
+                        Place::Untried => Place::Busy,
+                        place => place,
+                    };
+                    has_room &= places[at] != Place::Full;
+                    stuck += usize::from(places[at] == Place::Busy);
                 }
             }
+            // A program may have more memory pinned than pages can be asked alone until they are tried again. It would
+            // fill each plan.
+            let are_stuck = stuck == MOST_ALONE;
             for (order, place) in part.iter().zip(places) {
                 let became = match place {
                     Place::Node(now) if self.tiers.is_fast(now) == (to == Tier::Fast) => {
@@ -130,12 +152,12 @@ impl Mover<'_> {
                         continue;
                     }
                     // It was not tried, so the next plan has it again.
-                    Place::Untried => continue,
+                    Place::Untried if !are_stuck => continue,
                     Place::Shared => {
                         moves.shared += 1;
                         Became::Stays
                     }
-                    Place::Busy => {
+                    Place::Busy | Place::Untried => {
                         moves.busy += 1;
                         Became::Stays
                     }
@@ -150,6 +172,12 @@ impl Mover<'_> {
         Ok(has_room)
     }
 
+    /// Returns what is free of a node above the kernel's reserve.
+    fn room(&self, node: u32) -> io::Result<u64> {
+        let now = usage(self.files, node)?;
+        Ok(now.free.saturating_sub(now.high))
+    }
+
     /// Returns the node of the tier with the most free memory above the kernel's reserve; of the slow tiers, a node of
     /// the fastest one with free memory. `None` if no node has any.
     fn roomiest(&self, tier: Tier) -> io::Result<Option<u32>> {
@@ -160,8 +188,7 @@ impl Mover<'_> {
         for tier in tiers {
             let mut best = None;
             for node in &tier.nodes {
-                let now = usage(self.files, *node)?;
-                let room = now.free.saturating_sub(now.high);
+                let room = self.room(*node)?;
                 if room >= PAGE_SIZE as u64 && best.is_none_or(|(most, _)| room > most) {
                     best = Some((room, *node));
                 }
@@ -174,7 +201,8 @@ impl Mover<'_> {
     }
 }
 
-/// Most pages of a list that are moved alone to learn why they stay.
+/// Most pages of a list that are moved alone to learn why they stay. If all of them are pinned, so is the rest of the
+/// list, as far as anybody knows.
 const MOST_ALONE: usize = 64;
 
 #[cfg(test)]
@@ -247,5 +275,40 @@ mod tests {
         }
         assert_eq!(seen, [(0, Became::Refused), (1, Became::In(Tier::Fast))]);
         assert_eq!((moves.refused, moves.promoted), (1, 1));
+    }
+
+    #[test]
+    fn a_program_that_has_much_memory_pinned_has_all_of_it_left_alone_and_others_what_was_not_reached() {
+        let root = tempfile::tempdir().expect("directory");
+        two_nodes(root.path());
+        let files = Files::below(root.path());
+        let tiers = Tiers::detect(&files).expect("two tiers");
+        let mover = Mover { files: &files, tiers: &tiers, pids: &[7] };
+        let orders: Vec<Order> = (0..1000).map(|page| Order { process: 0, address: page << 12 }).collect();
+        let carry = |pinned: u64| {
+            // A list with a pinned page fails, and no page of it moves.
+            let kernel = move |_: u32, pages: &[u64], node: u32| {
+                let is_stuck = pages.iter().any(|page| page >> 12 < pinned);
+                Ok(Some(vec![if is_stuck { Place::Untried } else { Place::Node(node) }; pages.len()]))
+            };
+            let (mut moves, mut stay) = (Moves::default(), 0);
+            let each = &mut |_, became| stay += u64::from(became == Became::Stays);
+            assert!(mover.carry_by(&kernel, Tier::Slow, &orders, &mut moves, each).expect("meminfo"));
+            (stay, moves.busy, moves.demoted)
+        };
+        assert_eq!(carry(0), (0, 0, 1000));
+        assert_eq!(carry(900), (1000, 1000, 0));
+        // One of those that were asked alone moves, so others may.
+        assert_eq!(carry(63), (63, 63, 1));
+        // The kernel says the same where the node has no page for it.
+        let meminfo = "Node 1 MemTotal: 99999 kB\nNode 1 MemFree: 20 kB\n";
+        let full = |_: u32, pages: &[u64], _: u32| {
+            put(root.path(), "/sys/devices/system/node/node1/meminfo", meminfo);
+            Ok(Some(vec![Place::Untried; pages.len()]))
+        };
+        let mut moves = Moves::default();
+        let each = &mut |_, became| panic!("{became:?}");
+        assert!(!mover.carry_by(&full, Tier::Slow, &orders, &mut moves, each).expect("meminfo"));
+        assert_eq!(moves, Moves { full: 1, ..Moves::default() });
     }
 }

@@ -10,11 +10,11 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::ControlFlow;
 
-use ballast_base::{Hva, PAGE_SIZE};
+use ballast_base::PAGE_SIZE;
 use ballast_ranges::Range;
 use ballast_ranges::relocate::{Placement, Tier};
-use ballast_sys::Remote;
 
+use crate::kernel::PageTable;
 use crate::nodes::Tiers;
 use crate::unit::{PAGE, Seen, UNIT, Unit, WORDS, place};
 
@@ -75,7 +75,7 @@ impl Pages {
     ///
     /// # Errors
     /// The process is gone, or its page table may not be read.
-    pub fn look(&mut self, process: &Remote, tiers: &Tiers, most: u64, known: u64) -> io::Result<u64> {
+    pub fn look(&mut self, process: &dyn PageTable, tiers: &Tiers, most: u64, known: u64) -> io::Result<u64> {
         self.looks = self.looks.wrapping_add(1);
         if self.looks.is_multiple_of(FORGIVEN_AFTER) {
             self.units.values_mut().for_each(|unit| unit.kept = [0; WORDS]);
@@ -108,15 +108,13 @@ impl Pages {
     }
 
     /// Reads about `most` entries from the start of a range on. Returns where it ended.
-    fn read(&mut self, process: &Remote, tiers: &Tiers, (from, end): (u64, u64), most: u64) -> io::Result<u64> {
+    fn read(&mut self, process: &dyn PageTable, tiers: &Tiers, (from, end): (u64, u64), most: u64) -> io::Result<u64> {
         let units = most.div_ceil(UNIT / PAGE).clamp(1, READ_UNITS);
         let to = end.min((from / UNIT + units) * UNIT);
-        let mut found = vec![None; ((to - from) / PAGE) as usize];
-        process.pages(Hva(from), &mut found)?;
-        let seen = found.iter().map(|page| {
-            let page = (*page)?;
-            let node = tiers.node_of(page.address / PAGE)?;
-            Some(Seen { is_fast: tiers.is_fast(node), is_shared: !page.is_exclusive })
+        let found = process.pages(from, ((to - from) / PAGE) as usize)?;
+        let seen = found.into_iter().map(|page| {
+            let (frame, is_exclusive) = page?;
+            Some(Seen { is_fast: tiers.is_fast(tiers.node_of(frame)?), is_shared: !is_exclusive })
         });
         self.note((from..to).step_by(PAGE_SIZE).zip(seen));
         Ok(to)
@@ -254,6 +252,7 @@ impl Placement for Pages {
 mod tests {
     use super::*;
     use ballast_base::HUGE_SIZE;
+    use ballast_sys::Remote;
     use proptest::prelude::*;
     use std::collections::BTreeMap as Map;
 

@@ -7,8 +7,8 @@
 use std::io;
 
 use ballast_ranges::{Classifier, SAMPLE};
-use ballast_sys::Remote;
 
+use crate::kernel::PageTable;
 use crate::nodes::Tiers;
 use crate::pages::Pages;
 use crate::programs::Program;
@@ -21,7 +21,7 @@ const GROWTH_PART: u64 = 16;
 /// A program that is managed.
 pub(crate) struct Watched {
     pub program: Program,
-    pub process: Remote,
+    pub process: Box<dyn PageTable>,
     pub classifier: Box<dyn Classifier + Send>,
     pub pages: Pages,
     /// New samples of this epoch.
@@ -34,9 +34,19 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    pub fn new(program: Program, process: Remote, classifier: Box<dyn Classifier + Send>) -> Self {
+    pub fn new(program: Program, process: Box<dyn PageTable>, classifier: Box<dyn Classifier + Send>) -> Self {
         let growth = Growth { resident: program.resident, fast_until: 0 };
         Self { program, process, classifier, pages: Pages::default(), new: 0, rate: 0.0, rests_until: 0, growth }
+    }
+
+    /// Has it memory that is in none of the roots that are classified? It was mapped below all that it had before.
+    pub fn outgrows(&self, areas: &[(u64, u64)]) -> bool {
+        let ranges = self.classifier.ranges();
+        let is_in = |address: u64| {
+            let after = ranges.partition_point(|range| range.start <= address);
+            ranges[..after].last().is_some_and(|range| address < range.end)
+        };
+        !areas.iter().all(|(start, end)| is_in(*start) && is_in(end - 1))
     }
 
     /// It was chosen again, and maps this memory.
@@ -74,7 +84,7 @@ impl Watched {
     /// many.
     pub fn look(&mut self, tiers: &Tiers, (most, known): (u64, u64)) -> io::Result<u64> {
         let known = if self.growth.is_fast(self.pages.rounds()) { most } else { known };
-        self.pages.look(&self.process, tiers, most, known)
+        self.pages.look(&*self.process, tiers, most, known)
     }
 
     /// The kernel has refused to move its pages.
@@ -126,12 +136,13 @@ pub(crate) fn index_of(watched: &[Watched], pid: u32) -> Option<usize> {
 mod tests {
     use super::*;
     use ballast_ranges::{Fitted, Roots, UNIT};
+    use ballast_sys::Remote;
 
     fn watched() -> Watched {
         let pid = std::process::id();
         let program = Program { pid, start: 1, name: "this".into(), resident: 1 << 30 };
         let process = Remote::open(pid).expect("this process");
-        Watched::new(program, process, Box::new(Fitted::new(Roots::new(&[(UNIT, 9 * UNIT)]).expect("roots"))))
+        Watched::new(program, Box::new(process), Box::new(Fitted::new(Roots::new(&[(UNIT, 9 * UNIT)]).expect("roots"))))
     }
 
     #[test]
@@ -167,6 +178,16 @@ mod tests {
         assert!(watched.growth.is_fast(watched.pages.rounds()));
         watched.forget_pages();
         assert!(watched.pages.rounds() == 0 && !watched.growth.is_fast(0));
+    }
+
+    #[test]
+    fn memory_that_is_mapped_below_all_that_a_program_had_is_told_from_what_grows_inside() {
+        let watched = watched();
+        let outgrows = |areas: &[(u64, u64)]| {
+            watched.outgrows(&areas.iter().map(|(a, b)| (a * UNIT, b * UNIT)).collect::<Vec<_>>())
+        };
+        assert_eq!([outgrows(&[]), outgrows(&[(1, 2), (5, 9)])], [false, false]);
+        assert_eq!([outgrows(&[(0, 1), (2, 3)]), outgrows(&[(2, 3), (8, 10)])], [true, true]);
     }
 
     #[test]

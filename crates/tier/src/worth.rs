@@ -109,6 +109,12 @@ impl Worth {
         programs.retain(|_, account| account.halvings > 0 || account.promised >= NOTHING);
     }
 
+    /// Returns how much is remembered.
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.moved.len() + self.programs.len()
+    }
+
     /// Returns how many pages of this program may be promoted, where `most` may be of all programs.
     pub fn most(&self, pid: u32, most: u64) -> u64 {
         let halvings = self.programs.get(&pid).map_or(0, |account| account.halvings);

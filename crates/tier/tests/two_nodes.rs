@@ -1,5 +1,6 @@
 //! Moves between two real NUMA nodes. Run by `scripts/tier-suite.sh` inside a guest that has them.
 
+use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -84,6 +85,48 @@ fn pages_that_are_mapped_a_second_time_stay_and_are_counted_as_that() {
     mover.carry(to, &orders, &mut moves, each).expect("permitted");
     assert_eq!(places(), before);
     assert!(moves.shared == 100 && stay == 100 && moves.promoted + moves.demoted == 0, "{moves:?}");
+}
+
+/// Has the kernel hold the first pages of this memory for pipes: they stay where they are as long as the pipes live.
+fn pin(memory: &Anon, pages: usize) -> Vec<(std::io::PipeReader, std::io::PipeWriter)> {
+    // What a pipe has room for.
+    const OF_A_PIPE: usize = 16;
+    let pipes = (0..pages).step_by(OF_A_PIPE).map(|first| {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        let bytes = OF_A_PIPE.min(pages - first) * PAGE_SIZE;
+        let start = (memory.addr() + first * PAGE_SIZE) as *mut libc::c_void;
+        let part = libc::iovec { iov_base: start, iov_len: bytes };
+        // SAFETY: `part` is alive and names memory that is ours; nobody reads the pipe.
+        let held = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const part, 1, libc::SPLICE_F_NONBLOCK) };
+        assert_eq!(held, bytes as isize, "{}", std::io::Error::last_os_error());
+        (reader, writer)
+    });
+    pipes.collect()
+}
+
+#[test]
+fn pages_that_are_pinned_stay_and_are_told_as_that_and_all_others_go() {
+    let Some((files, tiers, _alone)) = two_tiers() else { return };
+    let memory = Anon::new(PAGES * PAGE_SIZE).expect("memory");
+    (0..PAGES).for_each(|page| memory.word(page * PAGE_SIZE).store(1, Ordering::Relaxed));
+    let first = nodes(&memory)[0];
+    let to = if first == Place::Node(tiers.list[0].nodes[0]) { Tier::Slow } else { Tier::Fast };
+    let pids = [std::process::id()];
+    let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
+    // Fewer than are asked alone, and more.
+    for (pinned, least) in [(20, 20), (700, 512)] {
+        let _held = pin(&memory, pinned);
+        let (mut moves, mut stay) = (Moves::default(), Vec::new());
+        let each = &mut |order: Order, became| stay.extend((became == Became::Stays).then_some(order.address));
+        assert!(mover.carry(to, &orders(&memory), &mut moves, each).expect("permitted"));
+        assert!(stay.len() >= least && moves.busy as usize == stay.len(), "{pinned} pinned: {moves:?}");
+        assert!(nodes(&memory)[..pinned].iter().all(|place| *place == first));
+        let others = nodes(&memory)[pinned..].iter().filter(|place| **place != first).count();
+        assert!(others > 0 && others as u64 <= moves.promoted + moves.demoted, "{others} moved: {moves:?}");
+        // Back, for the next.
+        let back = if to == Tier::Slow { Tier::Fast } else { Tier::Slow };
+        mover.carry(back, &orders(&memory), &mut Moves::default(), &mut |_, _| ()).expect("permitted");
+    }
 }
 
 /// A process that may use the memory of one node. Dropping it ends it.
