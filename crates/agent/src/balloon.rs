@@ -70,7 +70,7 @@ impl Balloon {
     /// Returns the memory that it lacks of each node, with what the node keeps free beside it.
     pub fn lacks(&self) -> BTreeMap<u32, u64> {
         let lacks = self.wanted.keys().map(|node| (*node, self.lacks_of(*node)));
-        lacks.filter(|(_, pages)| *pages > 0).map(|(node, pages)| (node, pages + least(node))).collect()
+        lacks.filter(|(_, pages)| *pages > 0).map(|(node, pages)| (node, pages.saturating_add(least(node)))).collect()
     }
 
     /// Returns why it holds less than the host wants, of the first node that is so.
@@ -232,6 +232,8 @@ mod tests {
         balloon.want(1, 0);
         let lacks = balloon.lacks();
         assert!(lacks.len() == 1 && lacks[&0] >= 100 + SPARE_LEAST, "{lacks:?}");
+        balloon.want(0, u64::MAX);
+        assert_eq!(balloon.lacks()[&0], u64::MAX);
         balloon.want(0, 0);
         assert_eq!(balloon.lacks(), BTreeMap::new());
     }
