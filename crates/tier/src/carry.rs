@@ -207,9 +207,12 @@ mod tests {
         assert_eq!((calls, made), (vec![Tier::Slow, Tier::Fast], Vec::new()));
     }
 
-    /// Carries out a plan where so many pages fit into each tier beside those that leave it. Returns the moves that were
-    /// made, the promotions among them, and the least room that the fast tier had.
-    fn with_room(plan: &Plan, turn: usize, fast: usize, slow: usize) -> (Vec<(Tier, Vec<u64>)>, Vec<usize>, usize) {
+    /// Moves in their order.
+    type Moved = Vec<(Tier, Vec<u64>)>;
+
+    /// Carries out a plan where a number of pages fits into each tier beside those that leave it. Returns the moves,
+    /// the promotions among them, and the least room that the fast tier had.
+    fn with_room(plan: &Plan, turn: usize, fast: usize, slow: usize) -> (Moved, Vec<usize>, usize) {
         let (mut moved, mut room, mut least) = (Vec::new(), (fast, slow), fast);
         let (made, result) = carry_out(plan, turn, &mut |to, pages, each| {
             let (own, other) = if to == Tier::Fast { (&mut room.0, &mut room.1) } else { (&mut room.1, &mut room.0) };
