@@ -491,6 +491,10 @@ fn walk(seed: u64) {
     {
         let mut model = model.get();
         model.is_wild = false;
+        // Those that have ended would take places.
+        for pid in (10..40).filter(|pid| !model.processes.contains_key(pid)) {
+            let _ = std::fs::remove_dir_all(model.root.join(format!("proc/{pid}")));
+        }
         let pids: Vec<u32> = model.processes.keys().copied().collect();
         for pid in pids {
             model.processes.get_mut(&pid).expect("a process").refuses = false;
