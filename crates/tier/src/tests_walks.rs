@@ -213,7 +213,10 @@ impl Model {
     /// Something happens.
     fn happen(&mut self) {
         let what = self.random.below(16);
-        let Some(pid) = self.any_process().filter(|_| what > 1) else { return self.begin() };
+        let Some(pid) = self.any_process().filter(|_| what > 1) else {
+            self.begin();
+            return self.count();
+        };
         let area = self.new_area();
         let (some, base) = (self.random.below(2), BASES[self.random.below(4) as usize]);
         let has_room = self.processes.len() < MOST_LIVE;
@@ -505,6 +508,8 @@ fn walk(seed: u64) {
         (model.others[fast], model.others[slow]) = (0, 0);
         if model.random.one_in(2) {
             model.others[slow] = model.free(slow).saturating_sub(HIGH);
+            let reserve = (model.size[fast] / RESERVE_PART).max(1);
+            model.others[fast] = model.free(fast).saturating_sub(HIGH + reserve);
         }
         model.show_nodes();
     }
