@@ -328,8 +328,16 @@ mod tests {
         while ask().is_err() {
             assert!(begun.elapsed() < Duration::from_secs(60), "it is never reached");
         }
-        (0..20).for_each(|_| drop(ask()));
-        assert!(node.timeout(Kind::Read) > node.opening() && node.opening() >= Kind::Read.limits().0 * 2);
+        // Again if the last connection took longer than its timeout.
+        loop {
+            (0..20).for_each(|_| drop(ask()));
+            let (timeout, opening) = (node.timeout(Kind::Read), node.opening());
+            assert!(opening >= Kind::Read.limits().0 * 2);
+            if timeout > opening {
+                break;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(60), "{timeout:?}, and {opening:?} to open a connection");
+        }
         std::fs::remove_file(file).expect("remove");
     }
 }

@@ -15,7 +15,7 @@ use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, identity};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
 use ballast_testvm::valkey::{Layout, Valkey, read};
-use common::{LEASE, start};
+use common::{LEASE, start, stored, until};
 
 const VM: VmId = VmId([7; 16]);
 const ONE: Layout = Layout {
@@ -62,10 +62,7 @@ impl Vm {
 }
 
 fn put(store: &RemoteStore, pages: std::ops::Range<u64>) -> Vec<(PageKey, Handle)> {
-    let one = |page| match store.put(key(page), &pages::incompressible(page)) {
-        PutOutcome::Stored(handle) => (key(page), handle),
-        other => panic!("{other:?}: {:?}", store.last_refusal()),
-    };
+    let one = |page| (key(page), stored(store, key(page), &[pages::incompressible(page)])[0]);
     pages.map(one).collect()
 }
 
@@ -78,18 +75,20 @@ fn get(store: &RemoteStore, (key, handle): (PageKey, Handle)) -> GetOutcome {
 
 /// Gets a page. Retries until the outcome is not `Busy`.
 fn get_at_last(store: &RemoteStore, page: (PageKey, Handle)) -> GetOutcome {
-    let begun = Instant::now();
-    loop {
-        match get(store, page) {
-            GetOutcome::Busy => assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", store.last_refusal()),
-            outcome => return outcome,
-        }
-    }
+    until(|| match get(store, page) {
+        GetOutcome::Busy => Err(store.last_refusal()),
+        known => Ok(known),
+    })
 }
 
 /// The page is waited for, and none is put.
 fn waits(store: &RemoteStore, page: (PageKey, Handle)) {
     (0..TRIES).for_each(|_| assert_eq!(get(store, page), GetOutcome::Busy));
+    // Until operators were told.
+    until(|| {
+        assert_eq!(get(store, page), GetOutcome::Busy);
+        if store.elsewhere().is_some() { Ok(()) } else { Err(store.last_refusal()) }
+    });
     assert_eq!(store.put(key(99), &pages::incompressible(99)), PutOutcome::Busy);
 }
 
@@ -116,12 +115,12 @@ fn pages_in_another_cluster_wait_until_that_one_is_back_and_an_emptied_one_loses
         assert_eq!(engine.elsewhere(), Some(told[0].clone()));
         let others = RemoteStore::new(other, at_wrong.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE);
         let its = RegionKey { vm: other, number: 0 }.page(PageIdx(0));
-        assert!(matches!(others.put(its, &pages::mixed(1)), PutOutcome::Stored(_)));
+        stored(&others, its, &[pages::mixed(1)]);
     }
     assert_eq!(wrong.keys().expect("keys"), 4, "of the others, pages and leases");
     // The right one.
     let engine = vm.engine(&at_right, &live);
-    live.iter().for_each(|page| assert_eq!(get(&engine, *page), GetOutcome::Found));
+    live.iter().for_each(|page| assert_eq!(get_at_last(&engine, *page), GetOutcome::Found));
     assert_eq!((engine.elsewhere(), vm.told()), (None, Vec::new()));
     // It is emptied.
     right.say(0, &["FLUSHALL"]).expect("FLUSHALL");
@@ -185,8 +184,11 @@ fn pages_of_an_older_engine_are_in_the_cluster_that_has_one_of_them() {
     let lease = format!("bl{{{VM}}}");
     right.say(0, &["DEL", &lease]).expect("DEL");
     let engine = Vm::default().engine(&at_right, &all);
-    assert_eq!(engine.keep_lease(), None);
-    assert_eq!(right.say(0, &["EXISTS", &lease]).and_then(read::<i64>).expect("EXISTS"), 1, "it is made again");
+    until(|| {
+        assert_eq!(engine.keep_lease(), None);
+        let exists = right.say(0, &["EXISTS", &lease]).and_then(read::<i64>).expect("EXISTS");
+        if exists == 1 { Ok(()) } else { Err("it is not made again") }
+    });
     assert_eq!(get_at_last(&engine, lost), GetOutcome::Absent);
     put(&engine, 20..21);
     // All is lost, or it is another cluster; operators know how to say which.

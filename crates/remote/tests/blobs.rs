@@ -13,7 +13,7 @@ use ballast_store::{
     Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store, pages,
 };
 use ballast_testvm::valkey::{Layout, Valkey, read};
-use common::{LEASE, cluster, owner, start};
+use common::{LEASE, cluster, handles, owner, put_at_last, start, until};
 
 const VM: VmId = VmId([7; 16]);
 const PAGES: u64 = 40;
@@ -33,30 +33,27 @@ fn page(page: u64) -> PageBytes {
     }
 }
 
-fn stored(outcome: &PutOutcome) -> Handle {
-    match outcome {
-        PutOutcome::Stored(handle) => *handle,
-        other => panic!("a put came to {other:?}"),
-    }
-}
-
 /// Moves all pages from a store in RAM to a remote one. Returns their forms, and their handles there.
 fn moved(near: &dyn Store, far: &RemoteStore) -> (Vec<Vec<u8>>, Vec<Handle>) {
-    let (mut copies, mut blobs, mut outcomes) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut copies, mut blobs) = (Vec::new(), Vec::new());
     for number in 0..PAGES {
-        let handle = stored(&near.put(key(number), &page(number)));
+        let PutOutcome::Stored(handle) = near.put(key(number), &page(number)) else { panic!("page {number}") };
         let (mut copy, mut blob) = ([0; PAGE_SIZE], Vec::new());
         assert_eq!(near.get_blob(key(number), handle, &mut copy, &mut blob), GetOutcome::Found);
         copies.push(copy);
         blobs.push(blob);
     }
-    far.put_blobs(key(0), &copies, &blobs, &mut outcomes);
-    (blobs, outcomes.iter().map(stored).collect())
+    let outcomes = put_at_last(far, key(0), &copies, &blobs);
+    (blobs, handles(far, outcomes))
 }
 
 fn all_come_back(far: &RemoteStore, handles: &[Handle]) {
     let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; handles.len()], Vec::new());
-    far.get_run(key(0), handles, &mut out, &mut outcomes);
+    until(|| {
+        outcomes.clear();
+        far.get_run(key(0), handles, &mut out, &mut outcomes);
+        if outcomes.contains(&GetOutcome::Busy) { Err(far.last_refusal()) } else { Ok(()) }
+    });
     assert!(outcomes.iter().all(|outcome| *outcome == GetOutcome::Found), "{outcomes:?}");
     (0..).zip(&out).for_each(|(number, out)| assert!(*out == page(number), "page {number} has other bytes"));
 }

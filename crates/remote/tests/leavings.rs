@@ -5,6 +5,7 @@
 
 mod common;
 
+use std::cell::Cell;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
@@ -14,8 +15,8 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore, lease};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
-use ballast_testvm::valkey::Layout;
-use common::{LEASE, cluster, end, owner, played, shards, start};
+use ballast_testvm::valkey::{Layout, read};
+use common::{LEASE, cluster, end, get_at_last, owner, played, shards, start, stored, tidy_up, until};
 
 const VM: VmId = VmId([7; 16]);
 
@@ -33,12 +34,13 @@ fn put(store: &RemoteStore, count: u64) -> Vec<PutOutcome> {
     outcomes
 }
 
-fn tidy_up(store: &RemoteStore) {
-    let begun = Instant::now();
-    while !store.is_tidy() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", store.last_refusal());
-        store.tidy();
-    }
+/// Puts pages, which is refused each time, until that is for this reason. Calls `between` after another one.
+fn refused(store: &RemoteStore, count: usize, is_why: impl Fn(&str) -> bool, mut between: impl FnMut()) {
+    until(|| {
+        assert_eq!(put(store, count as u64), vec![PutOutcome::Busy; count]);
+        let why = store.last_refusal().expect("a reason");
+        if is_why(&why) { Ok(()) } else { Err((why, between())) }
+    });
 }
 
 /// A server that has all slots. `say` gets the words of each other command, and returns its reply.
@@ -69,11 +71,17 @@ fn a_write_that_the_server_refused_leaves_nothing_to_be_unlinked() {
     let Some(valkey) = start(Layout { primaries: 1, replicas: 0, ..Layout::default() }) else { return };
     let ours = cluster(&valkey, 0);
     let store = store_of(VM, &ours);
-    assert!(matches!(put(&store, 1)[..], [PutOutcome::Stored(_)]));
-    valkey.say(0, &["CONFIG", "SET", "min-replicas-to-write", "3"]).expect("CONFIG");
+    stored(&store, key_of(VM, 0), &[pages::incompressible(0)]);
+    let needs = |replicas| drop(valkey.say(0, &["CONFIG", "SET", "min-replicas-to-write", replicas]).expect("CONFIG"));
+    needs("3");
     for _ in 0..3 {
-        assert_eq!(put(&store, 300), [PutOutcome::Busy; 300]);
-        assert!(store.last_refusal().expect("a reason").contains("NOREPLICAS"));
+        let is_why = |why: &str| why.contains("NOREPLICAS") && !why.contains("what a failed write left");
+        // A write whose reply was late may have left something.
+        refused(&store, 300, is_why, || {
+            needs("0");
+            tidy_up(&store);
+            needs("3");
+        });
         assert!(store.is_tidy());
     }
 }
@@ -83,18 +91,17 @@ fn a_chunk_has_what_one_failed_write_left_however_often_it_is_tried() {
     let Some(mut valkey) = start(Layout { primaries: 1, ..Layout::default() }) else { return };
     let ours = cluster(&valkey, 1);
     let store = store_of(VM, &ours);
-    assert!(matches!(put(&store, 1)[..], [PutOutcome::Stored(_)]));
+    stored(&store, key_of(VM, 0), &[pages::incompressible(0)]);
     let primary = owner(&valkey, VM);
     valkey.kill(1 - primary);
-    assert_eq!(put(&store, 3), [PutOutcome::Busy; 3]);
+    refused(&store, 3, |why| why.contains("0 replicas"), || ());
     assert!(!store.is_tidy(), "the primary has them");
     valkey.say(primary, &["CONFIG", "SET", "min-replicas-to-write", "1"]).expect("CONFIG");
     let info = || valkey.text(primary, &["INFO", "commandstats"]).expect("INFO");
     let sets = |info: String| info.lines().find(|line| line.starts_with("cmdstat_mset:")).map(str::to_owned);
     let before = sets(info());
     for _ in 0..5 {
-        assert_eq!(put(&store, 3), [PutOutcome::Busy; 3]);
-        assert!(store.last_refusal().expect("a reason").contains("what a failed write left"));
+        refused(&store, 3, |why| why.contains("what a failed write left"), || ());
     }
     assert_eq!(sets(info()), before, "nothing is sent before that is unlinked");
     valkey.say(primary, &["CONFIG", "SET", "min-replicas-to-write", "0"]).expect("CONFIG");
@@ -108,17 +115,37 @@ fn pages_on_their_way_are_stored_when_that_is_waited_for_and_are_gone_when_nobod
     let store = Arc::new(store_of(VM, &cluster(&valkey, 1)));
     // Two chunks, of which the first is stored before the second is sent.
     let (bytes, mut outcomes): (Vec<_>, _) = ((0..700).map(pages::mixed).collect(), Vec::new());
-    let ending = store.clone().begin_put(key_of(VM, 0), &bytes, &[]);
-    ending(&mut outcomes);
+    until(|| {
+        outcomes.clear();
+        let ending = store.clone().begin_put(key_of(VM, 0), &bytes, &[]);
+        ending(&mut outcomes);
+        if !outcomes.contains(&PutOutcome::Busy) {
+            return Ok(());
+        }
+        let why = store.last_refusal();
+        for (number, outcome) in (0..).zip(&outcomes) {
+            if let PutOutcome::Stored(handle) = outcome {
+                store.free(key_of(VM, number), *handle);
+            }
+        }
+        tidy_up(&store);
+        Err(why)
+    });
     assert_eq!(outcomes.len(), bytes.len());
     for ((number, outcome), bytes) in (0..).zip(&outcomes).zip(&bytes) {
         let PutOutcome::Stored(handle) = *outcome else { panic!("{outcome:?}: {:?}", store.last_refusal()) };
         let mut out = [0; PAGE_SIZE];
-        assert_eq!(store.get(key_of(VM, number), handle, &mut out), GetOutcome::Found);
+        assert_eq!(get_at_last(&store, key_of(VM, number), handle, &mut out), GetOutcome::Found);
         assert!(out == *bytes, "page {number} has other bytes");
     }
-    drop(store.clone().begin_put(key_of(VM, 2048), &bytes[..300], &[]));
-    assert!(!store.is_tidy(), "the cluster may have them");
+    until(|| {
+        drop(store.clone().begin_put(key_of(VM, 2048), &bytes[..300], &[]));
+        if !store.is_tidy() {
+            return Ok(());
+        }
+        assert_eq!(valkey.keys().expect("a size"), 700 + 1, "the cluster may have them");
+        Err(store.last_refusal())
+    });
     tidy_up(&store);
     assert_eq!(valkey.keys().expect("a size"), 700 + 1, "the pages and the lease");
     assert_eq!(store.usage().pages, 700);
@@ -131,18 +158,28 @@ fn a_write_whose_owner_was_stopped_for_longer_than_its_lease_is_not_stored_becau
     let (budget, lasts) = (RemoteBudget::new(Bytes(1 << 30)), Duration::from_millis(200));
     let store = Arc::new(RemoteStore::new(VM, ours, budget, Codec::Lz4, lasts));
     let (bytes, mut outcomes): (Vec<_>, _) = ((0..20).map(pages::mixed).collect(), Vec::new());
-    let ending = store.clone().begin_put(key_of(VM, 0), &bytes, &[]);
-    let (lease, begun) = (format!("bl{{{VM}}}"), Instant::now());
-    while valkey.text(owner(&valkey, VM), &["GET", &lease]).is_ok() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "the lease does not run out");
-    }
-    let mut leaseless = lease::Leaseless::default();
-    let mut sweep = || leaseless.sweep(&theirs, Duration::ZERO, &|_| false, &mut || ()).expect("read");
-    let gone: Vec<_> = sweep().into_iter().chain(sweep()).collect();
-    assert_eq!(gone, [(VM, 20)]);
-    ending(&mut outcomes);
-    assert_eq!(outcomes, [PutOutcome::Busy; 20]);
-    assert!(store.last_refusal().expect("a reason").contains("its lease may have run out"));
+    let (primary, lease) = (owner(&valkey, VM), format!("bl{{{VM}}}"));
+    // Until it is not stored for this reason: its replies may be late, too.
+    until(|| {
+        tidy_up(&store);
+        let ending = store.clone().begin_put(key_of(VM, 0), &bytes, &[]);
+        if valkey.say(primary, &["KEYS", "b{*"]).and_then(read::<Vec<String>>).expect("keys").len() < 20 {
+            return Err(store.last_refusal());
+        }
+        until(|| if valkey.text(primary, &["GET", &lease]).is_ok() { Err("it does not run out") } else { Ok(()) });
+        let mut leaseless = lease::Leaseless::default();
+        let gone = until(|| {
+            let gone =
+                leaseless.sweep(&theirs, Duration::ZERO, &|_| false, &mut || ()).map_err(|why| why.to_string())?;
+            if gone.is_empty() { Err("nothing is removed".into()) } else { Ok::<_, String>(gone) }
+        });
+        assert_eq!(gone, [(VM, 20)]);
+        outcomes.clear();
+        ending(&mut outcomes);
+        assert_eq!(outcomes, [PutOutcome::Busy; 20]);
+        let why = store.last_refusal();
+        if why.as_ref().is_some_and(|why| why.contains("its lease may have run out")) { Ok(()) } else { Err(why) }
+    });
     tidy_up(&store);
 }
 
@@ -203,7 +240,8 @@ fn one_scan_serves_all_vms_that_ended_and_no_other_vm_and_what_ends_meanwhile_is
     let ours = cluster(&valkey, 1);
     let stores: Vec<RemoteStore> = (1..=4).map(|id| store_of(VmId([id; 16]), &ours)).collect();
     assert!(stores.iter().all(|store| !store.may_be_used()), "a VM that put nothing needs no scan");
-    let handles: Vec<Vec<PutOutcome>> = stores.iter().map(|store| put(store, 20)).collect();
+    let bytes: Vec<_> = (0..20).map(pages::incompressible).collect();
+    let handles: Vec<Vec<Handle>> = stores.iter().map(|store| stored(store, key_of(store.vm(), 0), &bytes)).collect();
     assert!(stores.iter().all(RemoteStore::may_be_used));
     let scans = || {
         let of = |node| valkey.text(node, &["INFO", "commandstats"]).expect("INFO");
@@ -216,23 +254,26 @@ fn one_scan_serves_all_vms_that_ended_and_no_other_vm_and_what_ends_meanwhile_is
     let before = scans();
     let mut ended = lease::Ended::default();
     [0, 1].iter().for_each(|at: &usize| ended.add(stores[*at].vm()));
-    let mut gone = ended.step(&ours).expect("a step");
+    // A step that failed may have cost a scan.
+    let failed = Cell::new(0);
+    let step = |ended: &mut lease::Ended| until(|| ended.step(&ours).inspect_err(|_| failed.set(failed.get() + 1)));
+    let mut gone = step(&mut ended);
     // It is too late for this scan.
     ended.add(stores[2].vm());
     while gone.is_empty() {
-        gone = ended.step(&ours).expect("a step");
+        gone = step(&mut ended);
     }
     gone.sort_unstable();
     assert_eq!(gone, [(VmId([1; 16]), 20), (VmId([2; 16]), 20)]);
-    assert_eq!(scans() - before, 3, "each primary once: none has a thousand keys");
+    let scans = scans() - before;
+    assert!((3..=3 + failed.get()).contains(&scans), "{scans}: each primary once, as none has a thousand keys");
     assert_eq!(valkey.keys().expect("a size"), 2 * (20 + 1));
     let mut last = Vec::new();
     while !ended.is_empty() {
-        last.extend(ended.step(&ours).expect("a step"));
+        last.extend(step(&mut ended));
     }
     assert_eq!(last, [(VmId([3; 16]), 20)]);
-    let [PutOutcome::Stored(handle), ..] = handles[3][..] else { panic!("{:?}", handles[3]) };
     let mut out = [0; PAGE_SIZE];
-    assert_eq!(stores[3].get(key_of(stores[3].vm(), 0), handle, &mut out), GetOutcome::Found);
-    assert_eq!(end(&ours, &[stores[3].vm()]).expect("ended"), 20);
+    assert_eq!(get_at_last(&stores[3], key_of(stores[3].vm(), 0), handles[3][0], &mut out), GetOutcome::Found);
+    assert_eq!(end(&ours, &[stores[3].vm()]), 20);
 }

@@ -4,15 +4,77 @@
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use ballast_base::PageIdx;
 use ballast_base::wire::VmId;
 use ballast_needs::missing;
-use ballast_remote::{Access, Addr, Cluster, ClusterOptions, Tls, lease, slot_of};
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteStore, Tls, lease, slot_of};
+use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store};
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
 /// Duration of a lease, longer than any test.
 pub const LEASE: Duration = Duration::from_secs(3600);
+/// Limit for every wait, on a busy machine.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Asks until there is an answer: on a busy machine a thread may stall for longer than the first timeouts of requests.
+/// Panics with the last refusal.
+pub fn until<T, E: std::fmt::Debug>(mut ask: impl FnMut() -> Result<T, E>) -> T {
+    let begun = Instant::now();
+    loop {
+        match ask() {
+            Ok(answer) => return answer,
+            Err(why) => assert!(begun.elapsed() < DEADLINE, "{why:?}"),
+        }
+    }
+}
+
+/// Gets a page. Retries until the outcome is not `Busy`.
+pub fn get_at_last(store: &RemoteStore, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    until(|| match store.get(key, handle, out) {
+        GetOutcome::Busy => Err(store.last_refusal()),
+        known => Ok(known),
+    })
+}
+
+/// Puts pages, which have these forms in another store, or none there. Retries until no outcome is `Busy`.
+pub fn put_at_last(store: &RemoteStore, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Vec<PutOutcome> {
+    let mut outcomes = vec![PutOutcome::Busy; pages.len()];
+    until(|| {
+        let is_busy = |outcome: &PutOutcome| *outcome == PutOutcome::Busy;
+        let Some(from) = outcomes.iter().position(is_busy) else { return Ok(()) };
+        // What is stored already is not put again.
+        let to = outcomes[from..].iter().position(|outcome| !is_busy(outcome)).map_or(pages.len(), |len| from + len);
+        let (key, mut said) = (first.region.page(PageIdx(first.page.0 + from as u64)), Vec::new());
+        store.put_blobs(key, &pages[from..to], blobs.get(from..to).unwrap_or_default(), &mut said);
+        outcomes.splice(from..to, said);
+        Err(store.last_refusal())
+    });
+    outcomes
+}
+
+/// Stores pages. Retries until no outcome is `Busy`.
+pub fn stored(store: &RemoteStore, first: PageKey, pages: &[PageBytes]) -> Vec<Handle> {
+    handles(store, put_at_last(store, first, pages, &[]))
+}
+
+/// Returns the handles of pages that were stored.
+pub fn handles(store: &RemoteStore, outcomes: Vec<PutOutcome>) -> Vec<Handle> {
+    let handle = |outcome| match outcome {
+        PutOutcome::Stored(handle) => handle,
+        other => panic!("a put came to {other:?}: {:?}", store.last_refusal()),
+    };
+    outcomes.into_iter().map(handle).collect()
+}
+
+/// Unlinks all that was freed, and what failed writes left.
+pub fn tidy_up(store: &RemoteStore) {
+    until(|| {
+        store.tidy();
+        if store.is_tidy() { Ok(()) } else { Err(store.last_refusal()) }
+    });
+}
 
 /// Starts a cluster; `None`, aloud, where there is no server.
 pub fn start(layout: Layout) -> Option<Valkey> {
@@ -116,13 +178,13 @@ fn command(asked: &mut impl BufRead) -> Option<Vec<Vec<u8>>> {
 }
 
 /// Removes all that these VMs have in the cluster. Returns the number of their pages.
-pub fn end(cluster: &Cluster, vms: &[VmId]) -> std::io::Result<u64> {
+pub fn end(cluster: &Cluster, vms: &[VmId]) -> u64 {
     let (mut ended, mut pages) = (lease::Ended::default(), 0);
     vms.iter().for_each(|vm| ended.add(*vm));
     while !ended.is_empty() {
-        pages += ended.step(cluster)?.iter().map(|(_, pages)| pages).sum::<u64>();
+        pages += until(|| ended.step(cluster)).iter().map(|(_, pages)| pages).sum::<u64>();
     }
-    Ok(pages)
+    pages
 }
 
 /// Returns the TLS files of a cluster.
