@@ -305,8 +305,8 @@ fn a_store_has_two_runs_to_work_on_and_each_is_waited_for() {
     });
     assert_eq!(store.most.load(Ordering::Acquire), 2);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
-    until("no run is under way", || store.under_way.load(Ordering::Acquire) == 0);
-    rig.check_census();
+    count_exactly(&rig);
+    assert_eq!(store.under_way.load(Ordering::Acquire), 0);
 }
 
 /// A store with pages that do not come: their first request takes a moment, and any other one lasts until they do.

@@ -1,7 +1,7 @@
 //! The budget of all stores of a process in the cluster, and the share of each store.
 //!
 //! Before: an operator says how much memory far pages may take on other machines. After: a store puts pages only while
-//! they fit, and operators see an estimate of what is used.
+//! they fit beside what is stored (not beside what is on its way), and operators see an estimate of what is used.
 //! Threads: any, without locks; sums may be off for a moment. Units: pages, at the mean size of those that were put or
 //! read recently. As long as these are few, pages of an earlier engine count as if they filled 15/16 of the budget, at
 //! most: that engine kept to it.

@@ -24,7 +24,7 @@ use crate::map::{NODES_MAX, SlotMap};
 use crate::refusal::{Addr, is_of_another_type};
 use crate::resp::Commands;
 use crate::slot::slot_of;
-use crate::stream::gives_way;
+use crate::stream::{gives_way, left};
 
 /// Longest time that one node may take. It is asked for a few keys, and rarely.
 const TIMEOUT: Duration = Duration::from_secs(1);
@@ -125,6 +125,7 @@ fn ask(
     if held::is_wanted() {
         return Err(gives_way());
     }
+    left(until)?;
     let until = until.min(Instant::now() + TIMEOUT);
     let mut commands = Commands::default();
     // On a primary, `READONLY` has no effect. It is undone afterwards, because others use the connection after us.

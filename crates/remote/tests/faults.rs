@@ -297,7 +297,7 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
     let older = another(&ours, &Arc::default());
     older.recover(&mut (0..).map(key).zip(handles.iter().copied())).expect("recover");
     let begun = Instant::now();
-    while ttl() < 60_000 {
+    while ttl() <= 60_000 {
         assert!(begun.elapsed() < Duration::from_secs(60), "it is renewed without an identity");
         // So long after the last one that a new map is requested.
         std::thread::sleep(Duration::from_millis(200));

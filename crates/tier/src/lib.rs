@@ -9,7 +9,7 @@
 //!
 //! Read the files in this order: [`settings`], [`nodes`], [`programs`], [`source`], [`pages`], `watched.rs`, [`mover`],
 //! `carry.rs`, [`beside`], [`engine`], [`status`]. [`kernel_files`] reads `/proc` and `/sys` for all of them;
-//! [`kernel`] is the seam to what else the kernel is asked.
+//! [`kernel`] asks the kernel for page tables and moves; tests have a model of it.
 //!
 //! Before: a guest with two tiers, and root in it. After: the pages that its programs touch most are in fast memory.
 //! Threads: the caller's one. Units: bytes, pages of 4 KiB, epochs of 500 ms. Promise: no page's content changes, no

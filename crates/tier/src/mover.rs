@@ -126,7 +126,7 @@ impl Mover<'_> {
                     let Ok(Some(alone)) = move_pages(pid, &addresses[at..=at], node) else { continue };
                     // Alone it was tried, but the kernel says neither that it is pinned nor that the node is full.
                     places[at] = match alone[0] {
-                        Place::Untried if self.room(node)? < PAGE_SIZE as u64 => Place::Full,
+                        Place::Untried if self.room(node).is_ok_and(|room| room < PAGE_SIZE as u64) => Place::Full,
                         Place::Untried => Place::Busy,
                         place => place,
                     };

@@ -193,12 +193,12 @@ fn parse(maps: &str, exe: Option<&str>) -> Result<Memory, RootsError> {
         (None, None) => Vec::new(),
     };
     let roots: Vec<(u64, u64)> = low.into_iter().chain(rest).filter(|(start, end)| start < end).collect();
-    let is_inside = |area: &&Area<'_>| {
-        // Two roots that touch have no area across their border.
+    let inside = |area: &Area<'_>| {
+        // Two roots that touch have no area across their border. What is left of one below the code ends within a unit.
         let root = roots[..roots.partition_point(|(start, _)| *start <= area.start)].last();
-        root.is_some_and(|(_, end)| area.start < *end) && area.is_its_own() && area.end <= top
+        root.filter(|(_, end)| area.start < *end).map(|(_, end)| (area.start, area.end.min(*end)))
     };
-    let areas = all.iter().filter(is_inside).map(|area| (area.start, area.end)).collect();
+    let areas = all.iter().filter(|area| area.is_its_own() && area.end <= top).filter_map(inside).collect();
     Ok(Memory { roots: Roots::new(&roots)?, areas })
 }
 
@@ -302,6 +302,8 @@ c000000000-c040000000 rw-p 00000000 00:00 0
         ) {
             if let Ok(memory) = parse(&text, Some("/a")) {
                 prop_assert!(memory.areas.iter().all(|(start, end)| start < end));
+                let is_in = |address| memory.roots.ranges().any(|(start, end)| (start..end).contains(&address));
+                prop_assert!(memory.areas.iter().all(|(start, end)| is_in(*start) && is_in(end - 1)));
             }
         }
     }

@@ -29,6 +29,8 @@ const UNIT_PAGES: usize = (UNIT / PAGE) as usize;
 /// Where a program may have memory: below its code, its heap, and mappings.
 const BASES: [u64; 4] = [0xc0_0000_0000, 0x55d0_1220_0000, 0x7f00_0000_0000, 0x7f10_0000_0000];
 const MOST_LIVE: usize = 6;
+/// The kernel gives no such process ids: none of them is this process, which the engine leaves out.
+const FIRST_PID: u32 = 5_000_000;
 const WILD_EPOCHS: u64 = 150;
 const QUIET_EPOCHS: u64 = 200;
 
@@ -177,7 +179,7 @@ impl Model {
     fn begin(&mut self) {
         self.clock += 1;
         // Process ids come again.
-        let pid = 10 + self.random.below(12) as u32;
+        let pid = FIRST_PID + self.random.below(12) as u32;
         if self.processes.len() >= MOST_LIVE || self.processes.contains_key(&pid) {
             return;
         }
@@ -228,7 +230,7 @@ impl Model {
             3 if has_room => {
                 let pages = process.areas.values_mut().flat_map(|area| area.pages.iter_mut().flatten());
                 pages.for_each(|page| page.is_shared = true);
-                let (child, copy) = (30 + random.below(9) as u32, process.clone());
+                let (child, copy) = (FIRST_PID + 20 + random.below(9) as u32, process.clone());
                 self.clock += 1;
                 let copy = Process { start: self.clock, ..copy };
                 self.processes.entry(child).or_insert(copy);
@@ -495,7 +497,7 @@ fn walk(seed: u64) {
         let mut model = model.get();
         model.is_wild = false;
         // Those that have ended would take places.
-        for pid in (10..40).filter(|pid| !model.processes.contains_key(pid)) {
+        for pid in (FIRST_PID..FIRST_PID + 30).filter(|pid| !model.processes.contains_key(pid)) {
             let _ = std::fs::remove_dir_all(model.root.join(format!("proc/{pid}")));
         }
         let pids: Vec<u32> = model.processes.keys().copied().collect();
@@ -517,7 +519,14 @@ fn walk(seed: u64) {
     let last = &moved[QUIET_EPOCHS as usize - 40..];
     let starved = starved(&tierer, &model.get());
     assert!(starved.is_none(), "{}", starved.unwrap_or_default());
-    assert!(last.iter().all(|moves| *moves == (0, 0)), "moves do not end: {last:?}");
+    // A pinned page is tried again after 30 s, and its partner may change places meanwhile.
+    let has_pinned = {
+        let model = model.get();
+        let areas = model.processes.values().flat_map(|process| process.areas.values());
+        areas.flat_map(|area| area.pages.iter().flatten()).any(|page| page.is_pinned)
+    };
+    let most_last = if has_pinned { 4 } else { 0 };
+    assert!(last.iter().map(|(up, down)| up + down).sum::<u64>() <= most_last, "moves do not end: {last:?}");
     // All programs end.
     model.get().processes.clear();
     let _ = std::fs::remove_dir_all(root.path().join("proc"));

@@ -158,7 +158,7 @@ fn a_discard_that_is_over_is_not_sent_on_a_new_socket() {
 fn a_new_socket_gets_the_discards_that_still_wait() {
     let (control, old) = connected();
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| control.discard(vec![RANGE], LONG, || ()));
+        let waiting = scope.spawn(|| control.discard(vec![RANGE], Duration::from_secs(20), || ()));
         read(&old);
         let new = Arc::new(Pair::new().expect("pair"));
         control.replace(new.clone());

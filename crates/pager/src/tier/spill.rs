@@ -384,7 +384,8 @@ impl SpillWorker {
         blocking(|| vm.state.beside(|| ending(&mut outcomes)));
         let refused = outcomes.iter().rfind(|outcome| !matches!(outcome, PutOutcome::Stored(_))).copied();
         let target = &mut self.targets[sent.target];
-        if refused == Some(PutOutcome::Busy) {
+        // A run that was sent before the store got shorter ones makes them no shorter.
+        if refused == Some(PutOutcome::Busy) && sent.run.words.len() <= target.run {
             (target.run, target.taken) = ((target.run / 2).max(SHORTEST_RUN), 0);
         } else if refused.is_none() && outcomes.len() >= target.run {
             target.taken += 1;
@@ -392,12 +393,11 @@ impl SpillWorker {
                 (target.run, target.taken) = ((target.run * 2).min(RUN), 0);
             }
         }
-        match refused {
-            Some(outcome) => self.rest(sent.target, outcome),
-            None => {
-                target.said = false;
-                vm.mail.spill.set_helps(true);
-            }
+        if let Some(outcome) = refused {
+            self.rest(sent.target, outcome);
+        } else if target.rest_until.is_none() {
+            target.said = false;
+            vm.mail.spill.set_helps(true);
         }
         Some((sent, outcomes))
     }
