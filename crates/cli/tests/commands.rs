@@ -21,6 +21,7 @@ use ballast_heat::record::{Frame, Line, Recorded, Recording};
 use ballast_heat::scripted::Scripted;
 use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
 use ballast_heat::{Phase, Settings};
+use ballast_needs::program::{self, install_script};
 use ballast_needs::skip;
 
 struct Canned(Mutex<Vec<VmStat>>);
@@ -272,12 +273,6 @@ fn daemon_for(policy: PeerPolicy) -> Daemon {
     Daemon { _directory: directory, socket }
 }
 
-/// Copy a program. Another process writes the copy: while this one had it open for writing, so might a child of another
-/// test, between its fork and its exec, and the kernel executes no such file.
-fn copy(from: &Path, to: &Path) {
-    assert!(Command::new("cp").arg(from).arg(to).status().expect("run cp").success(), "{}", from.display());
-}
-
 /// Exit code, standard output, standard error.
 fn ballast(socket: &Path, args: &[&str]) -> (i32, String, String) {
     let Output { status, stdout, stderr } = Command::new(env!("CARGO_BIN_EXE_ballast"))
@@ -525,11 +520,7 @@ fn bench_and_demo_become_ballast_bench_where_it_is_installed() {
     assert!(err.contains(&*program.with_file_name("ballast-bench").to_string_lossy()) && err.contains("PATH"), "{err}");
 
     let install = |place: &Path, name: &str| {
-        let script = format!("#!/bin/sh\necho {name} \"$@\"\nexit 7\n");
-        let source = place.join("source");
-        std::fs::write(&source, script).expect("write");
-        std::fs::set_permissions(&source, PermissionsExt::from_mode(0o755)).expect("mode");
-        copy(&source, &place.join("ballast-bench"));
+        install_script(&place.join("ballast-bench"), &format!("echo {name} \"$@\"\nexit 7"));
     };
     install(&on_path, "listed");
     for (args, words) in [
@@ -596,7 +587,7 @@ fn another_user_looks_only_as_a_member_of_the_group_and_changes_nothing() {
     }
     // The program is copied to where any user may run it.
     let program = daemon.socket.with_file_name("ballast");
-    copy(Path::new(env!("CARGO_BIN_EXE_ballast")), &program);
+    program::install(Path::new(env!("CARGO_BIN_EXE_ballast")), &program);
     let cases: [(u32, &[&str], i32, &str); 4] = [
         (NOBODY, &["vm", "list"], 1, "may not use the API"),
         (NOBODY, &["vm", "limit", "db", "1G"], 1, "may not use the API"),

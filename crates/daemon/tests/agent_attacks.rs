@@ -14,12 +14,12 @@ use ballast_base::{MIB, PAGE_SIZE};
 use ballast_guest::message::{MAX_RUNS, NODES_END, Node, Tick, TierUse, Tiering, TieringState, Tracking};
 use ballast_guest::run::COLD;
 use ballast_guest::{Kind, Run, ToGuest, ToHost, frame};
+use ballast_needs::random::Random;
 use ballast_testvm::Finally;
 use common::agent::{
     Fake, HIGH, NONCES, PAGES, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, port_of, proved, run,
 };
 use common::raw::{Ram, no_uffd};
-use common::rng::Rng;
 use common::{Daemon, QUICK, until};
 
 /// Words of a page.
@@ -43,9 +43,9 @@ fn write_and_check(ram: &Ram, thread: u64, threads: u64, (ends, checked): (&Atom
         assert!(wrong.is_none(), "page {page} in round {round}: word {:?}", wrong.map(|(at, _)| at));
     };
     pages.iter().for_each(|page| fill(*page, 0));
-    let mut random = Rng(thread);
+    let mut random = Random(thread);
     while !ends.load(Ordering::Relaxed) {
-        let at = random.below(pages.len());
+        let at = random.index(pages.len());
         check(pages[at], rounds[at]);
         rounds[at] += 1;
         fill(pages[at], rounds[at]);
@@ -137,27 +137,27 @@ fn a_guest_whose_agent_calls_all_of_its_memory_the_kernels_while_threads_write_i
 }
 
 /// A message with a valid sum and session, and a random body, or a valid body with some bytes changed.
-fn random_message(random: &mut Rng, session: u64) -> Vec<u8> {
+fn random_message(random: &mut Random, session: u64) -> Vec<u8> {
     let tick = Tick { nodes: vec![Node::default(); 3], note: "a note".into(), ..Tick::default() };
-    let whole = match random.below(6) {
+    let whole = match random.index(6) {
         0 => ToHost::Tick(tick),
         1 => ToHost::Report {
-            number: random.below(3) as u32,
-            last: random.below(2) == 0,
+            number: random.index(3) as u32,
+            last: random.index(2) == 0,
             runs: vec![run(0, 9, COLD); 9],
         },
-        2 => ToHost::Proof(vec![Run::of(random.below(PAGES as usize) as u64, 1)]),
+        2 => ToHost::Proof(vec![Run::of(random.index(PAGES as usize) as u64, 1)]),
         3 => ToHost::Free { id: 1, runs: vec![run(HIGH, 9, COLD)] },
         4 => ToHost::Taken { node: u32::MAX, runs: vec![run(HIGH, u32::MAX, COLD)] },
         _ => ToHost::Hello { agent: "x".into(), kernel: "y".into() },
     };
-    let (whole, kind) = (whole.frame(session), random.below(9) as u16);
+    let (whole, kind) = (whole.frame(session), random.index(9) as u16);
     let mut body = whole[ballast_guest::frame::HEADER..].to_vec();
-    if random.below(2) == 0 {
-        body = (0..random.below(300)).map(|_| random.below(256) as u8).collect();
+    if random.index(2) == 0 {
+        body = (0..random.index(300)).map(|_| random.index(256) as u8).collect();
     }
-    for _ in 0..random.below(4).min(body.len()) {
-        let at = random.below(body.len());
+    for _ in 0..random.index(4).min(body.len()) {
+        let at = random.index(body.len());
         body[at] = random.of(&[0, 1, 0x7f, 0x80, 0xff]);
     }
     frame(session, kind, &body)
@@ -174,13 +174,13 @@ fn messages_of_random_bytes_and_messages_that_are_sent_again_are_counted_and_los
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "random");
     daemon.api.set_limit("random", Some(32 * MIB)).expect("limit");
-    let (mut random, mut said) = (Rng::seeded("BALLAST_AGENT_SEED"), Vec::new());
+    let (mut random, mut said) = (Random::seeded("BALLAST_AGENT_SEED"), Vec::new());
     for _ in 0..MESSAGES {
         said.extend(random_message(&mut random, fake.session));
         // Half a message, and bytes that belong to none.
-        if random.below(8) == 0 {
+        if random.index(8) == 0 {
             let torn = random_message(&mut random, fake.session);
-            said.extend(&torn[..random.below(torn.len())]);
+            said.extend(&torn[..random.index(torn.len())]);
         }
     }
     let before = agent_of(&daemon, "random").messages;

@@ -19,9 +19,9 @@ use ballast_base::wire::{
     self, ClientToKeeper, KeeperToClient, MAX_FILES, MAX_REGIONS, MAX_SHARDS, RegionInfo, Span, StoreFiles,
 };
 use ballast_base::{Bytes, Extent, Hva};
+use ballast_needs::random::Random;
 use ballast_sys::{Uffd, memfd, scm};
 use common::raw::{Ram, RawClient, connect, files, hear, no_uffd, userfaultfd};
-use common::rng::Rng;
 use common::{Daemon, FORKS, kill, limit_descriptors, may_fork, signal_process, stop_process, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
@@ -207,56 +207,56 @@ fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_any
     until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
     let before = [keeper, engine].map(descriptors);
 
-    let mut rng = Rng(1);
+    let mut rng = Random(1);
     let other = Ram::new(16);
     let stores = [(RAM_STORE, 1), (FILE_STORE, 2), (7, 1), (RAM_STORE, 255)];
     for _ in 0..400 {
         let Some(socket) = connect(&daemon.attach_socket()) else { panic!("nobody listens\n{}", daemon.log()) };
-        let client = RawClient::new(&daemon.attach_socket(), ["mad", "good", "-", "x"][rng.below(4)]);
-        for _ in 0..=rng.below(3) {
+        let client = RawClient::new(&daemon.attach_socket(), ["mad", "good", "-", "x"][rng.index(4)]);
+        for _ in 0..=rng.index(3) {
             let all_regions = [ram.info(), other.info()];
-            let mut regions = all_regions[..rng.below(3)].to_vec();
+            let mut regions = all_regions[..rng.index(3)].to_vec();
             for extent in regions.iter_mut().flat_map(|region| &mut region.extents) {
-                if rng.below(3) == 0 {
-                    extent.offset = Bytes([0, 1, 4096, u64::MAX - 4095][rng.below(4)]);
+                if rng.index(3) == 0 {
+                    extent.offset = Bytes([0, 1, 4096, u64::MAX - 4095][rng.index(4)]);
                 }
             }
-            let message = match rng.below(6) {
+            let message = match rng.index(6) {
                 0 => add(ram.info()),
-                1 => ClientToKeeper::RemoveRegion(Hva(rng.below(1 << 20) as u64)),
-                2 => ClientToKeeper::Pin("p".repeat(rng.below(300))),
+                1 => ClientToKeeper::RemoveRegion(Hva(rng.index(1 << 20) as u64)),
+                2 => ClientToKeeper::Pin("p".repeat(rng.index(300))),
                 3 => ClientToKeeper::MayPin,
                 _ => ClientToKeeper::Attach(wire::Attach {
-                    resume: [None, Some(wire::VmId([7; 16]))][rng.below(2)],
-                    stores: files_of(&stores[..rng.below(stores.len() + 1)]),
-                    files: [1, 1, 2, 0, 200][rng.below(5)],
-                    shards: [1, 1, 0, 2, 9, 255][rng.below(6)],
+                    resume: [None, Some(wire::VmId([7; 16]))][rng.index(2)],
+                    stores: files_of(&stores[..rng.index(stores.len() + 1)]),
+                    files: [1, 1, 2, 0, 200][rng.index(5)],
+                    shards: [1, 1, 0, 2, 9, 255][rng.index(6)],
                     ..client.message(regions)
                 }),
             };
             let mut bytes = wire::encode(&message);
-            for _ in 0..rng.below(3) {
-                let at = rng.below(bytes.len());
-                bytes[at] = rng.below(256) as u8;
+            for _ in 0..rng.index(3) {
+                let at = rng.index(bytes.len());
+                bytes[at] = rng.index(256) as u8;
             }
-            bytes.truncate(if rng.below(8) == 0 { rng.below(bytes.len() + 1) } else { bytes.len() });
+            bytes.truncate(if rng.index(8) == 0 { rng.index(bytes.len() + 1) } else { bytes.len() });
             let zoo = zoo(&escrow);
             let right = client.descriptors(&[&ram, &other]);
-            let fds: Vec<BorrowedFd<'_>> = match rng.below(3) {
+            let fds: Vec<BorrowedFd<'_>> = match rng.index(3) {
                 // What the message needs, perhaps, with one of another kind among it.
-                0 => right[..rng.below(right.len() + 1)].to_vec(),
+                0 => right[..rng.index(right.len() + 1)].to_vec(),
                 1 => {
                     let mut fds = right;
-                    let at = rng.below(fds.len());
-                    fds[at] = zoo[rng.below(zoo.len())].as_fd();
+                    let at = rng.index(fds.len());
+                    fds[at] = zoo[rng.index(zoo.len())].as_fd();
                     fds
                 }
-                _ => (0..rng.below(scm::MAX_FDS + 1)).map(|_| zoo[rng.below(zoo.len())].as_fd()).collect(),
+                _ => (0..rng.index(scm::MAX_FDS + 1)).map(|_| zoo[rng.index(zoo.len())].as_fd()).collect(),
             };
             if scm::send(&socket, &bytes, &fds).is_err() {
                 break;
             }
-            if rng.below(2) == 0 && hear(&socket).is_none() {
+            if rng.index(2) == 0 && hear(&socket).is_none() {
                 break;
             }
         }

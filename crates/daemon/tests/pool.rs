@@ -16,11 +16,11 @@ use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, GIB, Hva, MIB, PAGE_SIZE};
 use ballast_client::Ram;
 use ballast_client::pool::take;
+use ballast_needs::random::Random;
 use ballast_reserve::Reserve;
 use ballast_sys::Mapping;
 
 use common::pooled::Pooled;
-use common::rng::Rng;
 use common::{missing, until};
 
 const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
@@ -326,7 +326,7 @@ fn die_at_any_time(pages: PoolPages, kills: u32) {
         PoolPages::Huge => pool.nodes.first().map(|node| node.lent_bytes),
         _ => pool.base.as_ref().and_then(|base| base.nodes.first()).map(|node| node.lent_bytes),
     };
-    let mut rng = Rng::seeded("BALLAST_POOL_SEED");
+    let mut rng = Random::seeded("BALLAST_POOL_SEED");
     let mut vms: Vec<Child> = Vec::new();
     let mut lenders = Vec::new();
     let is_on_demand_there = ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).is_ok();
@@ -343,17 +343,17 @@ fn die_at_any_time(pages: PoolPages, kills: u32) {
         // Some ask for more than is left, and wait for what another one leaves.
         let kind = match pages {
             PoolPages::Base => "base",
-            _ if is_on_demand_there && rng.below(3) == 0 => "demand",
+            _ if is_on_demand_there && rng.index(3) == 0 => "demand",
             _ => "vm",
         };
-        vms.push(pooled.vm(&format!("{kind}-{number}"), [2, 10, 16, 24, 40][rng.below(5)]));
-        std::thread::sleep(Duration::from_millis(rng.below(40) as u64));
-        match rng.below(6) {
+        vms.push(pooled.vm(&format!("{kind}-{number}"), [2, 10, 16, 24, 40][rng.index(5)]));
+        std::thread::sleep(Duration::from_millis(rng.index(40) as u64));
+        match rng.index(6) {
             0 => {
                 // The last one may be dead, and the next one not started.
                 if let Some(old) = pooled.daemon().engine_pid() {
                     common::kill(old);
-                    if rng.below(2) == 0 {
+                    if rng.index(2) == 0 {
                         pooled.daemon().wait_for_engine_after(old);
                     }
                 }
@@ -362,20 +362,20 @@ fn die_at_any_time(pages: PoolPages, kills: u32) {
                 // The one that is there now may be on its way out.
                 let daemon = pooled.daemon.as_mut().expect("it runs");
                 if let Some(engine) = daemon.engine_pid() {
-                    daemon.kill_and_restart_keeper_of(engine, rng.below(2) == 0);
+                    daemon.kill_and_restart_keeper_of(engine, rng.index(2) == 0);
                 }
             }
             2 | 3 => {
                 // Killed in the middle of it now and then: by the next round.
                 let api = ballast_api::Client::new(pooled.dir.join("api.sock")).expect("client");
-                let bytes = rng.below(40) as u64 * MIB;
+                let bytes = rng.index(40) as u64 * MIB;
                 let lender = move || drop(api.lend_pool(&lend(bytes)));
                 lenders.push(std::thread::spawn(lender));
             }
             _ => {}
         }
         while vms.len() > 3 {
-            let which = rng.below(vms.len());
+            let which = rng.index(vms.len());
             end(vms.swap_remove(which));
         }
     }

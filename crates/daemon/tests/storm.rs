@@ -4,10 +4,10 @@
 
 mod common;
 
+use ballast_needs::random::Random;
 use ballast_testvm::fuse::{Fuse, Held};
 use common::guest::Guest;
 use common::parking::{fuse, park, parkable};
-use common::rng::Rng;
 use common::{Daemon, kill, signal_process, until};
 use rustix::process::{Pid, Signal};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -40,7 +40,7 @@ impl Tossed<'_> {
     }
 
     /// Have each of its threads run where it may, from now on.
-    fn scatter(&self, rng: &mut Rng) {
+    fn scatter(&self, rng: &mut Random) {
         let all = sched_getaffinity(None).expect("affinity");
         let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| all.is_set(*cpu)).collect();
         let Ok(tasks) = std::fs::read_dir(format!("/proc/{}/task", self.guest.pid())) else { return };
@@ -70,7 +70,7 @@ impl Tossed<'_> {
 
 /// VMs beside one to which nothing is done.
 struct Storm<'a> {
-    rng: Rng,
+    rng: Random,
     fuse: &'a Fuse,
     daemon: Daemon,
     bystander: Guest,
@@ -82,7 +82,7 @@ impl<'a> Storm<'a> {
     fn begin(fuse: &'a Fuse) -> Self {
         let daemon = Daemon::start("quarantine_ms = 5\n");
         let bystander = Guest::start(&daemon, "bystander", "--workload uniform --ram 16M --limit 6M --threads 2");
-        let rng = Rng::seeded("STORM_SEED");
+        let rng = Random::seeded("STORM_SEED");
         let mut storm = Self { rng, fuse, daemon, bystander, others: Vec::new(), started: 0 };
         storm.bystander_is_served();
         storm
@@ -98,7 +98,7 @@ impl<'a> Storm<'a> {
     fn start(&mut self) {
         self.started += 1;
         let name = format!("vm-{}", self.started);
-        let (threads, can_park) = (self.rng.of(&[1, 2, 5]), self.rng.below(3) == 0);
+        let (threads, can_park) = (self.rng.of(&[1, 2, 5]), self.rng.index(3) == 0);
         let args = format!("--workload uniform --ram 16M --limit 6M --threads {threads} --seed {}", self.started);
         let shards = self.rng.of(&["1", "3"]);
         let guest = match can_park {
@@ -113,12 +113,12 @@ impl<'a> Storm<'a> {
     /// Do something to one of them.
     fn step(&mut self) {
         let may_start = self.others.len() < MOST_GUESTS && self.others.iter().all(|other| other.parked.is_none());
-        if self.others.is_empty() || may_start && self.rng.below(3) == 0 {
+        if self.others.is_empty() || may_start && self.rng.index(3) == 0 {
             return self.start();
         }
-        let at = self.rng.below(self.others.len());
+        let at = self.rng.index(self.others.len());
         let is_anyone_parked = self.others.iter().any(|other| other.parked.is_some());
-        let what = self.rng.below(8);
+        let what = self.rng.index(8);
         let other = &mut self.others[at];
         match what {
             0 => {
@@ -194,7 +194,7 @@ fn vms_that_hang_move_and_die_lose_no_byte_though_engine_and_keeper_die_as_well(
         storm.step();
         if step % 4 == 3 {
             let engine = storm.daemon.engine_pid().expect("an engine");
-            match storm.rng.below(4) {
+            match storm.rng.index(4) {
                 0 => storm.daemon.kill_and_restart_keeper(false),
                 1 => storm.daemon.kill_and_restart_keeper(true),
                 _ => kill(engine),

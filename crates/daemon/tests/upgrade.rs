@@ -13,13 +13,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_api::UpgradeStage;
 use ballast_base::Bytes;
+use ballast_needs::program::install_script;
 use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_testvm::Finally;
 use rustix::process::Signal;
 
 use common::guest::{Guest, moves};
 use common::raw::{Ram, files, no_uffd, open};
-use common::upgrades::{begin, ended, install_script, next_build, request, this_build};
+use common::upgrades::{begin, ended, next_build, request, this_build};
 use common::{BUSY, Daemon, QUICK, joined, moment, until, upgrades};
 
 /// The same, with a policy that decides all the time.
@@ -138,7 +139,7 @@ fn what_is_no_engine_or_refuses_or_says_nothing_changes_nothing() {
     let before = daemon.host().engine_pid;
     let script = |name: &str, text: &str| {
         let path = daemon.dir().join(name);
-        install_script(&path, &format!("#!/bin/sh\n{text}\n"));
+        install_script(&path, text);
         path
     };
     let ends = script("ends", "exit 3");

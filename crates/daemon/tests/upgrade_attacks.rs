@@ -12,11 +12,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_api::UpgradeStage;
 use ballast_base::wire::KeeperToClient;
+use ballast_needs::program::install;
 use rustix::process::Signal;
 
 use common::guest::{Guest, moves};
 use common::raw::{Ram, RawClient, no_uffd};
-use common::upgrades::{begin, ended, install, request, this_build};
+use common::upgrades::{begin, ended, request, this_build};
 use common::{BUSY, Daemon, QUICK, limit_descriptors, signal_process, until};
 
 /// Guests of most tests here.

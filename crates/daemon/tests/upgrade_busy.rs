@@ -16,13 +16,13 @@ use ballast_api::UpgradeStage;
 use ballast_base::wire::{KeeperToClient, MAX_REGIONS};
 use ballast_base::{Bytes, Hva};
 use ballast_client::Client;
+use ballast_needs::random::Random;
 use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_testvm::Finally;
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
 use common::guest::Guest;
 use common::raw::{Ram, RawClient, no_uffd};
-use common::rng::Rng;
 use common::upgrades::{next_build, request, this_build};
 use common::{Daemon, joined, kill, until, upgrades};
 
@@ -88,7 +88,7 @@ const RUN: u64 = 64;
 /// is there until it discards that, and then zeros are.
 fn write_and_discard(ram: &Ram, client: &Client, who: u64, stop: &AtomicBool) -> u64 {
     let start = ram.info().span.hva;
-    let mut random = Rng::seeded("BALLAST_SEED");
+    let mut random = Random::seeded("BALLAST_SEED");
     let own: Vec<u64> = (0..PAGES).filter(|page| page / RUN % 2 == who).collect();
     let mut rounds = 0;
     while !stop.load(Ordering::Relaxed) {
@@ -97,8 +97,8 @@ fn write_and_discard(ram: &Ram, client: &Client, who: u64, stop: &AtomicBool) ->
         own.iter().for_each(|page| ram.set(*page, written(*page)));
         let mut ranges = Vec::new();
         for run in own.chunks(RUN as usize) {
-            let from = random.below(run.len());
-            let len = random.below(run.len() - from + 1);
+            let from = random.index(run.len());
+            let len = random.index(run.len() - from + 1);
             if len > 0 {
                 ranges.push((run[from], len as u64));
             }
@@ -181,7 +181,7 @@ fn come_and_go(socket: &Path, changes: &Changes, stop: &AtomicBool) -> u64 {
 }
 
 fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
-    let mut random = Rng::seeded("BALLAST_SEED");
+    let mut random = Random::seeded("BALLAST_SEED");
     let running: Vec<_> = guests
         .iter()
         .map(|name| {
@@ -219,7 +219,7 @@ fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
         if deaths.is_empty() {
             deaths = all_deaths();
         }
-        let planned = (kills && random.below(2) == 0).then(|| deaths.swap_remove(random.below(deaths.len())));
+        let planned = (kills && random.index(2) == 0).then(|| deaths.swap_remove(random.index(deaths.len())));
         if let Some((stage, victim)) = planned {
             let begun = Instant::now();
             // A stage that does not come: the upgrade is over by then.

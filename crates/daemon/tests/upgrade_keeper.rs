@@ -10,11 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_api::{UpgradeStage, UpgradeStat};
 use ballast_base::wire::KeeperToClient;
+use ballast_needs::program::{install, install_script};
 use ballast_testvm::Finally;
 
 use common::guest::{Guest, moves};
 use common::raw::{Ram, RawClient, no_uffd};
-use common::upgrades::{begin, ended, install, install_script, next_build, request, this_build};
+use common::upgrades::{begin, ended, next_build, request, this_build};
 use common::{BUSY, Daemon, QUICK, moment, until, upgrades};
 
 /// Another file than this build's in any case.
@@ -41,7 +42,7 @@ fn keeper_is(daemon: &Daemon) -> PathBuf {
 fn script(daemon: &Daemon, name: &str, text: &str) -> PathBuf {
     let path = daemon.dir().join(name);
     let real = this_build();
-    install_script(&path, &format!("#!/bin/sh\nreal={}\n{text}\nexec $real \"$@\"\n", real.display()));
+    install_script(&path, &format!("real={}\n{text}\nexec $real \"$@\"", real.display()));
     path
 }
 

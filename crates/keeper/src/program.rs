@@ -60,7 +60,7 @@ impl Program {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::make_program;
+    use ballast_needs::program::install_script;
     use ballast_sys::scm;
     use std::os::fd::AsFd;
 
@@ -70,7 +70,7 @@ mod tests {
         let path = dir.path().join("program");
         let install = |text: &str| {
             let new = dir.path().join("new");
-            make_program(&new, &format!("printf '{text} %s' \"$1\" >&0"));
+            install_script(&new, &format!("printf '{text} %s' \"$1\" >&0"));
             std::fs::rename(&new, &path).expect("install");
         };
         install("first");

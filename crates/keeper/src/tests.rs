@@ -1,8 +1,6 @@
 //! The keeper without VMMs, and with a program in place of its engine that takes no orders.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -11,6 +9,7 @@ use ballast_base::wire::{Attach, ClientToKeeper, KeeperToClient, Span, VmId, dec
 use ballast_base::{Bytes, Extents, Hva};
 use ballast_handover::orders::Order;
 use ballast_handover::table::Lost;
+use ballast_needs::program::install_script;
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
@@ -33,19 +32,11 @@ use crate::waiting::{Answer, Asked};
 
 pub(crate) const LOST: Lost = Lost { flags: 0, word: 0 };
 
-/// Makes a program of this text. Another process writes it: if this one did, a program that another test starts just
-/// then would have the file open for a moment, and the kernel runs no file that is open for writing.
-pub(crate) fn make_program(path: &Path, text: &str) {
-    let script = r#"printf '%s\n' '#!/bin/sh' "$2" >"$1" && chmod 755 "$1""#;
-    let made = Command::new("sh").args(["-c", script, "sh"]).arg(path).arg(text).status().expect("sh");
-    assert!(made.success(), "{}: {made}", path.display());
-}
-
 /// A keeper whose engine sleeps, and the directory of that program.
 fn keeper() -> (Keeper, tempfile::TempDir) {
     let dir = tempfile::tempdir().expect("temporary directory");
     let program = dir.path().join("engine");
-    make_program(&program, "exec sleep 1000");
+    install_script(&program, "exec sleep 1000");
     let (api, _) = ballast_sys::scm::pair().expect("socket pair");
     let starter = ballast_sys::spawn::Starter::new().expect("a starter");
     let program = Program::at(program).expect("a program");

@@ -11,6 +11,7 @@ use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_handover::upgrading::Stage as Shown;
+use ballast_needs::program::install_script;
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::process::Process;
 use ballast_sys::{memfd, scm};
@@ -28,7 +29,7 @@ use crate::regions::At;
 use crate::replacing::Step;
 use crate::stage::Stage;
 use crate::store_files::Files;
-use crate::tests::{LOST, attach_as, make_program};
+use crate::tests::{LOST, attach_as};
 use crate::upgrading;
 use crate::waiting::{Answer, Asked};
 
@@ -193,8 +194,8 @@ impl World {
     fn new(vms: usize) -> Self {
         let dir = tempfile::tempdir().expect("temporary directory");
         let program = dir.path().join("engine");
-        make_program(&program, "exec sleep 1000");
-        make_program(&dir.path().join("other"), "exec sleep 1000");
+        install_script(&program, "exec sleep 1000");
+        install_script(&dir.path().join("other"), "exec sleep 1000");
         let (api, _) = scm::pair().expect("socket pair");
         let starter = ballast_sys::spawn::Starter::new().expect("a starter");
         let program = Program::at(program).expect("a program");
@@ -505,7 +506,7 @@ impl World {
     /// Another file gets the name of the program that upgrades are to.
     fn install_other(&self) {
         let new = self._dir.path().join("new");
-        make_program(&new, "exec sleep 1000");
+        install_script(&new, "exec sleep 1000");
         std::fs::rename(new, self._dir.path().join("other")).expect("install");
     }
 

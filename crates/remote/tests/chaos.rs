@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_needs::random::Random;
 use ballast_remote::{RemoteBudget, RemoteStore, slot_of};
 use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
 use ballast_testvm::Finally;
 use ballast_testvm::valkey::{Layout, Valkey};
-use common::{LEASE, Random, cluster, env, start};
+use common::{LEASE, cluster, env, start};
 
 const VM: VmId = VmId([7; 16]);
 /// Pages of each thread, in four chunks.
@@ -68,7 +69,7 @@ fn churn(store: &RemoteStore, thread: u32, seed: u64, stop: &AtomicBool, counts:
         let run = first..(first + run).min(PAGES);
         match random.below(4) {
             0 => {
-                let contents: Vec<u64> = run.clone().map(|_| random.next()).collect();
+                let contents: Vec<u64> = run.clone().map(|_| random.word()).collect();
                 let bytes: Vec<_> = contents.iter().map(|content| pages::mixed(*content)).collect();
                 let mut outcomes = Vec::new();
                 store.put_run(page(thread, first), &bytes, &mut outcomes);
@@ -111,7 +112,7 @@ fn get_run(store: &RemoteStore, thread: u32, all: Vec<u64>, kept: &Kept, counts:
 
 /// Damage the cluster once, and wait until it is whole again. Returns a text about the event.
 fn damage(valkey: &mut Valkey, random: &mut Random) -> String {
-    let node = random.below(valkey.len() as u64) as usize;
+    let node = random.index(valkey.len());
     let pause = Duration::from_millis(random.below(2500));
     let said = match random.below(6) {
         4 => take_over(valkey),

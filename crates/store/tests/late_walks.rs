@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_needs::random::Random;
 use ballast_needs::skip;
 use ballast_store::held::{Holding, WithTime};
 use ballast_store::{
@@ -35,23 +36,6 @@ enum Disk {
     Flaky,
     /// Some blocks always fail. Only their pages may be lost.
     Bad,
-}
-
-/// Numbers that follow from a seed.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ mixed >> 31) % bound as u64) as usize
-    }
-
-    /// True in one of this number of cases.
-    fn one_in(&mut self, cases: usize) -> bool {
-        self.below(cases) == 0
-    }
 }
 
 /// The pages of a run, each with its content and handle while it is stored.
@@ -84,7 +68,7 @@ impl Walk {
         let options = FileOptions { unreadable_for, faults: Some(faults.clone()), ..FileOptions::new(budget) };
         let created = FileStore::create(&std::env::temp_dir(), options);
         let (store, _, _) = created.inspect_err(|error| skip("disk", error)).ok()?;
-        let bad = if disk == Disk::Bad { (0..40).map(|_| random.below(1024) as u64).collect() } else { HashSet::new() };
+        let bad = if disk == Disk::Bad { (0..40).map(|_| random.index(1024) as u64).collect() } else { HashSet::new() };
         Some(Self {
             store,
             faults,
@@ -107,11 +91,11 @@ impl Walk {
     }
 
     fn next_fault(&self, random: &mut Random) -> DiskFault {
-        let takes = Duration::from_millis(random.below(1500) as u64);
-        match (self.disk, random.below(10)) {
+        let takes = Duration::from_millis(random.index(1500) as u64);
+        match (self.disk, random.index(10)) {
             (_, 0..=2) => DiskFault::Late,
-            (Disk::Flaky | Disk::Bad, 3) => DiskFault::Short(random.below(40 * PAGE_SIZE) + 1),
-            (Disk::Flaky | Disk::Bad, 4) => DiskFault::Errno([4, 11, 12, 125][random.below(4)]),
+            (Disk::Flaky | Disk::Bad, 3) => DiskFault::Short(random.index(40 * PAGE_SIZE) + 1),
+            (Disk::Flaky | Disk::Bad, 4) => DiskFault::Errno([4, 11, 12, 125][random.index(4)]),
             (Disk::Flaky, 5) => DiskFault::Errno(EIO),
             (Disk::Flaky, 6) => DiskFault::FailsAfter(takes, EIO),
             _ => DiskFault::Takes(takes),
@@ -119,11 +103,11 @@ impl Walk {
     }
 
     fn put(&self, run: usize, pages: &mut Stored, random: &mut Random) {
-        let many = if random.one_in(3) { 1 } else { random.below(90) + 1 };
+        let many = if random.one_in(3) { 1 } else { random.index(90) + 1 };
         let first = self.content.fetch_add(many as u64, Ordering::Relaxed);
         let content: Vec<_> = (first..first + many as u64).map(pages::incompressible).collect();
         if random.one_in(4) {
-            let fault = [DiskFault::Late, DiskFault::Short(1 + random.below(9000))][random.below(2)];
+            let fault = [DiskFault::Late, DiskFault::Short(1 + random.index(9000))][random.index(2)];
             self.faults.fail_writes(1, fault);
         }
         let mut outcomes = Vec::new();
@@ -154,11 +138,11 @@ impl Walk {
     }
 
     fn get(&self, run: usize, pages: &Stored, random: &mut Random) {
-        let from = random.below(pages.len());
+        let from = random.index(pages.len());
         let most = if random.one_in(3) { 1 } else { pages.len() - from };
         let stored: Vec<_> = pages[from..][..most].iter().map_while(|page| *page).collect();
         let handles: Vec<_> = stored.iter().map(|(_, handle)| *handle).collect();
-        let mut next = Random(random.below(usize::MAX) as u64);
+        let mut next = Random(random.index(usize::MAX) as u64);
         for handle in handles.iter().filter(|_| next.one_in(20)) {
             self.fail(*handle, Some(self.next_fault(random)));
         }
@@ -189,24 +173,24 @@ impl Walk {
     }
 
     fn step(&self, random: &mut Random) {
-        let run = random.below(RUNS);
+        let run = random.index(RUNS);
         let Ok(mut pages) = self.runs[run].try_lock() else { return };
-        let wanted = Arc::new((random.below(3) as u32 / 2).into());
+        let wanted = Arc::new((random.index(3) as u32 / 2).into());
         let _held = random.one_in(2).then(|| Holding::of(&wanted));
         let _time = random.one_in(3).then(WithTime::begin);
-        match random.below(16) {
+        match random.index(16) {
             _ if pages.is_empty() => self.put(run, &mut pages, random),
             0 => {
                 pages.iter_mut().enumerate().for_each(|page| self.free(run, page));
                 pages.clear();
             }
             1..=3 => {
-                let (from, most) = (random.below(pages.len()), random.below(20) + 1);
+                let (from, most) = (random.index(pages.len()), random.index(20) + 1);
                 pages.iter_mut().enumerate().skip(from).take(most).for_each(|page| self.free(run, page));
             }
             4 => {
                 // A read that never ends, of a page that is not wanted for as long.
-                let page = random.below(pages.len());
+                let page = random.index(pages.len());
                 if let Some((_, handle)) = pages[page] {
                     self.fail(handle, Some(DiskFault::Takes(Duration::MAX)));
                     self.get(run, &pages, random);

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ballast_needs::random::Random;
 use ballast_ranges::UNIT;
 use ballast_sys::numa::Place;
 
@@ -33,22 +34,6 @@ const MOST_LIVE: usize = 6;
 const FIRST_PID: u32 = 5_000_000;
 const WILD_EPOCHS: u64 = 150;
 const QUIET_EPOCHS: u64 = 200;
-
-/// Numbers that follow from a seed.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ mixed >> 31) % bound
-    }
-
-    fn one_in(&mut self, cases: u64) -> bool {
-        self.below(cases) == 0
-    }
-}
 
 /// A page of a process.
 #[derive(Clone, Copy, Debug)]
@@ -520,11 +505,7 @@ fn walk(seed: u64) {
     let starved = starved(&tierer, &model.get());
     assert!(starved.is_none(), "{}", starved.unwrap_or_default());
     // A pinned page is tried again after 30 s, and its partner may change places meanwhile.
-    let has_pinned = {
-        let model = model.get();
-        let areas = model.processes.values().flat_map(|process| process.areas.values());
-        areas.flat_map(|area| area.pages.iter().flatten()).any(|page| page.is_pinned)
-    };
+    let has_pinned = model.get().processes.values().flat_map(Process::present).any(|page| page.is_pinned);
     let most_last = if has_pinned { 4 } else { 0 };
     assert!(last.iter().map(|(up, down)| up + down).sum::<u64>() <= most_last, "moves do not end: {last:?}");
     // All programs end.

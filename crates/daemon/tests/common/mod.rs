@@ -7,7 +7,6 @@ pub mod guest;
 pub mod parking;
 pub mod pooled;
 pub mod raw;
-pub mod rng;
 pub mod soak;
 pub mod upgrades;
 pub mod vmm;

@@ -1,8 +1,6 @@
 //! Upgrades of a [`super::Daemon`]: the builds, the request and its end.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
 
@@ -21,21 +19,6 @@ pub fn this_build() -> PathBuf {
 /// That of another build (`BALLAST_NEXT`), if there is one, else of this.
 pub fn next_build() -> PathBuf {
     std::env::var_os("BALLAST_NEXT").map_or_else(this_build, PathBuf::from)
-}
-
-/// Copy a program. Another process writes the copy: while this one had it open for writing, so might a child of another
-/// test, between its fork and its exec, and the kernel executes no such file.
-pub fn install(from: &Path, to: &Path) {
-    let done = Command::new("cp").arg(from).arg(to).status().expect("run cp");
-    assert!(done.success(), "{} is not copied", from.display());
-}
-
-/// Make a program of this shell script in the same way.
-pub fn install_script(to: &Path, text: &str) {
-    let source = to.with_added_extension("source");
-    std::fs::write(&source, text).expect("write a script");
-    std::fs::set_permissions(&source, PermissionsExt::from_mode(0o755)).expect("a program");
-    install(&source, to);
 }
 
 /// A request for an upgrade to this program.

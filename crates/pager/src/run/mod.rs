@@ -16,3 +16,13 @@ pub mod queue;
 pub mod serve;
 pub mod servers;
 pub mod set;
+
+/// Waits until this is so; panics after five minutes, because then it never will be.
+#[cfg(test)]
+fn until(what: impl Fn() -> bool) {
+    let begun = std::time::Instant::now();
+    while !what() {
+        assert!(begun.elapsed() < std::time::Duration::from_mins(5), "never");
+        std::thread::yield_now();
+    }
+}

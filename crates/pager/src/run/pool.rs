@@ -306,19 +306,11 @@ const IDLE: &str = "pool";
 
 #[cfg(test)]
 mod tests {
+    use super::super::until;
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
     use std::sync::mpsc;
     use std::time::Duration;
-
-    /// Panics after five minutes: then it never will.
-    fn wait_until(what: impl Fn() -> bool) {
-        let begun = Instant::now();
-        while !what() {
-            assert!(begun.elapsed() < Duration::from_mins(5), "never");
-            std::thread::yield_now();
-        }
-    }
 
     #[test]
     fn a_task_runs_each_time_it_is_notified_until_it_is_over_and_the_group_is_joined() {
@@ -375,7 +367,7 @@ mod tests {
         assert!(pool.threads() > 5);
         drop(release);
         pool.join(group);
-        wait_until(|| pool.threads() == 2);
+        until(|| pool.threads() == 2);
     }
 
     #[test]
@@ -390,7 +382,7 @@ mod tests {
             _ => Next::Done,
         };
         pool.add(group, "test", task).expect("a thread");
-        wait_until(|| runs.load(Ordering::Acquire) == 4);
+        until(|| runs.load(Ordering::Acquire) == 4);
         pool.join(group);
     }
 }

@@ -197,22 +197,3 @@ pub fn tls(valkey: &Valkey) -> Tls {
 pub fn env(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
-
-/// A random sequence with a seed (SplitMix64).
-pub struct Random(pub u64);
-
-impl Random {
-    /// Returns the next number.
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = self.0;
-        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^ word >> 31
-    }
-
-    /// Returns the next number, below `most`.
-    pub fn below(&mut self, most: u64) -> u64 {
-        self.next() % most
-    }
-}

@@ -9,16 +9,8 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::super::queue::{Next, Queue};
 use super::super::serve::{After, BATCH};
+use super::super::until;
 use super::*;
-
-/// Panics after five minutes: then it never will.
-fn until(what: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !what() {
-        assert!(begun.elapsed() < Duration::from_mins(5), "never");
-        std::thread::yield_now();
-    }
-}
 
 /// The set that it is in.
 fn set_of(served: &Served) -> Weak<Set> {
