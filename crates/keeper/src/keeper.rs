@@ -28,7 +28,7 @@ pub(crate) const SOON: Duration = Duration::from_millis(20);
 
 /// The lock that makes a process the one keeper of its directory.
 pub(crate) struct Standing {
-    /// The number of the lock file's descriptor. It is open until the process ends: closing it once loses the lock.
+    /// The number of the lock file's descriptor. It is open until the process ends: the lock goes with it.
     pub lock: RawFd,
     pub attach: Arc<OwnedFd>,
 }

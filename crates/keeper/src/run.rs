@@ -5,12 +5,14 @@
 //! Promise: no two keepers have one runtime directory. No call of the loop waits for another process.
 
 use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use ballast_sys::memory_error;
+use ballast_sys::presence;
 use ballast_sys::priority::run_beside;
 use ballast_sys::spawn::Starter;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -23,14 +25,18 @@ use crate::options::Options;
 use crate::program::Program;
 use crate::replace::{self, Follow};
 
+/// How long the lock is tried.
+const LOCKS_WITHIN: Duration = Duration::from_secs(1);
+
 /// Run until killed.
 pub fn run(options: Options) -> anyhow::Result<()> {
     // First, before there are descriptors that an engine must not inherit.
     let starter = Starter::new().context("Opening /dev/null")?;
-    std::fs::create_dir_all(&options.runtime_dir)
-        .with_context(|| format!("Making the directory {}", options.runtime_dir.display()))?;
+    // Whatever the umask is, nobody else writes there.
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&options.runtime_dir);
+    made.with_context(|| format!("Making the directory {}", options.runtime_dir.display()))?;
     // Never closed, because the lock would go with it.
-    let lock = lock(&options.runtime_dir.join("keeper.lock"))?.into_raw_fd();
+    let lock = lock(&options.runtime_dir.join("keeper.lock"), LOCKS_WITHIN)?.into_raw_fd();
     raise_descriptor_limit();
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
     let attach = listen(&options.attach_socket, rustix::net::SocketType::SEQPACKET, options.attach_gid)?;
@@ -53,21 +59,22 @@ pub fn follow(follow: &Follow) -> anyhow::Result<()> {
     keeper.serve(&errors_seen)
 }
 
-/// One keeper at a time: two would fight for the sockets. This lock ends with the descriptor table, at once. A `flock`
-/// would stay until a dead keeper has closed all files, and a client's descriptor may never close. An engine that is
-/// being started shares the table for a moment, so the lock is tried for a while.
-fn lock(path: &Path) -> anyhow::Result<std::fs::File> {
-    let file = std::fs::File::create(path).with_context(|| format!("Opening {}", path.display()))?;
+/// One keeper at a time: two would fight for the sockets. The lock is the open file's, in a file that no other user can
+/// open: nobody else can hold it, and a client that sends the file takes nothing from this process, as closing any
+/// descriptor of the file would with a lock of the process (`F_SETLK`). An engine that is being started has a copy of
+/// the descriptor for a moment, so the lock is tried for a while.
+fn lock(path: &Path, at_most: Duration) -> anyhow::Result<std::fs::File> {
+    let options = std::fs::File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
+    let file = options.with_context(|| format!("Opening {}", path.display()))?;
+    file.set_permissions(PermissionsExt::from_mode(0o600))
+        .with_context(|| format!("Making {} ours alone", path.display()))?;
     let begun = Instant::now();
     loop {
-        match rustix::fs::fcntl_lock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(file),
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS) if begun.elapsed() < Duration::from_secs(1) => {
-                std::thread::sleep(SOON)
-            }
-            Err(error) => {
-                return Err(error).with_context(|| format!("Locking {}: is another ballastd running?", path.display()));
-            }
+        match presence::alone(&file, 0) {
+            Ok(true) => return Ok(file),
+            Ok(false) if begun.elapsed() < at_most => std::thread::sleep(SOON),
+            Ok(false) => bail!("Locking {}: another ballastd has it", path.display()),
+            Err(error) => return Err(error).with_context(|| format!("Locking {}", path.display())),
         }
     }
 }
@@ -97,7 +104,7 @@ pub fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> a
         if let Some(gid) = gid {
             std::os::unix::fs::chown(&new, None, Some(gid))?;
         }
-        std::fs::set_permissions(&new, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
+        std::fs::set_permissions(&new, PermissionsExt::from_mode(mode))?;
         // A long queue, so that VMs that attach at once are not refused; the kernel's own limit may be lower.
         rustix::net::listen(&fd, 4096)?;
         std::fs::rename(&new, path)?;
@@ -200,5 +207,26 @@ impl Keeper {
             self.accept(attach.as_fd());
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lock_is_in_a_file_for_its_owner_alone_and_survives_a_close_of_that_file() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("keeper.lock");
+        std::fs::write(&path, "").expect("write");
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).expect("chmod");
+        let held = lock(&path, Duration::ZERO).expect("nobody has it");
+        assert_eq!(held.metadata().expect("stat").permissions().mode() & 0o777, 0o600);
+        // As if a client had sent it.
+        drop(std::fs::File::open(&path).expect("open"));
+        let refused = lock(&path, Duration::ZERO).expect_err("it is held");
+        assert!(refused.to_string().contains("another ballastd"), "{refused}");
+        drop(held);
+        lock(&path, LOCKS_WITHIN).expect("it went with its opening");
     }
 }

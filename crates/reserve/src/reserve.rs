@@ -9,7 +9,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use ballast_base::pool::Nodes;
@@ -75,7 +75,8 @@ impl Reserve {
     pub fn open(dir: &Path, host: Host) -> Result<Self, Error> {
         const WHAT: &str = "Opening the pool's directory";
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).during(WHAT)?;
-        let lock = File::options().write(true).create(true).truncate(false).open(dir.join("lock")).during(WHAT)?;
+        let lock =
+            File::options().write(true).create(true).truncate(false).mode(0o600).open(dir.join("lock")).during(WHAT)?;
         match rustix::fs::fcntl_lock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS) => return Err(Error::Taken(dir.into())),
             locked => locked.map_err(io::Error::from).during("Locking the pool's directory")?,
