@@ -16,8 +16,8 @@ use ballast_base::store::FILE_STORE;
 use ballast_base::wire::{self, Attach, KeeperToClient, RegionInfo, Span, VmId};
 use ballast_handover::arena;
 use ballast_handover::orders::Order;
-use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd;
+use ballast_sys::same_file::same_file;
 
 use crate::admit::{self, Admitted, Escrow, Ram};
 use crate::client::ClientView;
@@ -26,7 +26,7 @@ use crate::closer::SentFd;
 use crate::engine_child::add_view;
 use crate::keeper::Keeper;
 use crate::options::group_of;
-use crate::regions::VmEntry;
+use crate::regions::{Kin, VmEntry};
 use crate::store_files::Files;
 use crate::waiting::{Answer, Made, UNASKED};
 
@@ -44,18 +44,33 @@ impl Keeper {
         let is_file = |files: &Files| files.store() == FILE_STORE;
         let has_file = admitted.resumed.as_ref().is_some_and(|escrow| escrow.stores.iter().any(is_file));
         let ranges = Ram::ranges(&admitted.ram);
-        if !self.file_stores || has_file || self.known(attach, &ranges).is_some() {
+        let is_known = match attach.resume {
+            Some(id) => self.vm(id).is_some(),
+            None => self.vms.iter().any(|vm| vm.has_any(&ranges)),
+        };
+        if !self.file_stores || has_file || is_known {
             return self.attach_with(key, attach, admitted, None);
         }
         self.make_file_store(key, attach, admitted);
         Ok(())
     }
 
-    /// The VM that this process is, or becomes, a part of.
-    fn known(&self, attach: &Attach, ram: &FileRanges) -> Option<usize> {
-        match attach.resume {
-            Some(id) => self.vms.iter().position(|vm| vm.state.id() == id),
-            None => self.vms.iter().position(|vm| vm.has_any(ram)),
+    /// The VM that this process of this user is, or becomes, a part of.
+    pub(crate) fn known(&self, attach: &Attach, uid: u32, ram: &[Ram]) -> Result<Option<usize>, String> {
+        if let Some(id) = attach.resume {
+            return Ok(self.vms.iter().position(|vm| vm.state.id() == id));
+        }
+        let kin = self.vms.iter().map(|vm| vm.kin(ram)).enumerate().find(|(_, kin)| *kin != Kin::None);
+        let Some((index, kin)) = kin else { return Ok(None) };
+        let (name, owner) = (self.vms[index].state.name(), self.vms[index].uid);
+        match kin {
+            Kin::Same if uid == 0 || uid == owner => Ok(Some(index)),
+            Kin::Same => {
+                Err(format!("its RAM is that of VM {name:?} of user {owner}, and this process is of user {uid}"))
+            }
+            _ => Err(format!(
+                "a file of its RAM has the device and inode of a RAM file of VM {name:?} and is not proven to be that file"
+            )),
         }
     }
 
@@ -73,23 +88,23 @@ impl Keeper {
         self.check_memory(uid, attach.regions.iter().map(|region| region.span.len))?;
         let Admitted { uffds, control, ram, resumed } = admitted;
         let ranges = Ram::ranges(&ram);
-        let is_known = self.known(attach, &ranges).is_some();
+        let is_known = attach.resume.is_some_and(|id| self.vm(id).is_some());
         let wait = self
-            .must_wait(attach.resume, &ranges)
+            .must_wait(attach.resume, &ram)
             .or_else(|| self.must_wait_for_others(uid, attach.resume))
             .or_else(|| self.must_wait_for_engine(resumed.as_ref().filter(|_| !is_known)?, &ranges));
         if let Some(why) = wait {
             self.answer(key, KeeperToClient::Later(why));
             return Ok(());
         }
-        let (index, escrow) = match (self.known(attach, &ranges), resumed) {
+        let (index, escrow) = match (self.known(attach, uid, &ram)?, resumed) {
             (Some(index), resumed) => {
-                self.check_joins(index, resumed.as_ref(), &ranges)?;
+                self.check_joins(index, resumed.as_ref(), &ram)?;
                 (index, None)
             }
             (None, resumed) => {
-                let foreign = self.vms.iter().find(|vm| vm.has_any(&ranges));
-                if let Some(other) = foreign {
+                // A VM that returns does not stay away because a stranger has a file with the numbers of its own.
+                if let Some(other) = self.vms.iter().find(|vm| !matches!(vm.kin(&ram), Kin::None | Kin::Other)) {
                     return Err(format!("its RAM is that of VM {:?}, which it was not part of", other.state.name()));
                 }
                 let mut entry = match resumed {
@@ -177,16 +192,17 @@ impl Keeper {
     }
 
     /// May a process with these descriptors become one more view of the VM?
-    fn check_joins(&self, index: usize, resumed: Option<&Escrow>, ram: &FileRanges) -> Result<(), String> {
+    fn check_joins(&self, index: usize, resumed: Option<&Escrow>, ram: &[Ram]) -> Result<(), String> {
         let vm = &self.vms[index];
         if let Some(Escrow { state, .. }) = resumed {
             // The VM's own state file proves that it was part of the VM; knowing the id does not.
-            let same = memfd::file_id(state).ok() == memfd::file_id(vm.state.fd()).ok();
-            if !same {
+            let same = same_file(vm.state.fd(), state);
+            if !same.map_err(|error| format!("Comparing state files: {error}"))? {
                 return Err("the state file is another VM's".into());
             }
         }
-        match self.vms.iter().enumerate().find(|(other, entry)| *other != index && entry.has_any(ram)) {
+        let is_shared = |kin| kin != Kin::None && (resumed.is_none() || kin != Kin::Other);
+        match self.vms.iter().enumerate().find(|(other, entry)| *other != index && is_shared(entry.kin(ram))) {
             Some((_, other)) => Err(format!("some of its RAM is that of VM {:?}", other.state.name())),
             None => Ok(()),
         }
@@ -242,16 +258,17 @@ impl Keeper {
         let taken: Vec<u32> = view.spans.iter().map(|(_, number)| *number).collect();
         let mut ram = admit::check_ram(&regions, fds, features)?;
         let ranges = Ram::ranges(&ram);
-        let ram = ram.pop().ok_or("a region is needed")?;
         if self.vms.iter().any(|other| other.state.id() != vm && other.has_any(&ranges)) {
             return Err(format!("region {} is RAM of another VM", span.hva));
         }
-        if let Some(why) = self.must_wait(Some(vm), &ranges) {
+        if let Some(why) = self.must_wait(Some(vm), &ram) {
             self.answer(key, KeeperToClient::Later(why));
             return Ok(());
         }
+        let ram = ram.pop().ok_or("a region is needed")?;
         let unplugs = self.unplugs_of(vm);
         let entry = self.entry_of(key)?;
+        entry.check_files(&ram)?;
         // Another view may have brought the region already.
         let known = entry.find(&ram, &[]);
         if known.is_some_and(|number| taken.contains(&number)) {

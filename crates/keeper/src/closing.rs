@@ -11,13 +11,13 @@ use std::time::Instant;
 use ballast_base::Bytes;
 use ballast_base::wire::VmId;
 use ballast_handover::orders::Order;
-use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::process::Process;
 
+use crate::admit::Ram;
 use crate::engine_child::open_order;
 use crate::fence::{self, Left};
 use crate::keeper::Keeper;
-use crate::regions::{At, VmEntry};
+use crate::regions::{At, Kin, VmEntry};
 use crate::resume::end_search;
 use crate::waiting::{Closing, UNASKED};
 
@@ -88,19 +88,28 @@ impl Keeper {
 
     /// Why a process of this VM must wait with this RAM, if it must: far pages of another VM are still written back
     /// into these files, or another VM is about to return with them.
-    pub(crate) fn must_wait(&self, vm: Option<VmId>, ram: &FileRanges) -> Option<String> {
+    pub(crate) fn must_wait(&self, vm: Option<VmId>, ram: &[Ram]) -> Option<String> {
         let is_it = |closing: &&Closing| Some(closing.entry.state.id()) == vm;
         let (own, others): (Vec<_>, Vec<_>) = self.closing.iter().partition(is_it);
         if let Some(closing) = own.iter().find(|closing| closing.entry.state.leaving().is_some()) {
             return Some(format!("two engines have VM {:?} at this moment", closing.entry.state.name()));
         }
-        if let Some(of) = others.iter().find(|closing| closing.entry.has_any(ram)) {
+        // Another file with the same numbers is in nobody's way.
+        let shares = |entry: &VmEntry| matches!(entry.kin(ram), Kin::Same | Kin::Unknown);
+        if let Some(of) = others.iter().find(|closing| shares(&closing.entry)) {
             let name = of.entry.state.name();
             return Some(format!("what was far of VM {name:?} is on its way back into its RAM file"));
         }
-        let now = Instant::now();
+        let missing = |entry: &&VmEntry| Some(entry.state.id()) != vm && entry.kin(ram) == Kin::Unknown;
+        if let Some(entry) = self.vms.iter().find(missing) {
+            let name = entry.state.name();
+            return Some(format!("it may be RAM of VM {name:?}, a process of which has not returned"));
+        }
+        let (now, ranges) = (Instant::now(), Ram::ranges(ram));
         let mut others = self.returning.iter().filter(|other| Some(other.vm) != vm && other.until > now);
-        others.any(|other| other.ram.overlap(ram).is_some()).then(|| "a VM that has this RAM is about to return".into())
+        others
+            .any(|other| other.ram.overlap(&ranges).is_some())
+            .then(|| "a VM that has this RAM is about to return".into())
     }
 
     /// Why a process of this user must wait, if it must: too many of the user's VMs are closing. A process of such a VM

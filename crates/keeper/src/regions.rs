@@ -15,6 +15,7 @@ use ballast_handover::state_file::{RegionRecord, StateFile};
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
+use ballast_sys::same_file::same_file;
 
 use crate::admit::Ram;
 use crate::closer::{Closer, SentFd};
@@ -82,6 +83,20 @@ pub enum At {
     Parting(Instant, u64),
     /// The next engine.
     Next,
+}
+
+/// What a newcomer's RAM is to a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kin {
+    /// No byte of it has the numbers (device, inode, offset) of one of the VM's.
+    None,
+    /// Some of its files are the VM's.
+    Same,
+    /// It has a file with the numbers of one of the VM's, and that is another file.
+    Other,
+    /// It has a file with the numbers of one of the VM's, which no process has brought back, or which cannot be
+    /// compared.
+    Unknown,
 }
 
 /// The files of a region.
@@ -187,6 +202,53 @@ impl VmEntry {
         self.ranges().overlap(ram).is_some()
     }
 
+    /// What is this RAM to the VM? Equal numbers alone prove nothing (see [`same_file`]).
+    pub fn kin(&self, ram: &[Ram]) -> Kin {
+        if !self.has_any(&Ram::ranges(ram)) {
+            return Kin::None;
+        }
+        let ours: HashSet<FileId> = self.ranges().files().collect();
+        let mut kin = Kin::Same;
+        for (fd, id) in ram.iter().flat_map(|ram| &ram.files).filter(|(_, id)| ours.contains(id)) {
+            match self.held(*id).map(|held| same_file(held, fd)) {
+                Some(Ok(true)) => {}
+                Some(Ok(false)) => return Kin::Other,
+                Some(Err(error)) => {
+                    tracing::debug!(vm = self.state.name(), "Comparing a RAM file with one of this VM: {error}");
+                    kin = Kin::Unknown;
+                }
+                None => kin = Kin::Unknown,
+            }
+        }
+        kin
+    }
+
+    /// The VM's file with these numbers, if a process has brought it.
+    fn held(&self, id: FileId) -> Option<&Arc<SentFd>> {
+        self.ram.iter().flatten().flatten().find(|(_, own)| *own == id).map(|(fd, _)| fd)
+    }
+
+    /// Is each of this region's files that has the numbers of one that the VM has that file?
+    pub fn check_files(&self, ram: &Ram) -> Result<(), String> {
+        for (fd, id) in &ram.files {
+            let (name, at) = (self.state.name(), ram.span.hva);
+            match self.held(*id).map(|held| same_file(held, fd)) {
+                None | Some(Ok(true)) => {}
+                Some(Ok(false)) => {
+                    let FileId { dev, ino } = id;
+                    return Err(format!(
+                        "a file of region {at} has the device ({dev:#x}) and inode ({ino}) of a RAM file of VM \
+                         {name:?} and is another file"
+                    ));
+                }
+                Some(Err(error)) => {
+                    return Err(format!("Comparing a file of region {at} with one of VM {name:?}: {error}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Regions that are not unplugged and whose RAM no process has brought.
     pub fn missing(&self) -> Vec<(u32, RegionRecord)> {
         let records = self.state.regions().into_iter().zip(&self.ram).enumerate();
@@ -200,6 +262,7 @@ impl VmEntry {
     pub fn number(&mut self, ram: Vec<Ram>, may_add: bool, added: &mut Vec<u32>) -> Result<Vec<(Span, u32)>, String> {
         let mut spans = Vec::new();
         for ram in ram {
+            self.check_files(&ram)?;
             let number = match self.find(&ram, &spans) {
                 Some(number) => number,
                 None if may_add => {

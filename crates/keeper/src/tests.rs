@@ -10,7 +10,6 @@ use ballast_base::{Bytes, Extents, Hva};
 use ballast_handover::orders::Order;
 use ballast_handover::table::Lost;
 use ballast_needs::program::install_script;
-use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -25,7 +24,7 @@ use crate::fence;
 use crate::keeper::Keeper;
 use crate::options::Options;
 use crate::program::Program;
-use crate::regions::{At, VmEntry};
+use crate::regions::{At, Kin, VmEntry};
 use crate::run::listen;
 use crate::store_files::Files;
 use crate::waiting::{Answer, Asked};
@@ -167,21 +166,22 @@ fn a_vm_whose_last_engine_lives_returns_when_ours_serves_and_one_whose_engine_is
     let escrow = first.vms[0].escrow().expect("escrow");
     let (mut second, _dir) = keeper();
     let sent = sent_back(&second, &escrow);
-    let ram: FileRanges = [(FileId { dev: 1, ino: 2 }, 0, 4096)].into_iter().collect();
-    assert_eq!(second.must_wait_for_engine(&sent, &ram), None, "it has no engine");
+    let ram = [ram(&second, FileId { dev: 1, ino: 2 }, 0)];
+    let ranges = Ram::ranges(&ram);
+    assert_eq!(second.must_wait_for_engine(&sent, &ranges), None, "it has no engine");
     first.keep_engine();
     first.hand_over(id, None);
-    second.must_wait_for_engine(&sent, &ram).expect("there is no engine of ours");
+    second.must_wait_for_engine(&sent, &ranges).expect("there is no engine of ours");
     second.must_wait(None, &ram).expect("its RAM becomes no other VM's meanwhile");
     assert_eq!(second.must_wait(Some(id), &ram), None);
     second.keep_engine();
-    second.must_wait_for_engine(&sent, &ram).expect("it does not serve yet");
+    second.must_wait_for_engine(&sent, &ranges).expect("it does not serve yet");
     let engine = second.engine.as_mut().expect("an engine");
     (engine.pulse.starting, engine.told_to_serve) = (None, true);
-    assert_eq!(second.must_wait_for_engine(&sent, &ram), None);
+    assert_eq!(second.must_wait_for_engine(&sent, &ranges), None);
     second.engine.as_mut().expect("an engine").told_to_serve = false;
     end_engine(&mut first);
-    assert_eq!(second.must_wait_for_engine(&sent, &ram), None, "nobody serves it");
+    assert_eq!(second.must_wait_for_engine(&sent, &ranges), None, "nobody serves it");
     end_engine(&mut second);
 }
 
@@ -419,8 +419,8 @@ fn a_client_that_returns_as_one_vm_waits_for_the_ram_of_another_vm_that_is_closi
             id
         })
         .into();
-    let of = |files: &[(u64, u64)]| {
-        Ram::ranges(&files.iter().map(|(ino, offset)| ram(&keeper, file(*ino), *offset)).collect::<Vec<_>>())
+    let of = |files: &[(u64, u64)]| -> Vec<Ram> {
+        files.iter().map(|(ino, offset)| ram(&keeper, file(*ino), *offset)).collect()
     };
     assert_eq!(keeper.must_wait(Some(ids[0]), &of(&[(1, 0)])), None);
     for (vm, files) in [(None, [(3, 0), (1, 0)]), (Some(ids[0]), [(1, 0), (2, 4096)])] {
@@ -518,4 +518,36 @@ fn the_next_engine_is_not_told_of_memory_that_a_process_waits_to_unplug() {
         order => panic!("{order:?}"),
     };
     assert_eq!((spans(7), spans(8)), (0, 1), "another process has not unplugged it");
+}
+
+/// The same RAM as another descriptor says, under the numbers of `file`.
+fn ram_in(keeper: &Keeper, file: FileId, fd: &OwnedFd) -> Ram {
+    let fd = SentFd::new(fd.try_clone().expect("duplicate"), 0, keeper.closer.clone());
+    Ram { files: vec![(Arc::new(fd), file)], ..ram(keeper, file, 0) }
+}
+
+#[test]
+fn a_strangers_file_with_the_numbers_of_a_vms_ram_joins_no_vm_and_keeps_none_away() {
+    let (mut keeper, _dir) = keeper();
+    let [own, forged] = [(); 2].map(|()| memfd::create("ballast-test", Bytes(1 << 20)).expect("memfd"));
+    let file = memfd::file_id(&own).expect("stat");
+    // Another file, of which the keeper reads these numbers: no test can turn the counter of inodes.
+    let [own, forged] = [&own, &forged].map(|fd| ram_in(&keeper, file, fd));
+    let mut entry = VmEntry::create(&attach_as("web", None), 7, &keeper.closer).expect("state and arena");
+    let again = |ram: &Ram| Ram { files: ram.files.clone(), extents: ram.extents.clone(), ..*ram };
+    entry.number(vec![again(&own)], true, &mut Vec::new()).expect("its RAM");
+    keeper.vms.push(entry);
+    let known = |keeper: &Keeper, uid, ram: &Ram| keeper.known(&attach_as("x", None), uid, &[again(ram)]);
+    assert_eq!([7, 0].map(|uid| known(&keeper, uid, &own)), [Ok(Some(0)), Ok(Some(0))]);
+    let refused = known(&keeper, 8, &own).expect_err("another user's");
+    assert!(refused.contains("of user 7"), "{refused}");
+    known(&keeper, 7, &forged).expect_err("another file");
+    keeper.vms[0].number(vec![again(&forged)], true, &mut Vec::new()).expect_err("not even as a part of that VM");
+    assert_eq!(keeper.vms[0].kin(&[again(&forged)]), Kin::Other);
+    // The other way round: the stranger is there first, and the VM with the file returns.
+    assert_eq!(keeper.must_wait(Some(VmId([9; 16])), &[again(&forged)]), None);
+    let vm = keeper.vms[0].state.id();
+    keeper.vms[0].ram[0] = None;
+    keeper.must_wait(None, &[again(&own)]).expect("its process has not returned, so nothing is proven");
+    assert_eq!(keeper.must_wait(Some(vm), &[again(&own)]), None, "it returns itself");
 }

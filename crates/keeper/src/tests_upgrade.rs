@@ -12,7 +12,6 @@ use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_handover::upgrading::Stage as Shown;
 use ballast_needs::program::install_script;
-use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::process::Process;
 use ballast_sys::{memfd, scm};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -233,7 +232,7 @@ impl World {
 
     /// It comes back, unless it is told to come later.
     fn come_back(&mut self, gone: Gone) -> Result<(), Gone> {
-        if self.keeper.must_wait(Some(gone.id), &FileRanges::default()).is_some() {
+        if self.keeper.must_wait(Some(gone.id), &[]).is_some() {
             return Err(gone);
         }
         let sent = |fd| SentFd::new(fd, 0, self.keeper.closer.clone());

@@ -37,6 +37,7 @@ pub mod process;
 pub mod program;
 pub mod remote;
 pub mod ring;
+pub mod same_file;
 pub mod scm;
 pub mod spawn;
 pub mod uffd;
