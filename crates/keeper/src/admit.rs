@@ -12,7 +12,7 @@ use ballast_base::wire::{Attach, RegionInfo, Span};
 use ballast_base::{Bytes, Extent, Extents, PAGE_SIZE};
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::{self, FileId};
-use ballast_sys::uffd;
+use ballast_sys::{scm, uffd};
 use rustix::fs::{OFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 
@@ -82,8 +82,8 @@ pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
     let mut fds = fds.into_iter();
     let uffds: Vec<SentFd> = fds.by_ref().take(usize::from(attach.shards)).collect();
     check_uffds(&uffds)?;
-    let control = fds.next().expect("counted above");
-    check_socket(control.as_fd())?;
+    let uffds = uffds.into_iter().map(SentFd::checked).collect();
+    let control = check_socket(fds.next().expect("counted above"))?;
     let files = fds.by_ref().take(usize::from(attach.files)).collect();
     let ram = check_ram(&attach.regions, files, attach.uffd_features)?;
     let resumed = match attach.resume {
@@ -175,7 +175,7 @@ fn check_file(number: usize, fd: SentFd) -> Result<RamFile, String> {
     }
     let size = memfd::size(&fd).map_err(|error| unreadable(&error))?;
     let id = memfd::file_id(&fd).map_err(|error| unreadable(&error))?;
-    Ok(RamFile { fd: Arc::new(fd), id, page, size })
+    Ok(RamFile { fd: Arc::new(fd.checked()), id, page, size })
 }
 
 fn check_uffds(fds: &[SentFd]) -> Result<(), String> {
@@ -201,25 +201,36 @@ fn check_uffd(number: usize, fd: BorrowedFd<'_>) -> Result<(), String> {
     nonblocking.map_err(|error| format!("Making the userfaultfd non-blocking: {error}"))
 }
 
-fn check_socket(fd: BorrowedFd<'_>) -> Result<(), String> {
-    let is_local = sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX);
-    if !is_local || sockopt::socket_type(fd) != Ok(SocketType::SEQPACKET) {
+fn check_socket(fd: SentFd) -> Result<SentFd, String> {
+    let is_local = sockopt::socket_domain(&fd) == Ok(AddressFamily::UNIX);
+    if !is_local || sockopt::socket_type(&fd) != Ok(SocketType::SEQPACKET) {
         return Err("the descriptor after the userfaultfds is not a sequenced-packet Unix socket".into());
     }
-    Ok(())
+    // Nothing that is sent there brings any, and the engine would wait for their close.
+    scm::refuse_descriptors(&fd);
+    match scm::has_descriptors(&fd) {
+        Ok(false) => Ok(fd),
+        Ok(true) => Err("descriptors were sent to the control socket".into()),
+        Err(error) => Err(format!("Looking at the control socket: {error}")),
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::OwnedFd;
+
     use super::*;
+    use crate::closer::Closer;
 
     #[test]
     fn only_local_sequenced_packet_sockets_are_control_sockets() {
+        let closer = Closer::new();
+        let check = |fd: OwnedFd| check_socket(SentFd::new(fd, 0, closer.clone()));
         let (ours, _theirs) = ballast_sys::scm::pair().expect("pair");
-        assert_eq!(check_socket(ours.as_fd()), Ok(()));
+        check(ours).expect("one");
         let (stream, _other) = std::os::unix::net::UnixStream::pair().expect("pair");
-        check_socket(stream.as_fd()).expect_err("a stream");
-        check_socket(std::fs::File::open("/dev/null").expect("open").as_fd()).expect_err("no socket");
-        check_socket(std::net::UdpSocket::bind("127.0.0.1:0").expect("bind").as_fd()).expect_err("not local");
+        check(stream.into()).expect_err("a stream");
+        check(std::fs::File::open("/dev/null").expect("open").into()).expect_err("no socket");
+        check(std::net::UdpSocket::bind("127.0.0.1:0").expect("bind").into()).expect_err("not local");
     }
 }

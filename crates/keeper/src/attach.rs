@@ -217,7 +217,7 @@ impl Keeper {
         entry.at = self.at_for_new();
         if let Some(group) = group_of(&self.groups, &attach.name) {
             let arena = self.group_arena(group, uid)?;
-            entry.stores.push(Files::group(SentFd::new(arena, uid, self.closer.clone()), entry.state.id())?);
+            entry.stores.push(Files::group(SentFd::new(arena, uid, self.closer.clone()).checked(), entry.state.id())?);
         }
         Ok(entry)
     }

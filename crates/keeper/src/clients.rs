@@ -18,7 +18,7 @@ use rustix::io::Errno;
 
 use crate::client::Client;
 use crate::client::ClientView;
-use crate::closer::{self, SentFd};
+use crate::closer::{self, MOST_STUCK, SentFd};
 use crate::keeper::Keeper;
 use crate::regions::{At, VmEntry};
 use crate::store_files::Files;
@@ -37,8 +37,6 @@ const MOST_UNATTACHED: usize = 64;
 const TIME_TO_ATTACH: Duration = Duration::from_secs(10);
 /// Connections taken before the existing ones are served again, which attaches them.
 const BURST: usize = 16;
-/// Descriptors of one user whose closing hangs, before connections of that user are refused.
-pub const MOST_STUCK: usize = 4;
 /// Messages of one client that were refused, or whose reply it did not take, before the keeper hangs up. A client that
 /// is refused connects again; only a client that sends invalid messages reaches this limit.
 const MOST_FAULTS: u32 = 16;
@@ -118,6 +116,7 @@ impl Keeper {
             let pid = peer.pid.as_raw_nonzero().get() as u32;
             if let Err(why) = room {
                 self.complaints.log(pid, uid, format_args!("refusing a connection: {why}"));
+                socket.hang_up();
                 continue;
             }
             if let Err(error) = rustix::io::ioctl_fionbio(&socket, true) {
@@ -145,6 +144,9 @@ impl Keeper {
 
     pub(crate) fn hear_client(&mut self, key: u64) {
         let client = &self.clients[&key];
+        if client.view.is_none() && self.closer.stuck(client.uid, closer::HANGS_AFTER) >= MOST_STUCK {
+            return self.drop_client(key, "is of a user whose descriptors cannot be closed");
+        }
         let (uid, closer) = (client.uid, self.closer.clone());
         let sent = |fds: Vec<std::os::fd::OwnedFd>| -> Vec<SentFd> {
             fds.into_iter().map(|fd| SentFd::new(fd, uid, closer.clone())).collect()
@@ -312,6 +314,7 @@ impl Keeper {
 
     pub(crate) fn drop_client(&mut self, key: u64, why: &str) {
         let Some(client) = self.clients.remove(&key) else { return };
+        client.socket.hang_up();
         self.pending.retain(|_, asked| asked.client != key);
         // Closing its socket freed descriptors, if they were short.
         self.accept_again = None;

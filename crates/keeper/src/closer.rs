@@ -1,21 +1,29 @@
 //! The closer: closes descriptors of clients on threads of its own.
 //!
-//! Before: a client sent a descriptor. After: it is closed, or only a closing thread waits for that. A close may never
-//! return: a socket that lingers, a file of a FUSE server that does not respond. It may take long: the last descriptor
-//! of a large RAM file.
+//! Before: a client sent a descriptor. After: it is closed, or only a closing thread waits for that. The close of an
+//! arbitrary descriptor may never return: a file of a FUSE server that does not respond, a socket that lingers (which is
+//! switched off before). That of memory may take long: the last descriptor of a large RAM file.
 //! Threads: any may drop a [`SentFd`]; closing threads are started as needed, at most [`MOST_THREADS`].
-//! Promise: dropping a [`SentFd`] never waits. The closer knows the users whose descriptors do not close
-//! ([`Closer::stuck`]).
+//! Promise: dropping a [`SentFd`] never waits. What one user sent holds at most [`MOST_STUCK`] threads, and what
+//! all users sent at most [`MOST_UNCHECKED`]: the RAM and userfaultfds of VMs, which were checked, are closed all the
+//! same. The closer knows the users whose descriptors do not close ([`Closer::stuck`]).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ballast_sys::scm;
+
 /// How long a closing may take before another thread takes the rest.
 pub const HANGS_AFTER: Duration = Duration::from_millis(500);
-/// Closing threads. With [`crate::clients::MOST_STUCK`] a user, eight hostile users would be needed to hold all.
+/// Closing threads.
 const MOST_THREADS: usize = 32;
+/// Threads that close what was not checked.
+const MOST_UNCHECKED: usize = MOST_THREADS - 8;
+/// Threads that close what was not checked and is one user's. As many descriptors of a user have to hang before the
+/// user's connections are refused, so six hostile users would be needed to keep the rest of what is not checked open.
+pub const MOST_STUCK: usize = 4;
 
 type Thing = Box<dyn Send>;
 
@@ -28,12 +36,44 @@ pub struct Closer {
 
 #[derive(Default)]
 struct State {
-    /// The user, and the thing to close.
-    waiting: VecDeque<(u32, Thing)>,
-    /// By number of the thread: the user, and since when.
-    closing: HashMap<u64, (u32, Instant)>,
+    /// What was not checked, by user.
+    unchecked: BTreeMap<u32, VecDeque<Thing>>,
+    checked: VecDeque<Thing>,
+    /// By number of the thread: since when, and the user, unless it was checked.
+    closing: HashMap<u64, (Option<u32>, Instant)>,
     threads: u64,
     next_thread: u64,
+}
+
+impl State {
+    /// The user whose turn it is, if what was not checked has one.
+    fn turn(&self) -> Option<u32> {
+        let closing = |uid: Option<u32>| {
+            let unchecked = self.closing.values().filter_map(|(whose, _)| *whose);
+            unchecked.filter(|whose| uid.is_none_or(|uid| uid == *whose)).count()
+        };
+        if self.unchecked.is_empty() || closing(None) >= MOST_UNCHECKED {
+            return None;
+        }
+        self.unchecked.keys().copied().find(|uid| closing(Some(*uid)) < MOST_STUCK)
+    }
+
+    fn has_work(&self) -> bool {
+        !self.checked.is_empty() || self.turn().is_some()
+    }
+
+    fn next(&mut self) -> Option<(Option<u32>, Thing)> {
+        if let Some(thing) = self.checked.pop_front() {
+            return Some((None, thing));
+        }
+        let uid = self.turn()?;
+        let queue = self.unchecked.get_mut(&uid)?;
+        let thing = queue.pop_front();
+        if queue.is_empty() {
+            self.unchecked.remove(&uid);
+        }
+        thing.map(|thing| (Some(uid), thing))
+    }
 }
 
 impl Closer {
@@ -47,11 +87,18 @@ impl Closer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Drop something that came from this user, on a closing thread.
-    pub fn close(self: &Arc<Self>, uid: u32, thing: impl Send + 'static) {
+    /// Drop something on a closing thread. `uid`: the user that it came from, unless it was checked.
+    fn close(self: &Arc<Self>, uid: Option<u32>, thing: impl Send + 'static) {
         let mut state = self.state();
-        state.waiting.push_back((uid, Box::new(thing)));
-        if state.threads == 0 {
+        match uid {
+            Some(uid) => state.unchecked.entry(uid).or_default().push_back(Box::new(thing)),
+            None => state.checked.push_back(Box::new(thing)),
+        }
+        // What was checked does not wait until it is known that the others hang.
+        let waits = uid.is_none()
+            && state.closing.len() as u64 == state.threads
+            && state.closing.values().all(|(whose, _)| whose.is_some());
+        if state.threads == 0 || waits && state.threads < MOST_THREADS as u64 {
             self.add_thread(&mut state);
         }
         drop(state);
@@ -63,7 +110,7 @@ impl Closer {
         let mut state = self.state();
         let all_hang = state.closing.len() as u64 == state.threads
             && state.closing.values().all(|(_, since)| since.elapsed() >= hangs_after);
-        if !state.waiting.is_empty() && all_hang && state.threads < MOST_THREADS as u64 {
+        if state.has_work() && all_hang && state.threads < MOST_THREADS as u64 {
             self.add_thread(&mut state);
         }
     }
@@ -71,13 +118,14 @@ impl Closer {
     /// How many closings of this user's descriptors hang.
     pub fn stuck(&self, uid: u32, hangs_after: Duration) -> usize {
         let state = self.state();
-        state.closing.values().filter(|(whose, since)| *whose == uid && since.elapsed() >= hangs_after).count()
+        state.closing.values().filter(|(whose, since)| *whose == Some(uid) && since.elapsed() >= hangs_after).count()
     }
 
     /// How many threads there are, if none of them has anything to do.
     pub fn idle(&self) -> Option<usize> {
         let state = self.state();
-        (state.waiting.is_empty() && state.closing.is_empty()).then_some(state.threads as usize)
+        let is_idle = state.unchecked.is_empty() && state.checked.is_empty() && state.closing.is_empty();
+        is_idle.then_some(state.threads as usize)
     }
 
     fn add_thread(self: &Arc<Self>, state: &mut State) {
@@ -95,7 +143,7 @@ impl Closer {
     fn work(&self, number: u64) {
         let mut state = self.state();
         loop {
-            if let Some((uid, thing)) = state.waiting.pop_front() {
+            if let Some((uid, thing)) = state.next() {
                 state.closing.insert(number, (uid, Instant::now()));
                 drop(state);
                 drop(thing);
@@ -112,22 +160,60 @@ impl Closer {
     }
 }
 
+/// A descriptor of any kind, on a closing thread.
+struct Sent(OwnedFd);
+
+impl Drop for Sent {
+    fn drop(&mut self) {
+        // Only now: its sender may share it, and set it again.
+        scm::close_at_once(&self.0);
+    }
+}
+
+/// A socket to a client, on a closing thread. The kernel would close the descriptors in it with the socket, one after
+/// the other, each for as long as it lingers.
+struct Connection(OwnedFd, u32, Arc<Closer>);
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        let Self(socket, uid, closer) = &*self;
+        // Of a user whose descriptors hang no more are received: a file that is not received waits for no server.
+        if closer.stuck(*uid, HANGS_AFTER) < MOST_STUCK {
+            scm::take_descriptors(socket, |fd| drop(SentFd::new(fd, *uid, closer.clone())));
+        }
+    }
+}
+
 /// A descriptor that a client sent, or a connection to a client. Its close may wait for anything.
 pub struct SentFd {
     fd: Option<OwnedFd>,
     uid: u32,
+    is_checked: bool,
     closer: Arc<Closer>,
 }
 
 impl SentFd {
-    /// `fd` came from this user.
+    /// `fd` came from this user, and nothing is known of it.
     pub fn new(fd: OwnedFd, uid: u32, closer: Arc<Closer>) -> Self {
-        Self { fd: Some(fd), uid, closer }
+        Self { fd: Some(fd), uid, is_checked: false, closer }
     }
 
-    /// Another descriptor in the place of this one.
+    /// It is memory, a userfaultfd, or a file that we made: its close ends.
+    pub fn checked(mut self) -> Self {
+        self.is_checked = true;
+        self
+    }
+
+    /// Another descriptor, which we made, in the place of this one.
     pub fn replaced_by(&self, fd: OwnedFd) -> Self {
-        Self::new(fd, self.uid, self.closer.clone())
+        Self::new(fd, self.uid, self.closer.clone()).checked()
+    }
+
+    /// End this connection, for every process that has it.
+    pub fn hang_up(mut self) {
+        if let Some(fd) = self.fd.take() {
+            self.closer.close(Some(self.uid), Connection(fd, self.uid, self.closer.clone()));
+        }
     }
 }
 
@@ -140,7 +226,10 @@ impl AsFd for SentFd {
 impl Drop for SentFd {
     fn drop(&mut self) {
         if let Some(fd) = self.fd.take() {
-            self.closer.close(self.uid, fd);
+            match self.is_checked {
+                true => self.closer.close(None, fd),
+                false => self.closer.close(Some(self.uid), Sent(fd)),
+            }
         }
     }
 }
@@ -148,7 +237,8 @@ impl Drop for SentFd {
 impl std::fmt::Debug for Closer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let state = self.state();
-        write!(f, "{} waiting, {} being closed by {} threads", state.waiting.len(), state.closing.len(), state.threads)
+        let waiting = state.checked.len() + state.unchecked.values().map(VecDeque::len).sum::<usize>();
+        write!(f, "{waiting} waiting, {} being closed by {} threads", state.closing.len(), state.threads)
     }
 }
 
@@ -188,17 +278,73 @@ mod tests {
         for (round, uid) in [7, 7, 8].into_iter().enumerate() {
             let (end, ended) = mpsc::channel();
             ends.push(end);
-            closer.close(uid, Hangs(begun.clone(), ended));
+            closer.close(Some(uid), Hangs(begun.clone(), ended));
             closer.tend(Duration::ZERO);
             begins.recv().expect("its closing begins, though others hang");
-            closer.close(9, Says(closed.clone(), round as u32));
+            closer.close(Some(9), Says(closed.clone(), round as u32));
             closer.tend(Duration::ZERO);
             assert_eq!(closes.recv(), Ok(round as u32), "closed, though others hang");
         }
         assert_eq!([7, 8, 6].map(|uid| closer.stuck(uid, Duration::ZERO)), [2, 1, 0]);
         assert_eq!(closer.stuck(7, Duration::from_secs(3600)), 0, "they have not hung for so long");
         drop(ends);
-        closer.close(9, Says(closed, 99));
+        closer.close(Some(9), Says(closed, 99));
         assert_eq!(closes.recv(), Ok(99));
+    }
+
+    #[test]
+    fn one_users_descriptors_hold_few_threads_and_memory_of_vms_is_closed_beside_them() {
+        let closer = Closer::new();
+        let (begun, begins) = mpsc::channel();
+        let (closed, closes) = mpsc::channel();
+        let mut ends = Vec::new();
+        for _ in 0..40 {
+            let (end, ended) = mpsc::channel();
+            ends.push(end);
+            closer.close(Some(7), Hangs(begun.clone(), ended));
+        }
+        for _ in 0..MOST_STUCK {
+            begins.recv().expect("its closing begins");
+            closer.tend(Duration::ZERO);
+        }
+        closer.close(None, Says(closed.clone(), 1));
+        assert_eq!(closes.recv(), Ok(1), "RAM of a VM");
+        closer.tend(Duration::ZERO);
+        closer.close(Some(8), Says(closed, 2));
+        closer.tend(Duration::ZERO);
+        assert_eq!(closes.recv(), Ok(2), "another user's");
+        assert_eq!(closer.stuck(7, Duration::ZERO), MOST_STUCK);
+        begins.try_recv().expect_err("one more thread of that user");
+    }
+
+    /// A socket whose close waits for its peer, which never reads; and that peer.
+    fn lingers() -> (OwnedFd, std::net::TcpStream) {
+        use std::io::Write;
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("listen");
+        let mut ours = std::net::TcpStream::connect(listener.local_addr().expect("address")).expect("connect");
+        let (theirs, _) = listener.accept().expect("accept");
+        ours.set_nonblocking(true).expect("non-blocking");
+        while ours.write(&[0; 65536]).is_ok() {}
+        rustix::net::sockopt::set_socket_linger(&ours, Some(Duration::from_secs(10_000))).expect("linger");
+        (ours.into(), theirs)
+    }
+
+    #[test]
+    fn sockets_that_linger_are_closed_at_once_received_or_not() {
+        let closer = Closer::new();
+        let (closed, closes) = mpsc::channel();
+        let (ours, theirs) = scm::pair().expect("pair");
+        let ((sent, _peer), (queued, _other)) = (lingers(), lingers());
+        scm::send(&theirs, b"x", &[queued.as_fd(), queued.as_fd()]).expect("send");
+        drop(queued);
+        // There is one thread, because nobody tends the closer: it would wait for either.
+        drop(SentFd::new(sent, 7, closer.clone()));
+        SentFd::new(ours, 7, closer.clone()).hang_up();
+        closer.close(Some(9), Says(closed.clone(), 1));
+        assert_eq!(closes.recv(), Ok(1));
+        // What was in the socket comes after that.
+        closer.close(Some(9), Says(closed, 2));
+        assert_eq!(closes.recv(), Ok(2));
+        drop(theirs);
     }
 }

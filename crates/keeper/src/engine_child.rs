@@ -314,7 +314,8 @@ impl Keeper {
                 // The new engine is never asked for one.
                 Ok(Report::Made { .. }) if who == Who::Next => {}
                 Ok(Report::Made { seq, result }) => self.made(seq, move |uid| {
-                    let fds: Vec<_> = received.fds.into_iter().map(|fd| SentFd::new(fd, uid, closer.clone())).collect();
+                    let ours = |fd| SentFd::new(fd, uid, closer.clone()).checked();
+                    let fds: Vec<_> = received.fds.into_iter().map(ours).collect();
                     let two =
                         |fds: Vec<_>| fds.try_into().map_err(|_| "the engine did not send two descriptors".into());
                     result.and_then(|()| two(fds))

@@ -102,7 +102,7 @@ impl Keeper {
             own_program: program.clone(),
             program,
             starter,
-            api: Arc::new(SentFd::new(api, 0, closer.clone())),
+            api: Arc::new(SentFd::new(api, 0, closer.clone()).checked()),
             closer,
             engine: None,
             upgrade: None,

@@ -157,9 +157,15 @@ fn kept_vm(vm: &VmEntry) -> KeptVm {
     }
 }
 
-fn sent(number: Number, uid: u32, closer: &Arc<Closer>) -> anyhow::Result<SentFd> {
+/// A socket to a client.
+fn unchecked(number: Number, uid: u32, closer: &Arc<Closer>) -> anyhow::Result<SentFd> {
     let fd = duplicate(number).with_context(|| format!("Taking over descriptor {number}"))?;
     Ok(SentFd::new(fd, uid, closer.clone()))
+}
+
+/// A descriptor that was checked when it came.
+fn sent(number: Number, uid: u32, closer: &Arc<Closer>) -> anyhow::Result<SentFd> {
+    Ok(unchecked(number, uid, closer)?.checked())
 }
 
 fn vm_again(vm: &KeptVm, closer: &Arc<Closer>) -> anyhow::Result<VmEntry> {
@@ -216,10 +222,10 @@ fn client_again(
             vm: view.vm,
             uffds: uffds.collect::<anyhow::Result<_>>()?,
             uffd_features: view.uffd_features,
-            control: Arc::new(sent(view.control, uid, closer)?),
+            control: Arc::new(unchecked(view.control, uid, closer)?),
             spans: view.spans.clone(),
         })
     });
     let view = view.transpose()?;
-    Ok(Client { socket: sent(socket, uid, closer)?, pid, uid, view, since: Instant::now(), faults, owed })
+    Ok(Client { socket: unchecked(socket, uid, closer)?, pid, uid, view, since: Instant::now(), faults, owed })
 }

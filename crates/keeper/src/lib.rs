@@ -51,8 +51,7 @@ mod upgrading;
 mod waiting;
 
 pub use checker::check;
-pub use clients::MOST_STUCK;
-pub use closer::{Closer, HANGS_AFTER, SentFd};
+pub use closer::{Closer, HANGS_AFTER, MOST_STUCK, SentFd};
 pub use options::Options;
 pub use replace::Follow;
 pub use run::{follow, listen, run};

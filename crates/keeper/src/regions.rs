@@ -124,7 +124,7 @@ impl VmEntry {
         // The engine lays it out: a VM can attach while there is no engine.
         let arena = arena::create().map_err(|error| format!("Making the store's file: {error}"))?;
         rustix::fs::fchmod(&arena, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| error.to_string())?;
-        let arena = Files::ram(SentFd::new(arena, uid, closer.clone()));
+        let arena = Files::ram(SentFd::new(arena, uid, closer.clone()).checked());
         Self::new(state, vec![arena], attach.vmm.clone(), uid, closer)
     }
 
@@ -141,7 +141,7 @@ impl VmEntry {
         Ok(Self {
             ram: state.regions().iter().map(|_| None).collect(),
             state,
-            file: Arc::new(SentFd::new(duplicate, uid, closer.clone())),
+            file: Arc::new(SentFd::new(duplicate, uid, closer.clone()).checked()),
             stores,
             uid,
             vmm,

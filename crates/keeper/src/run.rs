@@ -14,6 +14,7 @@ use anyhow::{Context, bail};
 use ballast_sys::memory_error;
 use ballast_sys::presence;
 use ballast_sys::priority::run_beside;
+use ballast_sys::scm;
 use ballast_sys::spawn::Starter;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -41,6 +42,7 @@ pub fn run(options: Options) -> anyhow::Result<()> {
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
     let attach = listen(&options.attach_socket, rustix::net::SocketType::SEQPACKET, options.attach_gid)?;
     let api = listen(&options.api_socket, rustix::net::SocketType::STREAM, options.reader_gid)?;
+    scm::refuse_descriptors(&api);
     let program = std::env::current_exe().and_then(Program::own).context("Finding this program's own file")?;
     tracing::info!(attach = %options.attach_socket.display(), api = %options.api_socket.display(), "ready");
     let mut keeper = Keeper::new(options, program, starter, api);

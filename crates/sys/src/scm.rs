@@ -6,11 +6,11 @@
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType,
 };
 
 /// Most descriptors that one message may carry.
@@ -81,14 +81,67 @@ pub fn receive(socket: impl AsFd) -> io::Result<Option<Received>> {
     receive_or(socket, drop)
 }
 
-/// Receive one message of a peer that sends no descriptors, or fail with `WouldBlock` at once if there is none. If the
-/// peer sends descriptors all the same, this process does not get them, because a close can block without end.
-/// `Ok(None)` means the peer has closed.
+/// The same as [`receive_bytes`], but it fails with `WouldBlock` at once if there is no message.
 ///
 /// # Errors
-/// A message longer than [`MAX_MESSAGE`] is an error and is dropped whole.
+/// As for [`receive_bytes`].
 pub fn try_receive_bytes(socket: impl AsFd) -> io::Result<Option<Vec<u8>>> {
+    plain(&socket, RecvFlags::DONTWAIT)?;
     bytes_of(socket, RecvFlags::DONTWAIT)
+}
+
+/// Read bytes of a stream whose peer sends no descriptors, on a thread that must not wait for the close of any; fails
+/// with `WouldBlock` at once if there are none. `Ok(0)` means the peer has closed.
+///
+/// # Errors
+/// The next bytes bring descriptors: they stay in the socket, and are closed with it.
+pub fn try_read_plain(socket: impl AsFd, out: &mut [u8]) -> io::Result<usize> {
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    let peeked = loop {
+        let mut slices = [io::IoSliceMut::new(out)];
+        match rustix::net::recvmsg(&socket, &mut slices, &mut RecvAncillaryBuffer::default(), flags) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => break other?,
+        }
+    };
+    refuse_any(peeked.flags)?;
+    // No more than that: what has come since may bring descriptors.
+    let len = peeked.bytes;
+    loop {
+        match rustix::net::recv(&socket, &mut out[..len], RecvFlags::DONTWAIT) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => return Ok(other?.1),
+        }
+    }
+}
+
+/// Have the kernel refuse descriptors to this listening socket, and so to all of its connections (`SO_PASSRIGHTS`).
+/// Before Linux 6.16 it does not, and [`try_read_plain`] and [`receive_bytes`] have to.
+pub fn refuse_descriptors(listener: impl AsFd) {
+    const SO_PASSRIGHTS: libc::c_int = 83;
+    let (fd, no) = (listener.as_fd().as_raw_fd(), 0 as libc::c_int);
+    let len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the value is a number that lives during the call, and its length is right.
+    unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, SO_PASSRIGHTS, (&raw const no).cast(), len) };
+}
+
+/// The close of this descriptor does not linger, if it is a socket.
+pub fn close_at_once(fd: impl AsFd) {
+    // Any other descriptor has no such option, and is not asked itself.
+    let _ = rustix::net::sockopt::set_socket_linger(fd, None);
+}
+
+/// Shut a socket, and give each descriptor in it that was not received to `close`: the close of the socket would wait
+/// for each of them.
+pub fn take_descriptors(socket: impl AsFd, mut close: impl FnMut(OwnedFd)) {
+    let _ = rustix::net::shutdown(&socket, Shutdown::Both);
+    while let Ok((received, flags)) = receive_any(&socket, RecvFlags::DONTWAIT) {
+        let is_last = received.is_end() && !flags.contains(ReturnFlags::CTRUNC);
+        received.fds.into_iter().for_each(&mut close);
+        if is_last {
+            return;
+        }
+    }
 }
 
 /// Receive one message of a peer that sends no descriptors, on a thread that must not wait for the close of any. If
@@ -98,16 +151,38 @@ pub fn try_receive_bytes(socket: impl AsFd) -> io::Result<Option<Vec<u8>>> {
 /// # Errors
 /// A message with descriptors; one longer than [`MAX_MESSAGE`], which is dropped whole.
 pub fn receive_bytes(socket: impl AsFd) -> io::Result<Option<Vec<u8>>> {
-    let flags = loop {
-        match rustix::net::recvmsg(&socket, &mut [], &mut RecvAncillaryBuffer::default(), RecvFlags::PEEK) {
+    plain(&socket, RecvFlags::empty())?;
+    bytes_of(socket, RecvFlags::empty())
+}
+
+/// Does the next message in this socket, if there is one, bring descriptors?
+///
+/// # Errors
+/// It is no socket that is connected.
+pub fn has_descriptors(socket: impl AsFd) -> io::Result<bool> {
+    match plain(socket, RecvFlags::DONTWAIT) {
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => Ok(true),
+        Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
+        _ => Ok(false),
+    }
+}
+
+/// Does the next message bring no descriptors?
+fn plain(socket: impl AsFd, flags: RecvFlags) -> io::Result<()> {
+    let flags = flags | RecvFlags::PEEK;
+    loop {
+        match rustix::net::recvmsg(&socket, &mut [], &mut RecvAncillaryBuffer::default(), flags) {
             Err(rustix::io::Errno::INTR) => {}
-            other => break other?.flags,
+            other => return refuse_any(other?.flags),
         }
-    };
+    }
+}
+
+fn refuse_any(flags: ReturnFlags) -> io::Result<()> {
     if flags.contains(ReturnFlags::CTRUNC) {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "descriptors came with a message that needs none"));
     }
-    bytes_of(socket, RecvFlags::empty())
+    Ok(())
 }
 
 fn bytes_of(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Vec<u8>>> {
@@ -128,7 +203,7 @@ fn bytes_of(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Vec<u8>>> 
 /// The same as [`receive`] for a thread that must not close descriptors of unknown origin. Those of a message that is
 /// dropped go to `refuse`, because a close (of a socket that lingers, a file of a dead server) can block without end.
 pub fn receive_or(socket: impl AsFd, refuse: impl FnOnce(Vec<OwnedFd>)) -> io::Result<Option<Received>> {
-    let (received, flags) = receive_any(socket)?;
+    let (received, flags) = receive_any(socket, RecvFlags::empty())?;
     if flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) || received.fds.len() > MAX_FDS {
         refuse(received.fds);
         return Err(io::Error::new(io::ErrorKind::InvalidData, "message over the size or descriptor limit"));
@@ -142,7 +217,7 @@ pub fn receive_or(socket: impl AsFd, refuse: impl FnOnce(Vec<OwnedFd>)) -> io::R
 /// # Errors
 /// A message longer than [`MAX_MESSAGE`] or with more descriptors than [`MAX_FDS`] is an error and is dropped whole.
 pub fn receive_or_bytes(socket: impl AsFd) -> io::Result<Option<(Received, bool)>> {
-    let (mut received, flags) = receive_any(socket)?;
+    let (mut received, flags) = receive_any(socket, RecvFlags::empty())?;
     if flags.contains(ReturnFlags::TRUNC) || received.fds.len() > MAX_FDS {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "message over the size or descriptor limit"));
     }
@@ -157,13 +232,13 @@ pub fn receive_or_bytes(socket: impl AsFd) -> io::Result<Option<(Received, bool)
 }
 
 /// Receive one message, or as much of it as fits.
-fn receive_any(socket: impl AsFd) -> io::Result<(Received, ReturnFlags)> {
+fn receive_any(socket: impl AsFd, flags: RecvFlags) -> io::Result<(Received, ReturnFlags)> {
     let mut bytes = vec![0; MAX_MESSAGE];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let answer = loop {
         let mut slices = [io::IoSliceMut::new(&mut bytes)];
-        match rustix::net::recvmsg(&socket, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
+        match rustix::net::recvmsg(&socket, &mut slices, &mut control, flags | RecvFlags::CMSG_CLOEXEC) {
             Err(rustix::io::Errno::INTR) => {}
             other => break other?,
         }
@@ -253,13 +328,39 @@ mod tests {
         let weak = std::os::unix::net::UnixStream::pair().expect("pair");
         send(&a, b"not wanted", &[weak.0.as_fd()]).expect("send");
         drop(weak.0);
-        assert_eq!(try_receive_bytes(&b).expect("receive").expect("open"), b"not wanted");
+        assert_eq!(try_receive_bytes(&b).expect_err("a descriptor").kind(), io::ErrorKind::InvalidData);
+        take_descriptors(&b, drop);
         let end = std::io::Read::read(&mut &weak.1, &mut [0]).expect("read");
         assert_eq!(end, 0, "the descriptor was kept");
+        let (a, b) = pair().expect("socketpair");
         assert_eq!(try_receive_bytes(&b).expect_err("empty").kind(), io::ErrorKind::WouldBlock);
         drop((a, first));
         // This one waits: a program that another test starts has a copy of `a` for a moment.
         assert!(receive(&b).expect("receive").is_none(), "a closed peer reads as the end");
         assert!(try_receive_bytes(&b).expect("receive").is_none(), "a closed peer reads as the end");
+    }
+
+    #[test]
+    fn bytes_of_a_stream_that_bring_a_descriptor_are_not_read() {
+        let (a, b) = std::os::unix::net::UnixStream::pair().expect("pair");
+        let mut out = [0; 64];
+        assert_eq!(try_read_plain(&b, &mut out).expect_err("empty").kind(), io::ErrorKind::WouldBlock);
+        send(&a, b"one ", &[]).expect("send");
+        send(&a, b"two", &[]).expect("send");
+        let len = try_read_plain(&b, &mut out).expect("plain");
+        assert_eq!(&out[..len], b"one two");
+        send(&a, b"three", &[]).expect("send");
+        send(&a, b"four", &[a.as_fd()]).expect("send");
+        for _ in 0..2 {
+            let error = try_read_plain(&b, &mut out).expect_err("the second message brings one");
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        }
+        let mut taken = 0;
+        take_descriptors(&b, |_| taken += 1);
+        assert_eq!(taken, 1);
+        drop((a, b));
+        let (a, b) = std::os::unix::net::UnixStream::pair().expect("pair");
+        drop(a);
+        assert_eq!(try_read_plain(&b, &mut out).expect("the end"), 0);
     }
 }

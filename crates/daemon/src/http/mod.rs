@@ -13,17 +13,20 @@ mod peer;
 mod pool;
 mod request;
 mod routes;
+mod stream;
 mod upgrade;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use ballast_keeper::{Closer, HANGS_AFTER};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use gate::Inside;
+use stream::Stream;
 
 pub use backend::{Backend, ChangeError, Governing, Histogram, Pooling, Upgrades};
 pub use gate::Gate;
@@ -77,6 +80,7 @@ async fn serve_within(
     gate: Gate,
     bounds: Bounds,
 ) {
+    let closer = Closer::new();
     let places = bounds.places.map(|count| Arc::new(Semaphore::new(count)));
     loop {
         gate.opened().await;
@@ -89,27 +93,31 @@ async fn serve_within(
                 accepted = listener.accept() => accepted,
             };
             let stream = match accepted {
-                Ok((stream, _)) => stream,
+                Ok((stream, _)) => Stream::new(stream, closer.clone()),
                 Err(error) => {
                     tracing::warn!(%error, "accepting an API connection");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                     continue;
                 }
             };
-            let access = allowed.access_of(&stream);
+            let access = allowed.access_of(stream.inner());
+            closer.tend(HANGS_AFTER);
+            if stream.is_stuck() {
+                continue;
+            }
             match Arc::clone(&places[access as usize]).try_acquire_owned() {
                 Ok(place) => {
                     tokio::spawn(connection(stream, Arc::clone(&backend), access, bounds, (place, gate.enter())));
                 }
                 // Best effort: a peer that does not take it sees the connection end.
-                Err(_) => drop(stream.try_write(request::BUSY_ANSWER.as_bytes())),
+                Err(_) => drop(stream.inner().try_write(request::BUSY_ANSWER.as_bytes())),
             }
         }
     }
 }
 
 async fn connection(
-    stream: UnixStream,
+    stream: Stream,
     backend: Arc<dyn Backend>,
     access: Access,
     bounds: Bounds,

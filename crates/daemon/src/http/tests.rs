@@ -237,10 +237,10 @@ fn a_user_without_access_is_refused_everything_and_a_reader_every_change() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
         let ask = |request: Vec<u8>| {
             runtime.block_on(async {
-                let (here, there) = UnixStream::pair().expect("pair");
+                let (here, there) = tokio::net::UnixStream::pair().expect("pair");
                 let place = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("place");
                 tokio::spawn(connection(
-                    there,
+                    stream::Stream::new(there, Closer::new()),
                     Arc::new(Canned::new()),
                     access,
                     BOUNDS,
@@ -431,4 +431,32 @@ fn one_limit_for_several_vms_needs_its_limit_and_says_what_became_of_each() {
     };
     assert_eq!(names(None), known.iter().map(|name| (name.clone(), true)).collect::<Vec<_>>());
     assert_eq!(names(Some(vec!["nobody".into()])), [("nobody".into(), false)]);
+}
+
+#[test]
+fn a_peer_that_sends_a_descriptor_whose_close_waits_delays_no_other() {
+    use std::os::fd::AsFd;
+    let server = usual();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("listen");
+    let mut lingers = std::net::TcpStream::connect(listener.local_addr().expect("address")).expect("connect");
+    let (_never_reads, _) = listener.accept().expect("accept");
+    lingers.set_nonblocking(true).expect("non-blocking");
+    while lingers.write(&[0; 65536]).is_ok() {}
+    rustix::net::sockopt::set_socket_linger(&lingers, Some(Duration::from_secs(10_000))).expect("linger");
+    let mut peers = Vec::new();
+    for part in ["GET /v1/host HTTP/1.1\r\nHost: b\r\n\r\n", "GET /v1"] {
+        let peer = Stream::connect(&server.socket).expect("connect");
+        ballast_sys::scm::send(&peer, part.as_bytes(), &[lingers.as_fd()]).expect("send");
+        peers.push(peer);
+    }
+    drop(lingers);
+    for mut peer in peers {
+        let mut answer = Vec::new();
+        let _ = peer.read_to_end(&mut answer);
+        assert_eq!(answer, b"", "it is cut off");
+    }
+    for _ in 0..3 {
+        let answer = raw(&server.socket, b"GET /v1/host HTTP/1.1\r\nHost: b\r\nConnection: close\r\n\r\n");
+        assert!(answer.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&answer));
+    }
 }

@@ -56,6 +56,7 @@ impl PoolService {
     pub(super) fn listen(self: &Arc<Self>, place: &Pooling) -> anyhow::Result<()> {
         let socket = ballast_keeper::listen(&place.socket, rustix::net::SocketType::SEQPACKET, place.gid)?;
         rustix::io::ioctl_fionbio(&socket, false).context("Preparing the pool's socket")?;
+        scm::refuse_descriptors(&socket);
         let service = self.clone();
         std::thread::Builder::new().name("pool-socket".into()).spawn(move || {
             loop {
@@ -89,7 +90,7 @@ impl PoolService {
             if let Err(error) = service.answer(&client) {
                 tracing::warn!("Answering a VMM at the pool's socket: {error:#}");
             }
-            drop(client);
+            client.hang_up();
             service.asking.fetch_sub(1, Ordering::Relaxed);
         });
         if started.is_err() {
