@@ -25,6 +25,7 @@ use crate::clients::FORGET_EVERY;
 use crate::closer::SentFd;
 use crate::engine_child::add_view;
 use crate::keeper::Keeper;
+use crate::mappings;
 use crate::options::group_of;
 use crate::regions::{Kin, VmEntry};
 use crate::store_files::Files;
@@ -109,7 +110,11 @@ impl Keeper {
                 }
                 let mut entry = match resumed {
                     Some(files) => self.resume(attach, files, uid)?,
-                    None => self.create(attach, uid)?,
+                    None => {
+                        let extents = attach.regions.iter().map(|region| region.extents.len());
+                        self.check_mappings(uid, mappings::of_vm(extents))?;
+                        self.create(attach, uid)?
+                    }
                 };
                 match file_store {
                     Some(Ok(_)) if entry.stores.iter().any(|files| files.store() == FILE_STORE) => {}
@@ -278,7 +283,15 @@ impl Keeper {
             self.answer(key, KeeperToClient::Later("this RAM is about to be unplugged".into()));
             return Ok(());
         }
-        let number = known.map_or_else(|| entry.append(&ram), Ok)?;
+        let number = match known {
+            Some(number) => number,
+            None => {
+                let (uid, more) = (entry.uid, mappings::of_regions([ram.extents.list().len()]));
+                self.check_mappings(uid, more)?;
+                self.entry_of(key)?.append(&ram)?
+            }
+        };
+        let entry = self.entry_of(key)?;
         entry.bring(number, ram.files);
         if let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) {
             view.spans.push((*span, number));
