@@ -6,7 +6,7 @@ mod common;
 use std::os::fd::AsFd;
 use std::os::fd::AsRawFd;
 
-use ballast_api::VmStatus;
+use ballast_api::{VmClass, VmStatus};
 use ballast_base::wire::{ClientToKeeper, KeeperToClient};
 use common::raw::{Ram, RawClient, no_uffd};
 use common::vmm::{Program, Vmm};
@@ -71,7 +71,9 @@ fn wrong_pages(path: &std::path::Path) -> usize {
 fn a_vmm_that_executes_itself_and_keeps_its_ram_finds_every_page_there() {
     let Some(program) = Program::compile() else { return };
     let daemon = Daemon::start(QUICK);
-    for how in ["execv", "execve", "execvp", "execvpe", "fexecve", "execveat"] {
+    let lists = ["execl", "execlp", "execle", "execl-long", "execle-long"];
+    let numbers = ["syscall", "syscall-at"];
+    for how in ["execv", "execve", "execvp", "execvpe", "fexecve", "execveat"].into_iter().chain(lists).chain(numbers) {
         let mut vmm = program.start(&daemon, how, "memfd", PAGES);
         squeeze(&daemon, how);
         assert_eq!(vmm.ask(how), "next");
@@ -87,7 +89,7 @@ fn a_child_of_the_vmm_executes_what_it_likes_and_costs_the_vm_nothing() {
     let daemon = Daemon::start(QUICK);
     let mut vmm = program.start(&daemon, "parent", "memfd", PAGES);
     squeeze(&daemon, "parent");
-    for deed in ["vfork", "vfork-execv"] {
+    for deed in ["vfork", "vfork-execv", "vfork-syscall"] {
         assert_eq!(vmm.ask(deed), "ok", "{deed}");
     }
     let vm = daemon.vm("parent");
@@ -124,7 +126,42 @@ fn what_a_vmm_that_executes_itself_unseen_leaves_far_is_written_back() {
     assert_eq!(vmm.ask("raw"), "next");
     // A look before this may be too early.
     until("its pages are back", || has_event(&daemon, "written-back"));
+    assert!(has_event(&daemon, "sight-lost"), "{}", daemon.log());
     assert_eq!(vmm.ask("verify"), "wrong 0", "{}", daemon.log());
+}
+
+#[test]
+fn a_second_mapping_of_any_kind_has_every_page_and_what_it_writes_reaches_the_guest() {
+    let Some(program) = Program::compile() else { return };
+    let daemon = Daemon::start(QUICK);
+    for how in ["again-read", "again-private", "again-small", "again-later", "again-whole"] {
+        let mut vmm = program.start(&daemon, how, "memfd", PAGES);
+        squeeze(&daemon, how);
+        assert_eq!(vmm.ask(how), "wrong 0", "{how}\n{}", daemon.log());
+        assert_eq!(vmm.ask("verify"), "wrong 0", "{how}\n{}", daemon.log());
+        let vm = daemon.vm(how);
+        assert_eq!((vm.class, vm.far_bytes), (VmClass::Pinned, 0), "{how}");
+        vmm.kill();
+    }
+}
+
+#[test]
+fn what_a_vmm_maps_again_past_every_hook_is_found_and_holds_the_vm_while_it_lasts() {
+    let Some(program) = Program::compile() else { return };
+    let daemon = Daemon::start(QUICK);
+    let mut vmm = program.start(&daemon, "unseen", "memfd", PAGES);
+    squeeze(&daemon, "unseen");
+    assert_eq!(vmm.ask("again-unseen"), "ok");
+    until("it is found, and every page is back", || {
+        let vm = daemon.vm("unseen");
+        vm.status == VmStatus::Blocked && vm.far_bytes == 0
+    });
+    let reason = daemon.vm("unseen").status_reason.unwrap_or_default();
+    assert!(reason.contains("at other addresses than it has announced"), "{reason}");
+    assert_eq!(vmm.ask("again-verify"), "wrong 0", "{}", daemon.log());
+    assert_eq!(vmm.ask("again-unmap"), "ok");
+    until("its limit is held again", || daemon.vm("unseen").resident_bytes <= LIMIT);
+    assert_eq!(vmm.ask("verify"), "wrong 0");
 }
 
 #[test]

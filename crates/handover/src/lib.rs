@@ -10,18 +10,21 @@
 //!
 //! [`kept`] is the whole state of a keeper, for the next program in the same process. [`orders`] are the messages
 //! between keeper and engine, [`upgrading`] what they say of an upgrade. Both also examine other processes: [`mappers`]
-//! finds those that map a VM's RAM without being attached, [`sleep`] finds what a thread sleeps over.
+//! finds those that map a VM's RAM where they are not served ([`places`]), [`holder`] those
+//! that may reach a file, [`sleep`] finds what a thread sleeps over.
 #![forbid(unsafe_code)]
 
 pub mod arena;
 mod beside;
 mod guest;
+pub mod holder;
 pub mod kept;
 mod listed;
 pub mod mappers;
 mod maps;
 mod operator;
 pub mod orders;
+pub mod places;
 pub mod records;
 pub mod secret;
 pub mod sleep;

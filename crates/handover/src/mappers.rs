@@ -17,18 +17,19 @@ use std::os::unix::fs::DirEntryExt;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::FileId;
 use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
 use ballast_sys::{clock, kcmp};
 
-use crate::maps::{mapped, opened};
+pub use crate::maps::Mapped;
+use crate::maps::mapped;
+use crate::places::Places;
 use crate::waits::{wait_for, was_late};
 
 /// Wait for one process. One that takes longer is skipped until its reading is over; from then on it has twice the time
 /// that this took ([`wait_for`]).
-const READ_TIMEOUT: Duration = Duration::from_millis(500);
+pub(crate) const READ_TIMEOUT: Duration = Duration::from_millis(500);
 /// Time between two readings of a suspect. A child of the VMM between `vfork` and `exec` maps all its parent maps, for
 /// some milliseconds.
 const SECOND_SCAN: Duration = Duration::from_millis(500);
@@ -40,7 +41,7 @@ static STUCK: LazyLock<Mutex<HashSet<Process>>> = LazyLock::new(Mutex::default);
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Scan {
     /// Processes that map some of the files, and which parts of them.
-    pub mapping: HashMap<Process, FileRanges>,
+    pub mapping: HashMap<Process, Mapped>,
     /// Processes that could not be read in time.
     pub unreadable: Vec<Process>,
     /// We lack what a scan needs (descriptors, memory, a thread): processes that map a file may be missing here.
@@ -48,7 +49,7 @@ pub struct Scan {
 }
 
 /// Reads the files that a process maps, or has open. Replaced in tests, because no test can make `/proc` hang.
-type Read = dyn Fn(u32) -> io::Result<FileRanges> + Send + Sync;
+pub(crate) type Read = dyn Fn(u32) -> io::Result<Mapped> + Send + Sync;
 
 /// The processes of the host, and what each of them maps.
 #[derive(Debug, Default)]
@@ -63,15 +64,22 @@ struct Known {
     /// been charged yet, as if it mapped something right after the scan: the next scan sees it.
     ran: Duration,
     /// Files in memory that it maps; empty for most.
-    files: Option<(Process, FileRanges)>,
+    files: Option<(Process, Mapped)>,
 }
+
+/// Where processes are served: those that are not here are served nowhere.
+pub type Announced = Arc<HashMap<u32, Places>>;
 
 impl Processes {
     /// Scan all processes. Those we may not read are skipped, as are those that end meanwhile. If one could not be read
     /// for any other reason (no descriptors left, say), or if `/proc` could not, the scan has failed.
-    pub fn scan(&mut self, files: &HashSet<FileId>) -> Scan {
+    pub fn scan(&mut self, files: &HashSet<FileId>, announced: &Announced) -> Scan {
+        // What they had announced when they were read last may not be what they have announced now.
+        for pid in announced.keys() {
+            self.0.entry(*pid).and_modify(|known| known.ran = Duration::MAX);
+        }
         match entries() {
-            Ok(entries) => self.scan_these(entries, files, &(Arc::new(mapped) as Arc<Read>)),
+            Ok(entries) => self.scan_these(entries, files, &reader(announced)),
             Err(error) => {
                 tracing::error!("Reading /proc: {error}");
                 Scan { failed: true, ..Scan::default() }
@@ -111,18 +119,24 @@ impl Processes {
         mapping.extend(found.into_values());
         mapping.extend(self.0.values().filter_map(|known| known.files.clone()));
         mapping.values_mut().for_each(|found| found.retain(|file| files.contains(&file)));
-        mapping.retain(|_, found| !found.is_empty());
+        mapping.retain(|_, found| !found.files.is_empty());
         Scan { mapping, unreadable, failed }
     }
 }
 
 /// Scan all processes once.
 pub fn scan(files: &HashSet<FileId>) -> Scan {
-    Processes::default().scan(files)
+    Processes::default().scan(files, &Announced::default())
+}
+
+/// Reads what a process maps, and what of that it has not announced.
+fn reader(announced: &Announced) -> Arc<Read> {
+    let announced = announced.clone();
+    Arc::new(move |pid| mapped(pid, announced.get(&pid)))
 }
 
 /// The numbers of all processes, and the inodes of their directories.
-fn entries() -> io::Result<Vec<(u32, u64)>> {
+pub(crate) fn entries() -> io::Result<Vec<(u32, u64)>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")? {
         let entry = entry?;
@@ -138,16 +152,17 @@ pub fn foreign_mappers(
     processes: &mut Processes,
     files: &HashSet<FileId>,
     attached: HashSet<u32>,
-    known: impl Fn(&Process, &FileRanges) -> bool,
+    announced: &Announced,
+    known: impl Fn(&Process, &Mapped) -> bool,
 ) -> Scan {
-    let first = processes.scan(files);
-    let files = files.clone();
+    let first = processes.scan(files, announced);
+    let (files, reads) = (files.clone(), reader(announced));
     let again = |suspects| {
         std::thread::sleep(SECOND_SCAN);
         // If the kernel cannot tell, it stays suspect.
         let read = move |pid| {
             let is_same = |other: &u32| *other != pid && kcmp::same_memory(*other, pid).unwrap_or(false);
-            if attached.iter().any(is_same) { Ok(FileRanges::default()) } else { of_these(mapped, pid, &files) }
+            if attached.iter().any(is_same) { Ok(Mapped::default()) } else { of_these(&*reads, pid, &files) }
         };
         scan_these(suspects, &(Arc::new(read) as Arc<Read>), READ_TIMEOUT)
     };
@@ -155,31 +170,32 @@ pub fn foreign_mappers(
 }
 
 /// Reads a process, and keeps these files only.
-fn of_these(read: impl Fn(u32) -> io::Result<FileRanges>, pid: u32, files: &HashSet<FileId>) -> io::Result<FileRanges> {
+pub(crate) fn of_these(read: &Read, pid: u32, files: &HashSet<FileId>) -> io::Result<Mapped> {
     let mut found = read(pid)?;
     found.retain(|file| files.contains(&file));
     Ok(found)
 }
 
-fn confirm(first: Scan, known: impl Fn(&Process, &FileRanges) -> bool, again: impl FnOnce(Vec<u32>) -> Scan) -> Scan {
+fn confirm(first: Scan, known: impl Fn(&Process, &Mapped) -> bool, again: impl FnOnce(Vec<u32>) -> Scan) -> Scan {
     let Scan { mut mapping, unreadable, mut failed } = first;
     mapping.retain(|process, files| !known(process, files));
     if !mapping.is_empty() {
         let second = again(mapping.keys().map(|process| process.pid).collect());
         // By process, not by pid: the pid may be another's by now. One that cannot be read any more stays suspect.
-        let is_there = |process: &Process| second.mapping.contains_key(process) || second.unreadable.contains(process);
+        let maps = |process: &Process| second.mapping.get(process).is_some_and(|files| !known(process, files));
+        let is_there = |process: &Process| maps(process) || second.unreadable.contains(process);
         failed |= second.failed;
         mapping.retain(|process, _| failed || is_there(process));
     }
     Scan { mapping, unreadable, failed }
 }
 
-fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
+pub(crate) fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
     STUCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// One thread reads one process after the other. If it hangs, a new thread reads the rest.
-fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
+pub(crate) fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
     let mut scan = Scan::default();
     let find = |pid| Process::find(pid).ok().flatten();
     // One that is not found would not be in the result.
@@ -241,7 +257,7 @@ fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
                     scan.unreadable.extend(process);
                     scan.failed = true;
                 }
-                (Some(Ok(found)), Some(process)) if !found.is_empty() => {
+                (Some(Ok(found)), Some(process)) if !found.files.is_empty() => {
                     scan.mapping.insert(process, found);
                 }
                 (Some(_), _) => {}
@@ -256,34 +272,6 @@ fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Scan {
     scan
 }
 
-/// A process other than those that may still reach these files, because it has one of them open, or maps one.
-/// Descriptors are checked first, because any process may have them. A process that hangs and cannot be examined counts
-/// as one that does not, unless it is of `suspects`: those that had them.
-///
-/// # Errors
-///
-/// If not all processes could be examined because we lack something: somebody may hold them.
-pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> io::Result<Option<Process>> {
-    let [opening, mapping] = [files.clone(), files.clone()];
-    let readers: [Arc<Read>; 2] = [
-        Arc::new(move |pid| Ok(opened(pid, &opening)?.into_iter().map(|file| (file, 0, u64::MAX)).collect())),
-        Arc::new(move |pid| of_these(mapped, pid, &mapping)),
-    ];
-    for read in readers {
-        let pids = entries()?.into_iter().map(|(pid, _)| pid).collect();
-        let scan = scan_these(pids, &read, READ_TIMEOUT);
-        let hangs = |process: &Process| suspects.contains(&process.pid) && stuck().contains(process);
-        let hanging = scan.unreadable.into_iter().filter(hangs);
-        if let Some(process) = scan.mapping.into_keys().chain(hanging).find(|process| !but.contains(&process.pid)) {
-            return Ok(Some(process));
-        }
-        if scan.failed {
-            return Err(io::Error::other("not all processes could be examined"));
-        }
-    }
-    Ok(None)
-}
-
 /// The name of a process, for people.
 pub fn name(process: Process) -> String {
     let name = std::fs::read_to_string(format!("/proc/{}/comm", process.pid)).unwrap_or_default();
@@ -294,15 +282,20 @@ pub fn name(process: Process) -> String {
 mod tests {
     use super::*;
     use ballast_base::Bytes;
+    use ballast_sys::file_ranges::FileRanges;
     use ballast_sys::{Mapping, memfd};
 
     fn one_file() -> HashSet<FileId> {
         HashSet::from([FileId { dev: 1, ino: 1 }])
     }
 
+    fn of_files(files: FileRanges) -> Mapped {
+        Mapped { files, ..Mapped::default() }
+    }
+
     /// All of it.
-    fn its_bytes() -> FileRanges {
-        one_file().into_iter().map(|file| (file, 0, 4096)).collect()
+    fn its_bytes() -> Mapped {
+        of_files(one_file().into_iter().map(|file| (file, 0, 4096)).collect())
     }
 
     #[test]
@@ -311,39 +304,20 @@ mod tests {
         let file = memfd::file_id(&fd).expect("stat");
         let files = HashSet::from([file]);
         let me = Process::this().expect("this process");
-        let nobody = |_: &Process, _: &FileRanges| false;
+        let nobody = |_: &Process, _: &Mapped| false;
         let mut processes = Processes::default();
-        let mut foreign_mappers = |known: &dyn Fn(&Process, &FileRanges) -> bool| {
-            foreign_mappers(&mut processes, &files, HashSet::new(), known)
+        let mut foreign_mappers = |known: &dyn Fn(&Process, &Mapped) -> bool| {
+            foreign_mappers(&mut processes, &files, HashSet::new(), &Announced::default(), known)
         };
         assert!(foreign_mappers(&nobody).mapping.is_empty(), "holding a descriptor is not mapping");
         let _mapping = Mapping::shared(&fd, 4096, 4096).expect("map");
         let mapped: FileRanges = [(file, 4096, 8192)].into_iter().collect();
-        assert_eq!(foreign_mappers(&nobody).mapping, HashMap::from([(me, mapped)]));
-        let of_another_part = |_: &Process, found: &FileRanges| {
-            found.overlap(&[(file, 0, 4096), (file, 8192, 12288)].into_iter().collect()).is_none()
+        assert_eq!(foreign_mappers(&nobody).mapping, HashMap::from([(me, of_files(mapped))]));
+        let of_another_part = |_: &Process, found: &Mapped| {
+            found.files.overlap(&[(file, 0, 4096), (file, 8192, 12288)].into_iter().collect()).is_none()
         };
         assert!(foreign_mappers(&of_another_part).mapping.is_empty());
         assert!(foreign_mappers(&|process, _| process.pid == me.pid).mapping.is_empty());
-    }
-
-    #[test]
-    fn who_has_a_file_open_or_maps_it_holds_it_and_nobody_else() {
-        let fd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
-        let file = memfd::file_id(&fd).expect("stat");
-        let files = HashSet::from([file]);
-        let me = Process::this().expect("this process");
-        let nobody = HashSet::new();
-        assert_eq!(opened(me.pid, &files).expect("read"), files);
-        assert_eq!(holder(&files, &nobody, &[]).expect("readable"), Some(me));
-        assert_eq!(holder(&files, &HashSet::from([me.pid]), &[]).expect("readable"), None);
-        let mapping = Mapping::shared(&fd, 0, 4096).expect("map");
-        drop(fd);
-        assert_eq!(opened(me.pid, &files).expect("read"), HashSet::new());
-        assert_eq!(holder(&files, &nobody, &[]).expect("readable"), Some(me), "it is mapped");
-        drop(mapping);
-        assert_eq!(holder(&files, &nobody, &[]).expect("readable"), None);
-        assert_eq!(opened(me.pid, &HashSet::from([FileId { dev: 0, ..file }])).expect("read"), HashSet::new());
     }
 
     #[test]
@@ -405,7 +379,7 @@ mod tests {
         processes.0.values_mut().for_each(|known| known.ran = Duration::MAX);
         let scan = processes.scan_these(entry, &one_file(), &read);
         assert!(scan.failed && scan.mapping.contains_key(&me), "what it was known to map still counts");
-        assert!(mapped(u32::MAX).expect("gone, which is no error").is_empty());
+        assert!(mapped(u32::MAX, None).expect("gone, which is no error").files.is_empty());
     }
 
     #[test]

@@ -11,6 +11,8 @@ use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::FileId;
 use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, major, makedev, statx};
 
+use crate::places::{Place, Places};
+
 /// The files among these that the process has open. The kernel tells a descriptor's inode number without asking the
 /// file's own file system, which may not respond; only a file with a matching number is queried, in a way that does not
 /// wait.
@@ -60,33 +62,61 @@ fn passing_over<T>(read: io::Result<T>) -> io::Result<Option<T>> {
 /// Most parts of one file that one process maps; beyond that, all between the first and the last counts as mapped.
 const MOST_PARTS: usize = 1024;
 
-/// The parts of files in memory that the process maps. RAM of a VM is a memfd, or a file in a tmpfs or a hugetlbfs,
-/// none of which is on a device. (Some other files are not either; they do no harm here.)
-pub(crate) fn mapped(pid: u32) -> io::Result<FileRanges> {
-    let read = || -> io::Result<FileRanges> {
+/// What one process maps of files in memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mapped {
+    /// Which bytes.
+    pub files: FileRanges,
+    /// Those that it maps elsewhere than it has announced; nothing of a process that has announced nothing.
+    pub elsewhere: FileRanges,
+}
+
+impl Mapped {
+    /// Keep only the bytes of these files.
+    pub(crate) fn retain(&mut self, keep: impl Fn(FileId) -> bool) {
+        self.files.retain(&keep);
+        self.elsewhere.retain(keep);
+    }
+}
+
+/// What the process maps, if it has announced these places. RAM of a VM is a memfd, or a file in a tmpfs or a
+/// hugetlbfs, none of which is on a device. (Some other files are not either; they do no harm here.)
+pub(crate) fn mapped(pid: u32, places: Option<&Places>) -> io::Result<Mapped> {
+    let read = || -> io::Result<Mapped> {
         let mut maps = BufReader::new(std::fs::File::open(format!("/proc/{pid}/maps"))?);
-        let (mut found, mut line) = (Vec::new(), Vec::new());
+        let (mut found, mut elsewhere, mut line) = (Vec::new(), Vec::new(), Vec::new());
         // As bytes: a path may be anything.
         while maps.read_until(b'\n', &mut line)? > 0 {
-            found.extend(part_of(&line).filter(|(file, ..)| file.ino != 0 && major(file.dev) == 0));
+            let mapping = mapping_of(&line).filter(|(at, _)| at.file.ino != 0 && major(at.file.dev) == 0);
+            if let Some((at, is_shared)) = mapping {
+                found.push((at.file, at.offset, at.offset.saturating_add(at.end - at.start)));
+                match places {
+                    Some(places) if is_shared => elsewhere.extend(places.elsewhere(&at)),
+                    Some(_) => elsewhere.extend(found.last().copied()),
+                    None => {}
+                }
+            }
             line.clear();
         }
-        Ok(found.into_iter().collect::<FileRanges>().at_most(MOST_PARTS))
+        let [files, elsewhere] = [found, elsewhere].map(|parts| FileRanges::from_iter(parts).at_most(MOST_PARTS));
+        Ok(Mapped { files, elsewhere })
     };
     Ok(passing_over(read())?.unwrap_or_default())
 }
 
-/// The file of a line of `/proc/PID/maps`, and which bytes of it: `start-end perms offset major:minor inode path`.
-fn part_of(line: &[u8]) -> Option<(FileId, u64, u64)> {
+/// The file of a line of `/proc/PID/maps`, where which bytes of it are mapped, and whether the mapping is shared:
+/// `start-end perms offset major:minor inode path`.
+fn mapping_of(line: &[u8]) -> Option<(Place, bool)> {
     let mut fields = line.split(|byte| *byte == b' ').map_while(|field| str::from_utf8(field).ok());
     let hex = |text| u64::from_str_radix(text, 16).ok();
     let (start, end) = fields.next()?.split_once('-')?;
-    let len = hex(end)?.checked_sub(hex(start)?)?;
-    let offset = hex(fields.nth(1)?)?;
+    let (start, end) = (hex(start)?, hex(end)?);
+    let is_shared = fields.next()?.ends_with('s');
+    let offset = hex(fields.next()?)?;
     let (major, minor) = fields.next()?.split_once(':')?;
     let dev = rustix::fs::makedev(u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
-    let ino = fields.next()?.parse().ok()?;
-    Some((FileId { dev, ino }, offset, offset.saturating_add(len)))
+    let file = FileId { dev, ino: fields.next()?.parse().ok()? };
+    (start <= end).then_some((Place { start, end, file, offset }, is_shared))
 }
 
 #[cfg(test)]
@@ -95,8 +125,11 @@ mod tests {
 
     #[test]
     fn odd_lines_of_maps_are_passed_over() {
-        let part = part_of(b"7f00-9f00 rw-s 1000 00:01 77 /memfd:x (deleted)\n");
-        assert_eq!(part.map(|(id, start, end)| (id.ino, start, end)), Some((77, 0x1000, 0x3000)));
+        let text = |perms| format!("7f00-9f00 {perms} 1000 00:01 77 /memfd:x (deleted)\n");
+        for (perms, is_shared) in [("rw-s", true), ("r--p", false)] {
+            let (at, shared) = mapping_of(text(perms).as_bytes()).expect("a mapping");
+            assert_eq!((at.start, at.end, at.file.ino, at.offset, shared), (0x7f00, 0x9f00, 77, 0x1000, is_shared));
+        }
         for line in [
             "",
             "7f00-7f01",
@@ -105,7 +138,7 @@ mod tests {
             "7f00-7f01 rw-p 0 zz:00 1",
             "7f00-7f01 rw-p 00000000 00:00 [heap]",
         ] {
-            assert_eq!(part_of(line.as_bytes()), None, "{line}");
+            assert_eq!(mapping_of(line.as_bytes()), None, "{line}");
         }
     }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use ballast_base::Bytes;
 use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, StoreFiles, VmId};
 use ballast_handover::orders::Order;
-use ballast_sys::{meminfo, scm};
+use ballast_sys::{meminfo, process, scm};
 use rustix::io::Errno;
 
 use crate::client::Client;
@@ -323,6 +323,16 @@ impl Keeper {
             return;
         };
         let (vm, pid) = (view.vm, client.pid);
+        // A process that ends has no memory any more when its sockets close.
+        if process::has_memory(pid) {
+            let name = self.vm(vm).map_or_else(|| vm.to_string(), |entry| entry.state.name());
+            let message = format!(
+                "process {pid} {why}, and runs on without a connection: it has executed another program past the C \
+                 library, or closed what is not its own. Ballast has lost sight of its RAM, which may read as zeros \
+                 there until far pages are written back"
+            );
+            self.note(name, "sight-lost", message);
+        }
         self.order(&Order::RemoveView { vm, pid }, &[]);
         // The engine may remove a region that another process has unplugged.
         if let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) {

@@ -36,6 +36,7 @@ static EARLY_PIN: Mutex<Option<&'static str>> = Mutex::new(None);
 pub static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
 
 const LOCKED: &str = "memory is locked (mlock)";
+pub const MAPPED_TWICE: &str = "the VMM maps the same RAM twice";
 
 /// A fork after attaching makes a child without guest RAM (QEMU marks it DONTFORK) and without the client's thread.
 pub extern "C" fn in_child() {
@@ -105,8 +106,8 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
         return if is_refused { Err(libc::ENOMEM) } else { Ok(()) };
     };
     if is_there(client) {
-        // Touches through the other mapping raise no faults that the engine serves, so no page may be reclaimed.
-        pin_or_die(client, "the VMM maps the same RAM twice");
+        // Another thread has attached with it since `twice` looked.
+        pin_or_die(client, MAPPED_TWICE);
         return Ok(());
     }
     if flags & libc::MAP_LOCKED != 0 {

@@ -4,7 +4,7 @@
 //! part is announced once, and the call goes through as without this library, except that RAM of the pool is refused.
 //! RAM for which the keeper is not ready is mapped nowhere when the call has failed.
 
-use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
+use std::ffi::{c_int, c_uint, c_ulong, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 use std::sync::atomic::Ordering;
@@ -17,6 +17,7 @@ use crate::decide;
 use crate::next;
 use crate::pool;
 use crate::shape;
+use crate::twice;
 
 /// Run our part of a call. It leaves errno as it was.
 pub fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
@@ -57,7 +58,11 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
     if flags & libc::MAP_FIXED != 0 {
         quietly((), || decide::mapping_over(addr, len));
     }
-    let may_be_ram = shape::looks_like_ram(len, prot, flags, fd);
+    let is_new = match quietly(Ok(false), || twice::mapping(flags, fd, offset, len)) {
+        Ok(is_ram_already) => !is_ram_already,
+        Err(errno) => return refuse(errno, libc::MAP_FAILED),
+    };
+    let may_be_ram = is_new && shape::looks_like_ram(len, prot, flags, fd);
     if may_be_ram {
         // If there is a bug, the VMM must not map the stand-in of RAM.
         let fallback = pool::is_wanted().then_some(Err(libc::ENOMEM));
@@ -300,35 +305,6 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) ->
     }
     // SAFETY: the caller's promise.
     unsafe { next::ioctl(fd, request, arg) }
-}
-
-/// Declares hooks of functions that execute another program in this process.
-macro_rules! executes {
-    ($($name:ident($($arg:ident: $ty:ty),*);)*) => {$(
-        /// # Safety
-        /// As the C function.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($arg: $ty),*) -> c_int {
-            if let Err(errno) = quietly(Ok(()), decide::executing) {
-                return refuse(errno, -1);
-            }
-            // SAFETY: the caller's promise.
-            let answer = unsafe { next::$name($($arg),*) };
-            quietly((), decide::executed_nothing);
-            answer
-        }
-    )*};
-}
-
-executes! {
-    execve(path: *const c_char, args: *const *const c_char, variables: *const *const c_char);
-    execv(path: *const c_char, args: *const *const c_char);
-    execvp(file: *const c_char, args: *const *const c_char);
-    execvpe(file: *const c_char, args: *const *const c_char, variables: *const *const c_char);
-    fexecve(fd: c_int, args: *const *const c_char, variables: *const *const c_char);
-    execveat(
-        dir: c_int, path: *const c_char, args: *const *const c_char, variables: *const *const c_char, flags: c_int
-    );
 }
 
 /// # Safety

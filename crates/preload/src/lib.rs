@@ -11,7 +11,8 @@
 //! - `mmap`, `mmap64`: find guest RAM (shared, readable and writable, shmem file, 2 MiB or more, and under QEMU in a
 //!   reservation of its own: `shape`), and attach or add it. They align big reservations to 2 MiB. Before RAM is mapped
 //!   over, its far pages are restored, because the call may fail; that part is never reclaimed again. If the keeper is
-//!   not ready for plugged RAM within seconds, the call fails with ENOMEM, and nothing of the mapping is left.
+//!   not ready for plugged RAM within seconds, the call fails with ENOMEM, and nothing of the mapping is left. A second
+//!   mapping of RAM, of whatever kind, pins the VM and restores every page first, or fails with EAGAIN (`twice`).
 //! - `munmap`: RAM is unplugged; the keeper is told first.
 //! - `mremap`: refused for guest RAM, because a moved or second mapping has no userfaultfd.
 //! - `fallocate`, `fallocate64`: to punch RAM is a discard; the engine is told first. To fill RAM is refused, because
@@ -27,9 +28,9 @@
 //!   pages are far.
 //! - `sendmsg`: a RAM file goes to another process (vhost-user). The call pins the VM and restores every page first,
 //!   because the other process's touches raise no faults here.
-//! - `execve`, `execv`, `execvp`, `execvpe`, `fexecve`, `execveat`: the VMM may hand its RAM to the program that takes
-//!   its place (QEMU's `cpr-exec`). Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes
-//!   through.
+//! - `execve`, `execv`, `execvp`, `execvpe`, `execl`, `execlp`, `execle`, `fexecve`, `execveat`, and `syscall` with the
+//!   number of `execve` or `execveat`: the VMM may hand its RAM to the program that takes its place (QEMU's `cpr-exec`).
+//!   Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes through.
 //!
 //! # Memory of the pool
 //!
@@ -45,9 +46,10 @@
 //!
 //! Not seen, and not supported: `userfaultfd` used by the VMM itself on guest RAM (postcopy migration, background
 //! snapshots: registering fails with EBUSY on one side), `read`, `readv`, `preadv`, `splice`, `write` and `ftruncate`
-//! on the RAM file; memory registered for RDMA or with io_uring, where the engine cannot check who holds a page; `exec`
-//! by way of `syscall`, `execl` and its like (pages of a VMM that executes itself this way are written back when it
-//! is seen to be gone, which may be too late); a static VMM binary.
+//! on the RAM file; memory registered for RDMA or with io_uring, where the engine cannot check who holds a page; a
+//! system call that the VMM makes by an instruction of its own: the engine's scan finds a second mapping within
+//! seconds, and pages of a VMM that executes itself this way are written back when it is seen to be gone (the keeper
+//! reports `sight-lost`), which may be too late; a static VMM binary.
 //!
 //! # Environment
 //!
@@ -58,6 +60,7 @@
 
 mod announce;
 mod decide;
+mod exec;
 mod guest;
 mod hooks;
 mod monitor;
@@ -66,3 +69,4 @@ mod pool;
 mod reads;
 mod shape;
 mod start;
+mod twice;

@@ -141,6 +141,11 @@ pub fn has(file: FileId) -> bool {
     stand_ins().iter().any(|stand_in| stand_in.file == file)
 }
 
+/// Is this part of a file a part of a stand-in?
+pub fn has_part(file: FileId, offset: u64, len: u64) -> bool {
+    !parts(&stand_ins(), file, offset, len).is_empty()
+}
+
 /// Free a piece of a stand-in for the VMM, after `discard` has told the engine. To fill one is refused. `None` if the
 /// file is no stand-in.
 pub fn punching(

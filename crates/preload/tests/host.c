@@ -175,6 +175,14 @@ static int deed(const char *what) {
         return mmap(ram, RAM, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, -1, 0) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "twice"))
         return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "again-read")) return mmap(NULL, PAGE, PROT_READ, MAP_SHARED, ram_fd, PAGE) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "again-private"))
+        return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_PRIVATE, ram_fd, 0) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "again-none")) return mmap(NULL, RAM, PROT_NONE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "in-place"))
+        return mmap(ram, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "getpid")) return syscall(SYS_getpid) == getpid() ? 0 : 1;
+    if (!strcmp(what, "six")) return syscall(SYS_mmap, NULL, PAGE, PROT_READ, MAP_SHARED, ram_fd, 1) == -1 ? -1 : 1;
     if (!strcmp(what, "sev")) return ioctl(-1, 0x8010AEBB, 0);
     if (!strcmp(what, "run")) return ioctl(-1, 0xAE80, 0);
     if (!strcmp(what, "data")) return lseek(ram_fd, 0, SEEK_DATA) == 0 ? 0 : -1;

@@ -149,6 +149,28 @@ fn a_call_that_takes_hold_of_ram_pins_the_vm_first() {
 }
 
 #[test]
+fn a_second_mapping_of_ram_pins_the_vm_first_and_one_in_its_own_place_does_not() {
+    for name in ["host", "qemu-system-host"] {
+        let Some(mut stage) = stage_as(name) else { return };
+        for line in ["again-read", "again-private", "again-none", "twice"] {
+            let (said, _, asked) = stage.deed(line);
+            let pin = ClientToKeeper::Pin("the VMM maps the same RAM twice".into());
+            assert_eq!((said.as_str(), asked), ("ok", vec![pin]), "{name}: {line}");
+        }
+        for (line, answer) in [("in-place", "ok"), ("getpid", "ok"), ("six", "EINVAL")] {
+            let (said, _, asked) = stage.deed(line);
+            assert_eq!((said.as_str(), asked.len()), (answer, 0), "{name}: {line}");
+        }
+        std::thread::scope(|scope| {
+            let said = scope.spawn(|| stage.host.ask("again-read"));
+            stage.session.request();
+            stage.session.answer(&KeeperToClient::Refused("not today".into()));
+            assert_eq!(said.join().expect("thread"), "EAGAIN", "{name}");
+        });
+    }
+}
+
+#[test]
 fn a_ram_file_does_not_tell_its_holes_and_is_not_read_past_its_mapping() {
     let Some(mut stage) = stage() else { return };
     let cases = [

@@ -42,6 +42,13 @@ impl Process {
     }
 }
 
+/// Does the process with this pid have memory? One that has begun to end has none, before its descriptors close. False
+/// also if there is no such process, or the kernel could not tell.
+pub fn has_memory(pid: u32) -> bool {
+    let statm = std::fs::read_to_string(format!("/proc/{pid}/statm"));
+    statm.is_ok_and(|text| text.split_ascii_whitespace().next().is_some_and(|size| size != "0"))
+}
+
 /// A thread of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Thread {

@@ -12,8 +12,11 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use ballast_handover::mappers::{self, Processes, Scan};
+use ballast_handover::mappers::{self, Mapped, Processes, Scan};
+use ballast_handover::places::{Place, Places};
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::region::Region;
+use ballast_pager::vm::view::View;
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
@@ -126,6 +129,8 @@ struct Owner {
     ram: FileRanges,
     /// Its processes, and the RAM that each must not map: a region that the keeper did not take from it, say.
     outside: HashMap<u32, FileRanges>,
+    /// Where its processes map what of it, as they have announced, if that is known. Anywhere else they are not served.
+    places: HashMap<u32, Places>,
     /// What a process must not map is not known: a process that is about to be served has no view yet; one that unplugs
     /// RAM maps it where it is not served any more.
     is_changing: bool,
@@ -137,9 +142,11 @@ impl Owner {
         // First: one that ends meanwhile counts.
         let is_unplugging = vm.is_held_for(Hold::Unplug);
         let (regions, views) = (vm.regions(), vm.views());
-        let outside = |pid| {
+        let mut places = HashMap::new();
+        let mut outside = |pid| {
             let view = views.iter().find(|view| view.pid == pid && !is_unplugging)?;
             let inside = regions.iter().filter(|region| view.base(region.number).is_some());
+            places.insert(pid, inside.clone().flat_map(|region| places_of(region, view)).collect());
             Some(ram.without(&inside.flat_map(|region| region.places()).collect()))
         };
         let pids: Vec<_> = served.pids().into_iter().map(|pid| (pid, outside(pid))).collect();
@@ -147,13 +154,31 @@ impl Owner {
         let pids = pids.into_iter().map(|(pid, outside)| (pid, outside.unwrap_or_default()));
         // This engine queries the pages of a file of hugetlbfs through a mapping that is never touched.
         let outside = pids.chain([(std::process::id(), FileRanges::default())]).collect();
-        Self { ram, outside, is_changing }
+        Self { ram, outside, places, is_changing }
     }
 
-    /// Does this process map what it may not, if it maps `found`?
-    fn is_foreign(&self, process: &Process, found: &FileRanges) -> bool {
-        self.outside.get(&process.pid).unwrap_or(&self.ram).overlap(found).is_some()
+    /// Does this process map what it may not, or what it may, but elsewhere, if it maps `found`?
+    fn is_foreign(&self, process: &Process, found: &Mapped) -> bool {
+        self.outside.get(&process.pid).unwrap_or(&self.ram).overlap(&found.files).is_some()
+            || self.maps_elsewhere(process, found)
     }
+
+    /// Does a process that is served map RAM elsewhere, too?
+    fn maps_elsewhere(&self, process: &Process, found: &Mapped) -> bool {
+        self.places.contains_key(&process.pid) && self.ram.overlap(&found.elsewhere).is_some()
+    }
+}
+
+/// Where a process maps a region.
+fn places_of(region: &Region, view: &View) -> Vec<Place> {
+    let Some(base) = view.base(region.number) else { return Vec::new() };
+    let mut next = base.0;
+    let place = |(file, from, to)| {
+        let start = next;
+        next += to - from;
+        Place { start, end: next, file, offset: from }
+    };
+    region.places().into_iter().map(place).collect()
 }
 
 /// Scan twice for processes that map RAM of one of these VMs where they are not served.
@@ -164,10 +189,15 @@ fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner]) -> Scan
     }
     let all = of_file.keys().copied().collect();
     let attached = owners.iter().flat_map(|owner| owner.outside.keys()).copied().collect();
+    let mut announced: HashMap<u32, Vec<Place>> = HashMap::new();
+    for (pid, places) in owners.iter().flat_map(|owner| &owner.places) {
+        announced.entry(*pid).or_default().extend(places.iter());
+    }
+    let announced = announced.into_iter().map(|(pid, places)| (pid, places.into_iter().collect())).collect();
     // A process is known if it is served wherever it maps RAM of a VM; of a file that several VMs share, only their
     // parts count.
-    mappers::foreign_mappers(processes, &all, attached, |process, found| {
-        let mut owners = found.files().filter_map(|file| of_file.get(&file)).flatten();
+    mappers::foreign_mappers(processes, &all, attached, &Arc::new(announced), |process, found| {
+        let mut owners = found.files.files().filter_map(|file| of_file.get(&file)).flatten();
         owners.all(|owner| !owner.is_foreign(process, found))
     })
 }
@@ -176,7 +206,12 @@ fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner]) -> Scan
 /// requested.
 fn conclude(served: &Arc<Served>, asked: u64, before: &Owner, scan: &Scan) {
     // As it is now: a region may have been plugged since the scan began.
-    let owner = Owner::of(served);
+    let mut owner = Owner::of(served);
+    if owner.places != before.places {
+        // Processes were compared with what they had announced before.
+        owner.places.clear();
+        owner.is_changing = true;
+    }
     let found = foreign_mapper(served, &owner, scan);
     let releases = !scan.failed && !before.is_changing && !owner.is_changing;
     if found.is_some() || releases {
@@ -193,8 +228,14 @@ fn foreign_mapper(served: &Served, owner: &Owner, scan: &Scan) -> Option<String>
         return Some(reason);
     }
     let foreign_mappers = scan.mapping.iter().filter(|(process, found)| owner.is_foreign(process, found));
-    let process = foreign_mappers.map(|(process, _)| *process).min_by_key(|process| process.pid)?;
-    let who = mappers::name(process);
+    let (process, mapped) = foreign_mappers.min_by_key(|(process, _)| process.pid)?;
+    let who = mappers::name(*process);
+    if owner.maps_elsewhere(process, mapped) {
+        return Some(format!(
+            "process {who} maps RAM of this VM at other addresses than it has announced, where it is not served, so no \
+             page may leave the VM"
+        ));
+    }
     if owner.outside.contains_key(&process.pid) {
         return Some(format!(
             "process {who} maps RAM of this VM that it is not served in, so no page may leave the VM"

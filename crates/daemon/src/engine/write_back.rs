@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PageCount};
-use ballast_handover::mappers;
+use ballast_handover::{holder, mappers};
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::view::View;
 use ballast_sys::meminfo;
@@ -288,7 +288,7 @@ impl Engine {
         let keeper = Some(self.host.begin.keeper_pid).filter(|keeper| is_parent(*keeper));
         let ours = keeper.into_iter().chain([self.me.pid]).chain(but.iter().copied()).collect();
         let files = regions.iter().flat_map(|region| region.files()).map(|file| file.id).collect();
-        mappers::holder(&files, &ours, suspects).unwrap_or(Some(self.me))
+        holder::find(&files, &ours, suspects).unwrap_or(Some(self.me))
     }
 
     /// The regions whose files a process can reach, and how. `suspects`: processes that had them; `but`: processes that

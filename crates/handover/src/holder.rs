@@ -1,0 +1,71 @@
+//! Finds a process that may still reach files: it has one open, or maps one.
+//!
+//! Before: a VM has ended, and pages of it are far. After: it is known whether somebody may read its RAM.
+//! Threads: the engine's that writes back; reading a process may take a while ([`crate::mappers`]).
+
+use std::collections::HashSet;
+use std::io;
+use std::sync::Arc;
+
+use ballast_sys::memfd::FileId;
+use ballast_sys::process::Process;
+
+use crate::mappers::{Mapped, READ_TIMEOUT, Read, entries, of_these, scan_these, stuck};
+use crate::maps::{mapped, opened};
+
+/// A process other than those that may still reach these files, because it has one of them open, or maps one.
+/// Descriptors are checked first, because any process may have them. A process that hangs and cannot be examined counts
+/// as one that does not, unless it is of `suspects`: those that had them.
+///
+/// # Errors
+///
+/// If not all processes could be examined because we lack something: somebody may hold them.
+pub fn find(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> io::Result<Option<Process>> {
+    let [opening, mapping] = [files.clone(), files.clone()];
+    let readers: [Arc<Read>; 2] = [
+        Arc::new(move |pid| {
+            let files = opened(pid, &opening)?.into_iter().map(|file| (file, 0, u64::MAX)).collect();
+            Ok(Mapped { files, ..Mapped::default() })
+        }),
+        Arc::new(move |pid| of_these(&|pid| mapped(pid, None), pid, &mapping)),
+    ];
+    for read in readers {
+        let pids = entries()?.into_iter().map(|(pid, _)| pid).collect();
+        let scan = scan_these(pids, &read, READ_TIMEOUT);
+        let hangs = |process: &Process| suspects.contains(&process.pid) && stuck().contains(process);
+        let hanging = scan.unreadable.into_iter().filter(hangs);
+        if let Some(process) = scan.mapping.into_keys().chain(hanging).find(|process| !but.contains(&process.pid)) {
+            return Ok(Some(process));
+        }
+        if scan.failed {
+            return Err(io::Error::other("not all processes could be examined"));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::Bytes;
+    use ballast_sys::{Mapping, memfd};
+
+    #[test]
+    fn who_has_a_file_open_or_maps_it_holds_it_and_nobody_else() {
+        let fd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        let file = memfd::file_id(&fd).expect("stat");
+        let files = HashSet::from([file]);
+        let me = Process::this().expect("this process");
+        let nobody = HashSet::new();
+        assert_eq!(opened(me.pid, &files).expect("read"), files);
+        assert_eq!(find(&files, &nobody, &[]).expect("readable"), Some(me));
+        assert_eq!(find(&files, &HashSet::from([me.pid]), &[]).expect("readable"), None);
+        let mapping = Mapping::shared(&fd, 0, 4096).expect("map");
+        drop(fd);
+        assert_eq!(opened(me.pid, &files).expect("read"), HashSet::new());
+        assert_eq!(find(&files, &nobody, &[]).expect("readable"), Some(me), "it is mapped");
+        drop(mapping);
+        assert_eq!(find(&files, &nobody, &[]).expect("readable"), None);
+        assert_eq!(opened(me.pid, &HashSet::from([FileId { dev: 0, ..file }])).expect("read"), HashSet::new());
+    }
+}
