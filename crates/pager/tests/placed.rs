@@ -93,15 +93,15 @@ fn cold_huge_pages_go_to_the_slow_node_whole_and_come_back_when_they_are_hot() {
     let unit = |unit: u64| unit * PAGES_PER_UNIT..(unit + 1) * PAGES_PER_UNIT;
     // All of each second unit is hot.
     let of = |odd: u64| (0..UNITS).filter(move |number| number % 2 == odd).flat_map(unit).collect::<Vec<u64>>();
-    for (hot, cold) in [(of(0), of(1)), (of(1), of(0))] {
+    for hot in [of(0), of(1)] {
         touching(&rig, &hot, || {
-            until("cold memory is on the slow node", || get(&rig, Counter::SlowNode) == half);
-            until("hot memory is on the fast node", || on_slow(&rig, hot.iter().copied()) == 0);
+            // A guest that had no CPU for a moment looks colder than it is: that passes, so both are waited for at once.
+            until("what is hot is on the fast node, and the other half is on the slow one", || {
+                on_slow(&rig, hot.iter().copied()) == 0 && get(&rig, Counter::SlowNode) == half
+            });
         });
-        // A guest that had no CPU for a moment looks colder than it is.
-        assert!(on_slow(&rig, cold.into_iter()) >= half / 8 * 7);
     }
-    assert!(get(&rig, Counter::MovedDown) > half && get(&rig, Counter::MovedUp) >= half / 2);
+    assert!(get(&rig, Counter::MovedDown) >= half && get(&rig, Counter::MovedUp) >= half / 2);
     rig.check_bytes();
     rig.check_census();
 }
