@@ -70,6 +70,11 @@ pub fn run(path: Option<&str>, tiering: Option<&Tiering>) -> io::Result<()> {
                 }
             }
         }
+        let now = Instant::now();
+        if guest.is_left(now) {
+            guest.nobody(now);
+            port.forget();
+        }
         guest.work(&mut port);
         port.flush()?;
     }
@@ -182,6 +187,11 @@ impl<'a> Guest<'a> {
         next.saturating_duration_since(now)
     }
 
+    /// Has the host been silent for so long that there is none? It says hello every few seconds.
+    fn is_left(&self, now: Instant) -> bool {
+        self.session.is_some() && now.saturating_duration_since(self.heard_at) > GONE
+    }
+
     /// The host does not listen.
     fn nobody(&mut self, now: Instant) {
         self.session = None;
@@ -243,10 +253,7 @@ impl<'a> Guest<'a> {
     }
 
     fn begin(&mut self, session: u64, wanted: Wanted, now: Instant, port: &mut Port) {
-        if self.session != Some(session) {
-            port.forget();
-        }
-        self.session = Some(session);
+        let is_new = self.session.replace(session) != Some(session);
         self.wanted = wanted;
         self.services.tune(wanted.services);
         if !wanted.reports {
@@ -256,6 +263,10 @@ impl<'a> Guest<'a> {
             // Tiering moves pages all the time: what they leave would be reported, and taken again.
             self.small_blocks = Setting::small_blocks().inspect_err(|error| eprintln!("ballast-agent: {error}")).ok();
         }
+        if !is_new {
+            return;
+        }
+        port.forget();
         // A report is due when it was: an agent whose reports take long would else make one after the other.
         self.next_tick = now;
         self.last_tick.clear();

@@ -22,8 +22,8 @@ use crate::units::{Bytes, Hva, PAGE_SIZE};
 /// The client's link. Version 2: file stores in escrow. Version 3: several userfaultfds. Version 4: an attach that must
 /// wait. Version 5: a zap answered part by part. Version 6: each message states its least reader. Version 7: regions of
 /// extents, guest-physical addresses, counted descriptors; nothing older is read, but a client of version 6 can read
-/// why. Version 8: guest-physical ranges, told later.
-pub const FORMAT: Format = Format { version: 8, least_reader: 7, oldest: 7 };
+/// why. Version 8: guest-physical ranges, told later. Version 9: the port of the guest's agent.
+pub const FORMAT: Format = Format { version: 9, least_reader: 7, oldest: 7 };
 /// Most RAM regions one VM may have.
 pub const MAX_REGIONS: usize = 32;
 /// Most userfaultfds of one process; each has a fault worker of the engine.
@@ -314,6 +314,8 @@ pub enum EngineToClient {
         /// For the log.
         reason: String,
     },
+    /// Give me the host's end of the port of the guest's agent. Answered by [`ClientToEngine::AgentPort`].
+    AgentPort,
 }
 
 /// Client to engine, on the control socket.
@@ -342,6 +344,19 @@ pub enum ClientToEngine {
         /// From the ping.
         seq: u64,
     },
+    /// Answer to [`EngineToClient::AgentPort`].
+    AgentPort(AgentPort),
+}
+
+/// The host's end of the port of the guest's agent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AgentPort {
+    /// It is the one descriptor beside this message: a connected Unix stream socket.
+    Here,
+    /// The VMM has none.
+    None,
+    /// It cannot be reached, for this reason.
+    Unreachable(String),
 }
 
 impl Message for ClientToKeeper {

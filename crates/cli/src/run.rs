@@ -6,6 +6,7 @@
 //! preload library alone; a balloon device for free page reporting, unless `--no-balloon` declines it; and with
 //! `--agent` a virtio-serial port for the agent in the guest.
 
+mod agent_port;
 mod command_line;
 mod free_pages;
 mod monitor;
@@ -25,9 +26,9 @@ use anyhow::{Context, Result, anyhow, bail};
 use ballast_base::pool::{Nodes, Pages};
 use ballast_base::wire::check_name;
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
-use ballast_guest::{PORT, socket_name};
 use ballast_sys::memfd;
 
+use agent_port::AgentPort;
 use command_line::{Backing, Edit, inspect};
 use free_pages::{Reporting, reporting};
 use monitor::Monitor;
@@ -79,7 +80,7 @@ pub struct RunArgs {
 pub fn run(args: RunArgs) -> Result<Infallible> {
     let (program, rest) = args.command.split_first().ok_or_else(|| anyhow!("no VMM was named"))?;
     let mut rest = rest.to_vec();
-    let (mut name, mut monitor) = (args.name, None);
+    let (mut name, mut monitor, mut agent) = (args.name, None, None);
     if is_qemu(program) {
         let words = |rest: &[OsString]| rest.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
         if let Some(tiers) = args.tiers {
@@ -100,7 +101,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         name = name.or(plan.name);
         monitor = Some(Monitor::new().context("Making a monitor for QEMU")?);
         if args.agent {
-            rest.extend(agent_port(&words)?.map(OsString::from));
+            agent = Some(AgentPort::new().context("Making a port for the agent")?);
         }
         // RAM that is held for a device, or locked, is not to be discarded.
         if !args.no_balloon && args.pool.is_none() && !plan.is_pinned {
@@ -133,6 +134,10 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     if let Some(monitor) = &monitor {
         monitor.give(&mut command);
     }
+    // Without `--agent`, an operator may have named the socket of a port of QEMU's own.
+    if let Some(agent) = &agent {
+        agent.give(&mut command);
+    }
     command.env("LD_PRELOAD", list).env("BALLAST_SOCKET", &args.attach_socket);
     command.env("BALLAST_VM_NAME", name).env("BALLAST_REQUIRE", if args.optional { "0" } else { "1" });
     match args.limit {
@@ -164,23 +169,6 @@ fn apply(words: &mut Vec<OsString>, edits: Vec<Edit>) {
             Edit::Append(word) => words.push(word.into()),
         }
     }
-}
-
-/// QEMU's arguments for the port of the agent: the guest has a virtio-serial port, and the engine the other end, a
-/// socket that is named by the process id, which `exec` keeps.
-fn agent_port(words: &[String]) -> Result<[String; 6]> {
-    if words.iter().any(|word| matches!(word.as_str(), "-daemonize" | "--daemonize")) {
-        bail!("-daemonize gives QEMU another process id, by which the port of the agent is found; leave it out");
-    }
-    let socket = socket_name(std::process::id());
-    Ok([
-        "-chardev".into(),
-        format!("socket,id=ballast-agent,path={socket},abstract=on,server=on,wait=off"),
-        "-device".into(),
-        "virtio-serial-pci,id=ballast-serial".into(),
-        "-device".into(),
-        format!("virtserialport,bus=ballast-serial.0,chardev=ballast-agent,name={PORT}"),
-    ])
 }
 
 fn is_qemu(program: &OsStr) -> bool {
@@ -286,13 +274,6 @@ fn is_static(program: &File) -> std::io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_port_of_an_agent_is_found_by_the_process_id_that_qemu_keeps() {
-        let words = agent_port(&["-m".into(), "1G".into()]).expect("a port");
-        assert!(words[1].contains(&format!("path=ballast-agent-{},", std::process::id())), "{words:?}");
-        assert!(agent_port(&["-daemonize".into()]).expect_err("another process").to_string().contains("-daemonize"));
-    }
 
     #[test]
     fn a_cloud_hypervisor_that_filters_its_system_calls_is_refused_with_the_words_to_write() {

@@ -15,6 +15,7 @@ use ballast_sys::Uffd;
 use ballast_sys::uffd::{ACCESS_FEATURES, HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 use rustix::net::SocketAddrUnix;
 
+use crate::agent_port::AgentPort;
 use crate::client::Client;
 use crate::control::ControlSocket;
 use crate::error::AttachError;
@@ -41,6 +42,7 @@ pub struct Builder {
     regions: Vec<Ram>,
     fail_stop: FailStop,
     timing: Timing,
+    agent_port: Option<AgentPort>,
 }
 
 impl std::fmt::Debug for Builder {
@@ -108,6 +110,12 @@ impl Builder {
         self
     }
 
+    /// The port of the guest's agent, if the VMM gives its guest one. Default: the socket that `$BALLAST_AGENT` names.
+    pub fn agent_port(mut self, port: AgentPort) -> Self {
+        self.agent_port = Some(port);
+        self
+    }
+
     #[doc(hidden)]
     pub fn timing(mut self, timing: Timing) -> Self {
         self.timing = timing;
@@ -157,6 +165,7 @@ impl Builder {
             control: ControlSocket::default(),
             fail_stop: Mutex::new(self.fail_stop),
             timing: self.timing,
+            agent_port: self.agent_port,
         });
         start(shared.clone()).map_err(|source| AttachError::System { what: "starting its thread", source })?;
         let vm = shared.link.first_outcome()?;
@@ -183,6 +192,7 @@ impl Client {
                 std::process::abort();
             }),
             timing: Timing::default(),
+            agent_port: AgentPort::of_environment(),
         }
     }
 }

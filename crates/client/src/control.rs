@@ -8,7 +8,7 @@
 //! message was read: one engine reads in order, so every earlier copy was read before or died with its reader.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
@@ -35,7 +35,12 @@ impl Pair {
 
     /// Send without waiting. `Ok(false)`: the queue is full, because no engine has read it for some time.
     pub fn send(&self, message: &ClientToEngine) -> io::Result<bool> {
-        match scm::send(&self.ours, &wire::encode(message), &[]) {
+        self.send_with(message, &[])
+    }
+
+    /// The same with descriptors. If the message is taken back, they are closed, and the engine asks again.
+    pub fn send_with(&self, message: &ClientToEngine, fds: &[BorrowedFd<'_>]) -> io::Result<bool> {
+        match scm::send(&self.ours, &wire::encode(message), fds) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
             Err(error) => Err(error),

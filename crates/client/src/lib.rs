@@ -24,6 +24,7 @@
 //! process exits. To drop a [`Client`] changes nothing: the userfaultfds must stay open, because the kernel resolves
 //! faults of a closed one with zeros.
 
+mod agent_port;
 mod builder;
 mod client;
 mod control;
@@ -42,6 +43,7 @@ pub mod thread;
 #[doc(hidden)]
 pub mod visit;
 
+pub use agent_port::{AGENT_VARIABLE, AgentPort};
 pub use ballast_base::guest::GuestRange;
 pub use ballast_base::wire::{Range, VmId};
 pub use ballast_base::{Bytes, Hva};

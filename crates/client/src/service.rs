@@ -19,11 +19,12 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use crate::agent_port::AgentPort;
 use crate::control::Pair;
 use crate::error::{AttachError, chain};
 use crate::link::{Asked, Escrow, Phase};
 use crate::lock::lock;
-use crate::shared::{Shared, announce};
+use crate::shared::{Shared, announce, cut};
 
 /// Refusals after which the VM is tried without RAM that no keeper has confirmed, too.
 const REFUSALS: u32 = 3;
@@ -354,6 +355,10 @@ impl Service<'_> {
                     self.shared.control.discard_done(seq, error.map_or(Ok(()), Err));
                     continue;
                 }
+                Ok(EngineToClient::AgentPort) => {
+                    self.give_agent_port(pair);
+                    continue;
+                }
                 Ok(EngineToClient::FailStop { reason }) => {
                     let handler = lock(&self.shared.fail_stop).clone();
                     handler(&reason);
@@ -364,12 +369,28 @@ impl Service<'_> {
                     continue;
                 }
             };
-            match pair.send(&answer) {
-                Ok(true) => {}
-                Ok(false) => self.garbage("its sender reads no replies"),
-                Err(error) => self.garbage(&format!("replying to it: {error}")),
-            }
+            self.replied(pair.send(&answer));
         }
+    }
+
+    /// Was the reply to a message sent?
+    fn replied(&mut self, sent: io::Result<bool>) {
+        match sent {
+            Ok(true) => {}
+            Ok(false) => self.garbage("its sender reads no replies"),
+            Err(error) => self.garbage(&format!("replying to it: {error}")),
+        }
+    }
+
+    fn give_agent_port(&mut self, pair: &Pair) {
+        let port = self.shared.agent_port.as_ref().map(AgentPort::open);
+        let (answer, port) = match port {
+            None => (wire::AgentPort::None, None),
+            Some(Ok(port)) => (wire::AgentPort::Here, Some(port)),
+            Some(Err(error)) => (wire::AgentPort::Unreachable(cut(error.to_string())), None),
+        };
+        let fds: Vec<_> = port.iter().map(AsFd::as_fd).collect();
+        self.replied(pair.send_with(&ClientToEngine::AgentPort(answer), &fds));
     }
 }
 

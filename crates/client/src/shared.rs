@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use ballast_sys::{Uffd, log_line};
 
+use crate::agent_port::AgentPort;
 use crate::control::ControlSocket;
 use crate::link::Link;
 use crate::regions::Table;
@@ -59,6 +60,8 @@ pub(crate) struct Shared {
     pub control: ControlSocket,
     pub fail_stop: Mutex<FailStop>,
     pub timing: Timing,
+    /// The VMM may have given its guest a port for an agent.
+    pub agent_port: Option<AgentPort>,
 }
 
 impl std::fmt::Debug for Shared {

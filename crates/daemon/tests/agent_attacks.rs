@@ -17,7 +17,7 @@ use ballast_guest::{Kind, Run, ToGuest, ToHost, frame};
 use ballast_needs::random::Random;
 use ballast_testvm::Finally;
 use common::agent::{
-    Fake, HIGH, NONCES, PAGES, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, port_of, proved, run,
+    Fake, HIGH, NONCES, PAGES, Port, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, proved, run,
 };
 use common::raw::{Ram, no_uffd};
 use common::{Daemon, QUICK, until};
@@ -79,7 +79,7 @@ fn a_guest_whose_agent_calls_all_of_its_memory_free_and_held_while_threads_write
     }
     let _one = one_at_a_time();
     let daemon = Daemon::start(QUICK);
-    let port = port_of(std::process::id());
+    let port = Port::new();
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "all-free");
     while_written(&ram, |checked| {
@@ -118,7 +118,7 @@ fn a_guest_whose_agent_calls_all_of_its_memory_the_kernels_while_threads_write_i
     }
     let _one = one_at_a_time();
     let daemon = Daemon::start(QUICK);
-    let port = port_of(std::process::id());
+    let port = Port::new();
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "all-kernel");
     while_written(&ram, |checked| {
@@ -170,7 +170,7 @@ fn messages_of_random_bytes_and_messages_that_are_sent_again_are_counted_and_los
     }
     let _one = one_at_a_time();
     let daemon = Daemon::start(QUICK);
-    let port = port_of(std::process::id());
+    let port = Port::new();
     let ram = Ram::new(PAGES);
     let (_client, mut fake) = proved(&daemon, &port, &ram, "random");
     daemon.api.set_limit("random", Some(32 * MIB)).expect("limit");
@@ -223,9 +223,9 @@ fn a_guest_that_has_a_new_node_in_each_message_and_numbers_without_sense_fills_n
     let _one = one_at_a_time();
     // A policy asks for a balloon in each node that it is told of.
     let daemon = Daemon::start(&format!("{QUICK}[policy]\nname = \"fixed\"\n"));
-    let port = port_of(std::process::id());
+    let port = Port::new();
     let ram = Ram::new(PAGES);
-    let _client = attach(&daemon, &ram, "nodes");
+    let _client = attach(&daemon, &port, &ram, "nodes");
     let mut fake = Fake::accept(&port);
     fake.begin(&ram);
     let all = |numbers: std::ops::Range<u32>, pages: u64| {

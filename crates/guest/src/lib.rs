@@ -38,8 +38,3 @@ pub use version::{LEAST_READER, OLDEST, VERSION};
 
 /// Name of the virtio-serial port, in the guest below `/dev/virtio-ports`.
 pub const PORT: &str = "org.ballast.agent.0";
-
-/// Name of the socket, in the kernel's abstract name space, on which the VMM of this process id shows the port.
-pub fn socket_name(pid: u32) -> String {
-    format!("ballast-agent-{pid}")
-}

@@ -15,7 +15,7 @@ use ballast_client::{Client, DiscardError, Ram, Range, RequestError, chain, visi
 use ballast_sys::memfd::{self, FileId};
 
 use crate::announce::announce;
-use crate::{guest, pool};
+use crate::{agent, guest, pool};
 
 /// No RAM seen yet.
 const WAITING: u8 = 0;
@@ -147,6 +147,9 @@ fn attach(ram: Ram) {
     // A VMM without support for Ballast promises nothing: direct I/O, vhost, and plain reads of some file systems write
     // to RAM past the page table.
     let mut builder = Client::builder().ram(ram).may_pin(true);
+    if let Some(port) = agent::port() {
+        builder = builder.agent_port(port);
+    }
     if let Some(name) = text("BALLAST_VM_NAME") {
         builder = builder.name(name);
     }

@@ -54,10 +54,11 @@
 //! # Environment
 //!
 //! `BALLAST_SOCKET`, `BALLAST_VM_NAME`, `BALLAST_LIMIT` (bytes), `BALLAST_FAULT_WORKERS` (1 to 8), `BALLAST_REQUIRE=1`
-//! (no keeper: exit before the guest starts), `BALLAST_MONITOR` (two descriptors: `guest`), `BALLAST_POOL`,
-//! `BALLAST_POOL_NODES` and `BALLAST_POOL_SOCKET` (`pool`).
+//! (no keeper: exit before the guest starts), `BALLAST_MONITOR` (two descriptors: `guest`), `BALLAST_AGENT` (two
+//! descriptors, or a path: `agent`), `BALLAST_POOL`, `BALLAST_POOL_NODES` and `BALLAST_POOL_SOCKET` (`pool`).
 //! The library takes itself out of `LD_PRELOAD` at start, so programs started by the VMM do not load it.
 
+mod agent;
 mod announce;
 mod decide;
 mod exec;

@@ -5,7 +5,7 @@
 
 use std::ffi::{CStr, CString};
 
-use crate::{decide, guest, shape};
+use crate::{agent, decide, guest, shape};
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -14,7 +14,8 @@ static AT_START: extern "C" fn() = at_start;
 extern "C" fn at_start() {
     let _ = std::panic::catch_unwind(|| {
         leave_preload();
-        take_monitor();
+        take_out(guest::VARIABLE, guest::take);
+        take_out(agent::VARIABLE, agent::take);
         shape::learn_program();
         crate::next::find_executing();
         // SAFETY: the handler is a plain function that stores to an atomic, which is allowed in a forked child.
@@ -42,12 +43,13 @@ fn leave_preload() {
     }
 }
 
-/// Take the monitor that `ballast run` gave QEMU, and its name out of the environment.
-fn take_monitor() {
-    let Ok(value) = std::env::var(guest::VARIABLE) else { return };
-    guest::take(&value);
+/// Take what `ballast run` passes in this variable, and the variable out of the environment: descriptors of this process
+/// mean nothing to programs that it starts.
+fn take_out(variable: &str, take: fn(&str)) {
+    let Ok(value) = std::env::var(variable) else { return };
+    take(&value);
     // SAFETY: constructors run on the only thread there is, so no other thread reads the environment meanwhile.
-    unsafe { std::env::remove_var(guest::VARIABLE) };
+    unsafe { std::env::remove_var(variable) };
 }
 
 /// The entries of an `LD_PRELOAD` list (separated by colons or blanks) whose file name is not `ours`.

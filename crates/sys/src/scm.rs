@@ -144,6 +144,14 @@ pub fn take_descriptors(socket: impl AsFd, mut close: impl FnMut(OwnedFd)) {
     }
 }
 
+/// Receive one message, or fail with `WouldBlock` at once if there is none. `Ok(None)` means the peer has closed.
+///
+/// # Errors
+/// As [`receive`].
+pub fn try_receive(socket: impl AsFd) -> io::Result<Option<Received>> {
+    whole(receive_any(socket, RecvFlags::DONTWAIT)?, drop)
+}
+
 /// Receive one message of a peer that sends no descriptors, on a thread that must not wait for the close of any. If
 /// the peer sends some all the same, that is an error, and the message stays in the socket: they are closed with it.
 /// `Ok(None)` means the peer has closed.
@@ -203,7 +211,13 @@ fn bytes_of(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Vec<u8>>> 
 /// The same as [`receive`] for a thread that must not close descriptors of unknown origin. Those of a message that is
 /// dropped go to `refuse`, because a close (of a socket that lingers, a file of a dead server) can block without end.
 pub fn receive_or(socket: impl AsFd, refuse: impl FnOnce(Vec<OwnedFd>)) -> io::Result<Option<Received>> {
-    let (received, flags) = receive_any(socket, RecvFlags::empty())?;
+    whole(receive_any(socket, RecvFlags::empty())?, refuse)
+}
+
+fn whole(
+    (received, flags): (Received, ReturnFlags),
+    refuse: impl FnOnce(Vec<OwnedFd>),
+) -> io::Result<Option<Received>> {
     if flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) || received.fds.len() > MAX_FDS {
         refuse(received.fds);
         return Err(io::Error::new(io::ErrorKind::InvalidData, "message over the size or descriptor limit"));

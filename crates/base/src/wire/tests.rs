@@ -38,10 +38,10 @@ fn a_message_comes_back_as_it_went() {
 #[test]
 fn another_version_is_named_in_the_error() {
     let mut bytes = encode(&KeeperToClient::Ok);
-    bytes[4] = 9;
-    bytes[6] = 9;
+    bytes[4] = 10;
+    bytes[6] = 10;
     let said = decode::<KeeperToClient>(&bytes).expect_err("too new").to_string();
-    assert!(said.contains("has version 9"), "{said}");
+    assert!(said.contains("has version 10"), "{said}");
 }
 
 #[test]
@@ -76,24 +76,28 @@ fn what_is_said_is_what_this_version_says() {
         EngineToClient::DiscardDone { seq: 2, error: Some(text()) },
         EngineToClient::Ping { seq: 3 },
         EngineToClient::FailStop { reason: text() },
+        EngineToClient::AgentPort,
     ];
     let back = [
         ClientToEngine::Zapped { seq: 1, error: Some(22), kept: vec![range] },
         ClientToEngine::Discard { seq: 2, ranges: vec![range] },
         ClientToEngine::Pong { seq: 3 },
+        ClientToEngine::AgentPort(AgentPort::Here),
+        ClientToEngine::AgentPort(AgentPort::None),
+        ClientToEngine::AgentPort(AgentPort::Unreachable(text())),
     ];
     fn hex<T: Message>(messages: &[T]) -> Vec<String> {
         let body = |message| encode(message)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         messages.iter().map(body).collect()
     }
     let said = [hex(&client), hex(&keeper), hex(&engine), hex(&back)].concat().join(" ");
-    assert_eq!((FORMAT.version, said.as_str()), (8, SAID), "raise FORMAT, and put what is said now into SAID");
+    assert_eq!((FORMAT.version, said.as_str()), (9, SAID), "raise FORMAT, and put what is said now into SAID");
 }
 
 const SAID: &str = "00057765622d310180808080021271656d752d73797374656d2d7838365f3634a00a010101017001018080\
     808080e01f808080800401000080808080040001070707070707070707070707070707070201010202 0180208060020180e001804\
     00080a001802001804002 028020 030174 04 05802001806080208040 00070707070707070707070707070707070201010202 01\
-    \x20020174 030174 00010180208040 0102010174 0203 030174 0001012c0180208040 01020180208040 0203";
+    \x20020174 030174 00010180208040 0102010174 0203 030174 04 0001012c0180208040 01020180208040 0203 0300 0301 03020174";
 
 /// What a client of version 6 knows of its keeper's answers.
 #[derive(Debug, Serialize, Deserialize)]
@@ -113,7 +117,7 @@ fn an_older_client_is_refused_with_both_versions_and_can_read_why() {
     let mut bytes = encode(&ClientToKeeper::MayPin);
     bytes[4..8].copy_from_slice(&[6, 0, 6, 0]);
     let why = decode::<ClientToKeeper>(&bytes).expect_err("it is too old").to_string();
-    assert!(why.contains("has version 6") && why.contains("version 8 and reads from 7 on"), "{why}");
+    assert!(why.contains("has version 6") && why.contains("version 9 and reads from 7 on"), "{why}");
     let read = decode::<Answer6>(&encode(&KeeperToClient::Refused(why.clone()))).expect("it reads that");
     assert!(matches!(read, Answer6::Refused(read) if read == why));
     decode::<Answer6>(&encode(&KeeperToClient::Ok)).expect_err("nothing else");

@@ -1,19 +1,19 @@
 //! The other end of an agent's channel, played by a test. This process is the VMM: it maps the guest RAM and listens on
-//! the socket by which the engine finds the port, so there is one such VM at a time.
+//! the socket that is its port. There is one such VM at a time, because it is large.
 
 use std::io::{ErrorKind, Read, Write};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_api::AgentStat;
 use ballast_base::{Bytes, GIB, Hva, PAGE_SIZE};
-use ballast_client::{Client, GuestRange};
+use ballast_client::{AgentPort, Client, GuestRange};
 use ballast_guest::frame::Next;
 use ballast_guest::message::{NONCE, Tick, Tracking};
-use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost, socket_name};
+use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost};
 
 use super::raw::Ram;
 use super::{Daemon, until};
@@ -28,15 +28,29 @@ pub fn one_at_a_time() -> MutexGuard<'static, ()> {
     PORT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-pub fn port_of(pid: u32) -> UnixListener {
-    let address = SocketAddr::from_abstract_name(socket_name(pid)).expect("a name");
-    UnixListener::bind_addr(&address).expect("nobody else listens")
+/// The port of a VM: a listening socket in a folder of its own.
+pub struct Port {
+    listener: UnixListener,
+    pub dir: tempfile::TempDir,
+}
+
+impl Port {
+    pub fn new() -> Self {
+        let private = std::fs::Permissions::from_mode(0o700);
+        let dir = tempfile::Builder::new().permissions(private).tempdir().expect("a folder");
+        let listener = UnixListener::bind(dir.path().join("agent.sock")).expect("bind");
+        Self { listener, dir }
+    }
+
+    pub fn for_client(&self) -> AgentPort {
+        AgentPort::Listening(self.dir.path().join("agent.sock"))
+    }
 }
 
 /// A VM of this process, marked all over, whose guest sees it in two pieces.
-pub fn attach(daemon: &Daemon, ram: &Ram, name: &str) -> Client {
+pub fn attach(daemon: &Daemon, port: &Port, ram: &Ram, name: &str) -> Client {
     ram.mark();
-    let client = ram.vm(daemon, name).attach().expect("attach");
+    let client = ram.vm(daemon, name).agent_port(port.for_client()).attach().expect("attach");
     let half = Bytes(PAGES / 2 * PAGE_SIZE as u64);
     let low = GuestRange { address: 0, offset: Bytes(0), len: half };
     let high = GuestRange { address: HIGH * PAGE_SIZE as u64, offset: half, len: half };
@@ -47,8 +61,8 @@ pub fn attach(daemon: &Daemon, ram: &Ram, name: &str) -> Client {
 }
 
 /// The same, and its agent, whose places in guest memory are proved.
-pub fn proved(daemon: &Daemon, port: &UnixListener, ram: &Ram, name: &str) -> (Client, Fake) {
-    let client = attach(daemon, ram, name);
+pub fn proved(daemon: &Daemon, port: &Port, ram: &Ram, name: &str) -> (Client, Fake) {
+    let client = attach(daemon, port, ram, name);
     let mut fake = Fake::accept(port);
     fake.begin(ram);
     until("both pieces are proved", || agent_of(daemon, name).pieces_proved == 2);
@@ -75,13 +89,26 @@ pub struct Fake {
 
 impl Fake {
     /// The engine connects, and says hello.
-    pub fn accept(port: &UnixListener) -> Self {
-        let (stream, _) = port.accept().expect("the engine connects");
+    pub fn accept(port: &Port) -> Self {
+        let (stream, _) = port.listener.accept().expect("the engine connects");
+        Self::of(stream)
+    }
+
+    /// The engine has the other end, and says hello.
+    pub fn of(stream: UnixStream) -> Self {
         let mut fake = Self { stream, frames: Frames::default(), session: 0, reports: 0, ticked: Instant::now() };
-        let hello = fake.hear_frame().expect("a hello");
-        fake.session = hello.session;
-        assert!(matches!(ToGuest::decode(&hello), Ok(Some(ToGuest::Hello(_)))));
+        fake.next_session();
         fake
+    }
+
+    /// Hears the hello of a session other than this one.
+    pub fn next_session(&mut self) {
+        let old = self.session;
+        while self.session == old {
+            let hello = self.hear_frame().expect("a hello");
+            self.session = hello.session;
+            assert!(matches!(ToGuest::decode(&hello), Ok(Some(ToGuest::Hello(_)))));
+        }
     }
 
     /// An honest beginning: who it is, and where the host sees its pages.

@@ -1,20 +1,18 @@
 //! The socket to an agent: the other end of its VMM's virtio-serial port.
 //!
-//! Before: a VMM listens on the socket of its process id. After: bytes from and to the guest, as far as either side
-//! takes them.
-//! Threads: a fault worker notes that there is input; all else is the task of the VM's. Promise: nothing here waits;
-//! output that the guest does not take is dropped beyond a bound; input wakes a thread once, until all of it was read;
-//! only the VMM's own process is talked to.
+//! Before: the client in the VMM's process has sent the port's host end. After: bytes from and to the guest, as far as
+//! either side takes them.
+//! Threads: a fault worker notes that there is input; all else is the task of the VM's. Promise: nothing here waits,
+//! whatever the VMM does to the socket; output that the guest does not take is dropped beyond a bound; input wakes a
+//! thread once, until all of it was read.
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ballast_guest::socket_name;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
 
 use super::told::Told;
 use crate::run::queue::{GroupId, Next};
@@ -76,32 +74,21 @@ impl std::fmt::Debug for Channel {
 }
 
 impl Channel {
-    /// Connects to the port of this VMM, for the VM of this group; `None` if it has none, or its queue is full.
+    /// A conversation on this port, for the VM of this group.
     ///
-    /// # Errors Another process listens there, or the kernel gives no descriptor.
-    pub fn connect(pid: u32, group: GroupId, told: &Arc<Told>) -> io::Result<Option<Self>> {
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-        let address = SocketAddrUnix::new_abstract_name(socket_name(pid).as_bytes())?;
-        match rustix::net::connect(&fd, &address) {
-            Ok(()) => {}
-            // No process listens, or the queue is full.
-            Err(Errno::CONNREFUSED | Errno::AGAIN | Errno::NOENT) => return Ok(None),
-            Err(error) => return Err(error.into()),
+    /// # Errors
+    /// It is no connected Unix stream socket, or the kernel does not watch it.
+    pub fn open(port: OwnedFd, group: GroupId, told: &Arc<Told>) -> io::Result<Self> {
+        use rustix::net::sockopt::{socket_domain, socket_type};
+        // The read of a file could wait for its file system.
+        if (socket_domain(&port)?, socket_type(&port)?) != (AddressFamily::UNIX, SocketType::STREAM) {
+            return Err(io::Error::other("the VMM gave a port that is no Unix stream socket"));
         }
-        // Any process may take a name in the abstract name space, so the listener's identity is checked.
-        let peer = rustix::net::sockopt::socket_peercred(&fd)?;
-        let owner = std::fs::metadata(format!("/proc/{pid}"))?.uid();
-        let (its, peers) = (peer.pid.as_raw_pid() as u32, peer.uid.as_raw());
-        if its != pid || peers != owner {
-            let text = format!("process {its} of user {peers} listens on the socket of the agent of process {pid}");
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
-        }
-        let (socket, told) = (Arc::new(fd), told.clone());
+        let (socket, told) = (Arc::new(port), told.clone());
         let served = Servers::of_process()?.add(group, socket.clone(), |_| Box::new(Port(told)))?;
         let channel = Self { socket, served, out: Vec::new() };
         channel.served.listen_once()?;
-        Ok(Some(channel))
+        Ok(channel)
     }
 
     /// Reads bytes of the guest.
@@ -110,7 +97,7 @@ impl Channel {
     /// The socket is broken.
     pub fn read(&mut self, buffer: &mut [u8]) -> io::Result<Read> {
         loop {
-            return match rustix::net::recv(&*self.socket, &mut *buffer, RecvFlags::empty()) {
+            return match rustix::net::recv(&*self.socket, &mut *buffer, RecvFlags::DONTWAIT) {
                 Ok((0, _)) => Ok(Read::Gone),
                 Ok((count, _)) => Ok(Read::Bytes(count.min(buffer.len()))),
                 Err(Errno::INTR) => continue,
@@ -136,7 +123,7 @@ impl Channel {
     pub fn flush(&mut self) -> io::Result<()> {
         let mut sent = 0;
         while sent < self.out.len() {
-            match rustix::net::send(&*self.socket, &self.out[sent..], SendFlags::NOSIGNAL) {
+            match rustix::net::send(&*self.socket, &self.out[sent..], SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(count) => sent += count,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => break,
@@ -153,22 +140,12 @@ mod tests {
     use super::*;
     use crate::run::pool::Pool;
     use std::io::Write;
-    use std::os::linux::net::SocketAddrExt;
-    use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+    use std::os::unix::net::UnixStream;
     use std::sync::atomic::{AtomicU32, Ordering};
-    use std::sync::{Mutex, MutexGuard, PoisonError};
     use std::time::{Duration, Instant};
 
-    /// The port of this process, for one test at a time.
-    fn port() -> (MutexGuard<'static, ()>, u32, UnixListener) {
-        static ONE: Mutex<()> = Mutex::new(());
-        let (one, pid) = (ONE.lock().unwrap_or_else(PoisonError::into_inner), std::process::id());
-        let name = SocketAddr::from_abstract_name(socket_name(pid)).expect("a name");
-        (one, pid, UnixListener::bind_addr(&name).expect("no other listener"))
-    }
-
     /// A connection whose task counts its runs, and that was notified of all that came before.
-    fn counted(pid: u32, port: &UnixListener) -> (Channel, UnixStream, Arc<AtomicU32>) {
+    fn counted() -> (Channel, UnixStream, Arc<AtomicU32>) {
         let (told, runs, pool) = (Arc::<Told>::default(), Arc::new(AtomicU32::new(0)), Pool::of_process());
         let (group, of_task) = (pool.add_group(), runs.clone());
         let task = move |_| {
@@ -177,10 +154,11 @@ mod tests {
         };
         told.notifier.connect(pool.add(group, "counted", task).expect("a thread"));
         until_more(&runs, 0);
-        let channel = Channel::connect(pid, group, &told).expect("this process listens").expect("a port");
+        let (ours, peer) = UnixStream::pair().expect("a pair");
+        let channel = Channel::open(ours.into(), group, &told).expect("a port");
         // A new server is visited once without input.
         until_more(&runs, 1);
-        (channel, port.accept().expect("it has connected").0, runs)
+        (channel, peer, runs)
     }
 
     /// Waits until there were more runs than this.
@@ -194,15 +172,14 @@ mod tests {
 
     #[test]
     fn a_guest_that_writes_more_often_than_it_is_read_wakes_nobody_until_all_was_read_and_then_the_next_byte_does() {
-        let (_one, pid, port) = port();
-        let (mut channel, mut peer, runs) = counted(pid, &port);
+        let (mut channel, mut peer, runs) = counted();
         for _ in 0..20 {
             let before = runs.load(Ordering::SeqCst);
             peer.write_all(&[1]).expect("written");
             until_more(&runs, before);
             // Another one's input comes after, so its visit would be over as well.
             (0..100).for_each(|_| peer.write_all(&[1]).expect("written"));
-            let (_channel, mut other, of_other) = counted(pid, &port);
+            let (_channel, mut other, of_other) = counted();
             let of_this = of_other.load(Ordering::SeqCst);
             other.write_all(&[1]).expect("written");
             until_more(&of_other, of_this);
@@ -215,11 +192,10 @@ mod tests {
 
     #[test]
     fn a_peer_that_closes_again_and_again_costs_no_descriptor_and_one_that_never_reads_costs_bounded_memory() {
-        let (_one, pid, port) = port();
         let (told, group) = (Arc::default(), Pool::of_process().add_group());
         let connect = || -> (Channel, UnixStream) {
-            let channel = Channel::connect(pid, group, &told).expect("this process listens").expect("a port");
-            (channel, port.accept().expect("it has connected").0)
+            let (ours, peer) = UnixStream::pair().expect("a pair");
+            (Channel::open(ours.into(), group, &told).expect("a port"), peer)
         };
         let descriptors = || std::fs::read_dir("/proc/self/fd").expect("descriptors").count();
         let (before, whole) = (descriptors(), ballast_guest::frame(1, 1, &[7; 100]));
@@ -240,5 +216,18 @@ mod tests {
             assert!(channel.out.len() <= BEHIND && channel.out.capacity() <= 2 * BEHIND);
         }
         assert!(dropped > 1000, "{dropped}");
+    }
+    #[test]
+    fn what_is_no_connected_unix_stream_socket_is_no_port() {
+        let (told, group) = (Arc::default(), Pool::of_process().add_group());
+        let file = OwnedFd::from(std::fs::File::open("/dev/zero").expect("open"));
+        let tcp = OwnedFd::from(std::net::TcpListener::bind("127.0.0.1:0").expect("bind"));
+        let (datagrams, _other) = std::os::unix::net::UnixDatagram::pair().expect("a pair");
+        for port in [file, tcp, datagrams.into()] {
+            Channel::open(port, group, &told).expect_err("it could wait");
+        }
+        let alone = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).expect("a socket");
+        let mut channel = Channel::open(alone, group, &told).expect("it waits for nothing");
+        channel.read(&mut [0; 8]).expect_err("it is not connected");
     }
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use ballast_base::PAGE_SIZE;
 use ballast_base::store::PageBytes;
 use ballast_guest::frame::Next as NextFrame;
-use ballast_guest::message::{MAX_PIECES, MAX_RUNS, NONCE, Tracking, Wanted};
+use ballast_guest::message::{MAX_PIECES, MAX_RUNS, NONCE, Tracking};
 use ballast_guest::run::push;
 use ballast_guest::{Frame, Frames, Run, ToGuest, ToHost};
 use ballast_page::memory::{Backing, ReadOutcome};
@@ -23,6 +23,7 @@ use ballast_page::memory::{Backing, ReadOutcome};
 use super::bucket::{Bucket, MESSAGE};
 use super::channel::{Channel, Read};
 use super::hints::{Hints, MOST_RUNS};
+use super::link::{Link, Parts, TICK};
 use super::places::Places;
 use super::services::Services;
 use super::told::{State, Told};
@@ -30,13 +31,13 @@ use crate::run::queue::Next;
 use crate::vm::Vm;
 use crate::vm::stats::Counter;
 
-/// Interval of the agent's messages about the guest, and of this worker's checks.
-const TICK: Duration = Duration::from_secs(1);
 /// Time without a valid message after which the agent counts as absent. Reports of the largest guests come this rarely.
 const SILENT: Duration = Duration::from_secs(10);
 const REPORT_OLD: Duration = Duration::from_secs(180);
-/// Time without a message after which the connection is made again, for an agent that was restarted meanwhile.
+/// Time without a message after which a new session begins, for an agent that was restarted meanwhile.
 const AGAIN: Duration = Duration::from_secs(20);
+/// Time between hellos, by which an agent knows that its host is there: a port without a host looks no different.
+const HELLO_EVERY: Duration = Duration::from_secs(5);
 /// Pauses between two searches for a port, at first and at most.
 const POLL: Duration = Duration::from_secs(1);
 const POLL_MOST: Duration = Duration::from_secs(60);
@@ -48,40 +49,6 @@ const REPORT_EVERY: Duration = Duration::from_millis(500);
 const SLICE: Duration = Duration::from_millis(2);
 /// Read at once.
 const BUFFER: usize = 32 << 10;
-
-/// A report that is not complete yet.
-#[derive(Debug, Default)]
-struct Parts {
-    number: u32,
-    runs: Vec<Run>,
-}
-
-/// A connection, which is a session.
-#[derive(Debug)]
-struct Link {
-    channel: Channel,
-    session: u64,
-    nonce: [u8; NONCE],
-    frames: Frames,
-    since: Instant,
-    /// Times of the last message about the guest, and of the last complete report.
-    ticked: Option<Instant>,
-    reported: Option<Instant>,
-    parts: Parts,
-    prove_at: Instant,
-    /// Pages of each node that it was told to hold.
-    balloon: BTreeMap<u32, u64>,
-    services: Services,
-}
-
-impl Link {
-    /// Sends a hello: what the agent is to do. A later one of the session replaces it.
-    fn hello(&mut self) -> bool {
-        let tick_ms = TICK.as_millis() as u32;
-        let wanted = Wanted { tick_ms, reports: true, services: self.services.is_wanted() };
-        self.channel.send(&ToGuest::Hello(wanted).frame(self.session))
-    }
-}
 
 /// The worker of an agent.
 #[derive(Debug)]
@@ -128,15 +95,15 @@ impl AgentWorker {
             if std::mem::replace(&mut self.generation, self.vm.generation()) != self.vm.generation() {
                 (self.poll_at, self.pause) = (now, POLL);
             }
-            if now < self.poll_at {
-                return Next::At(self.poll_at);
-            }
             if !self.connect(now) {
-                let pause = self.pause;
-                self.pause = (pause * 2).min(POLL_MOST);
-                let next = Next::about(now, pause);
-                self.poll_at = if let Next::At(at) = next { at } else { now };
-                return next;
+                if now >= self.poll_at {
+                    self.ask();
+                    let pause = self.pause;
+                    self.pause = (pause * 2).min(POLL_MOST);
+                    let next = Next::about(now, pause);
+                    self.poll_at = if let Next::At(at) = next { at } else { now };
+                }
+                return Next::At(self.poll_at);
             }
         }
         let is_open = match self.converse(now) {
@@ -158,16 +125,32 @@ impl AgentWorker {
         }
     }
 
-    /// Is there a port? Then say hello.
+    /// Asks the clients for the port. This task is notified when one replies.
+    fn ask(&mut self) {
+        for view in self.vm.views() {
+            if let Err(error) = view.peer().ask_agent_port() {
+                self.failed("Looking for", &error);
+            }
+        }
+    }
+
+    /// Has a client replied that there is a port? Then says hello.
     fn connect(&mut self, now: Instant) -> bool {
         for view in self.vm.views() {
-            match Channel::connect(view.pid, self.vm.group(), &self.told) {
-                Ok(Some(channel)) => return self.begin(channel, now),
-                Ok(None) => {}
+            let channel = match view.peer().take_agent_port() {
+                None => continue,
+                Some(Ok(None)) => {
+                    self.told.set_port(false);
+                    continue;
+                }
+                Some(Ok(Some(port))) => Channel::open(port, self.vm.group(), &self.told),
+                Some(Err(error)) => Err(error),
+            };
+            match channel {
+                Ok(channel) => return self.begin(channel, now),
                 Err(error) => self.failed("Looking for", &error),
             }
         }
-        self.told.set_port(false);
         false
     }
 
@@ -193,6 +176,7 @@ impl AgentWorker {
             reported: None,
             parts: Parts::default(),
             prove_at: now,
+            hello_at: now + HELLO_EVERY,
             balloon: BTreeMap::new(),
             services: Services::default(),
         });
@@ -398,6 +382,10 @@ impl AgentWorker {
             return;
         }
         self.told.show().pieces = self.places.count();
+        if now >= link.hello_at {
+            link.hello_at = now + HELLO_EVERY;
+            link.hello();
+        }
         if link.ticked.is_none() {
             return;
         }

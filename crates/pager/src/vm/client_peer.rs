@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES};
+use ballast_base::wire::{self, AgentPort, ClientToEngine, EngineToClient, MAX_RANGES};
 use ballast_sys::scm;
 
 use super::peer::{Heard, Peer, Zap};
@@ -41,6 +41,9 @@ pub struct ClientPeer {
     answered: Condvar,
     on_answer: Notifier,
     disconnected: AtomicBool,
+    /// The port of the guest's agent is asked for: the next messages may have a descriptor.
+    wants_port: AtomicBool,
+    agent_port: Mutex<Option<io::Result<Option<OwnedFd>>>>,
 }
 
 /// A zap that the client was asked for, part by part.
@@ -64,6 +67,8 @@ impl ClientPeer {
             answered: Condvar::new(),
             on_answer: Notifier::default(),
             disconnected: AtomicBool::new(false),
+            wants_port: AtomicBool::new(false),
+            agent_port: Mutex::default(),
         }
     }
 
@@ -82,6 +87,27 @@ impl ClientPeer {
         let mut zap = Asked { peer: self, rest, awaited: None, kept: Vec::new() };
         zap.send_next(Instant::now())?;
         Ok(zap)
+    }
+
+    /// Its next message, and descriptors beside it, if it was asked for one.
+    fn receive(&self) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
+        if self.wants_port.load(Ordering::Acquire) {
+            return Ok(scm::try_receive(&self.control)?.map(|received| (received.bytes, received.fds)));
+        }
+        Ok(scm::try_receive_bytes(&self.control)?.map(|bytes| (bytes, Vec::new())))
+    }
+
+    /// Takes the client's reply about the port of its guest's agent.
+    fn port_told(&self, port: AgentPort, mut fds: Vec<OwnedFd>) {
+        let port = match port {
+            // It was taken back by the client meanwhile, or did not fit into our table: it is asked for again.
+            AgentPort::Here if fds.is_empty() => return,
+            AgentPort::Here => Ok(fds.pop()),
+            AgentPort::None => Ok(None),
+            AgentPort::Unreachable(why) => Err(io::Error::other(why)),
+        };
+        self.wants_port.store(false, Ordering::Release);
+        *self.agent_port.lock().expect("no panic while held") = Some(port);
     }
 
     /// Takes the client's reply to a zap. A reply to an earlier engine is not known here and is ignored.
@@ -141,8 +167,8 @@ impl Peer for ClientPeer {
     }
 
     fn hear(&self) -> io::Result<Heard> {
-        let bytes = match scm::try_receive_bytes(&self.control) {
-            Ok(Some(bytes)) => bytes,
+        let (bytes, fds) = match self.receive() {
+            Ok(Some(received)) => received,
             Ok(None) => return Ok(Heard::Gone),
             // The client took its message back, or another process with the other end took it.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Heard::Nothing),
@@ -156,12 +182,25 @@ impl Peer for ClientPeer {
             }
             Ok(ClientToEngine::Discard { seq, ranges }) => Heard::Discard { seq, ranges },
             Ok(ClientToEngine::Pong { .. }) => Heard::Reply,
+            Ok(ClientToEngine::AgentPort(port)) => {
+                self.port_told(port, fds);
+                Heard::AgentPort
+            }
             Err(error) => Heard::Nonsense(error.to_string()),
         })
     }
 
     fn discarded(&self, seq: u64, error: Option<String>) -> io::Result<()> {
         self.tell(&EngineToClient::DiscardDone { seq, error })
+    }
+
+    fn ask_agent_port(&self) -> io::Result<()> {
+        self.wants_port.store(true, Ordering::Release);
+        self.tell(&EngineToClient::AgentPort)
+    }
+
+    fn take_agent_port(&self) -> Option<io::Result<Option<OwnedFd>>> {
+        self.agent_port.lock().expect("no panic while held").take()
     }
 
     fn stop_vm(&self, reason: &str) -> io::Result<()> {

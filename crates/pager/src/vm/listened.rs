@@ -62,6 +62,7 @@ impl Listened {
         match heard {
             Ok(Heard::Nothing) => return Next::Idle,
             Ok(Heard::Reply) => {}
+            Ok(Heard::AgentPort) => vm.mail.agent.notifier.notify(),
             Ok(Heard::Discard { seq, ranges }) => {
                 self.asked.store(true, Ordering::Release);
                 let then = Rearm(self.asked.clone(), self.notify.clone());

@@ -11,7 +11,7 @@
 
 use std::fmt::Debug;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -60,6 +60,15 @@ pub trait Peer: Debug + Send + Sync {
     /// It cannot be told.
     fn discarded(&self, seq: u64, error: Option<String>) -> io::Result<()>;
 
+    /// Asks for the host's end of the port of the guest's agent; the reply is [`Heard::AgentPort`].
+    ///
+    /// # Errors
+    /// It cannot be asked.
+    fn ask_agent_port(&self) -> io::Result<()>;
+
+    /// The reply, once: a connected socket, or `None` if the VMM has no such port.
+    fn take_agent_port(&self) -> Option<io::Result<Option<OwnedFd>>>;
+
     /// Has the VM stopped: its memory cannot be kept right.
     ///
     /// # Errors
@@ -95,6 +104,8 @@ pub enum Heard {
     Nothing,
     /// A reply, which was taken.
     Reply,
+    /// [`Peer::take_agent_port`] has the reply.
+    AgentPort,
     /// Memory is about to be freed; the peer waits for [`Peer::discarded`].
     Discard {
         /// The number to be repeated.

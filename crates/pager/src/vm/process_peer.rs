@@ -83,6 +83,15 @@ impl Peer for ProcessPeer {
         Ok(())
     }
 
+    /// Nobody there replies.
+    fn ask_agent_port(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn take_agent_port(&self) -> Option<io::Result<Option<OwnedFd>>> {
+        None
+    }
+
     /// No thread of ours can stop it, so it is killed.
     fn stop_vm(&self, reason: &str) -> io::Result<()> {
         if self.pid == std::process::id() {

@@ -1,0 +1,37 @@
+//! The port of the guest's agent, as `ballast run --agent` or the operator names it.
+//!
+//! Before: `ballast run` has made a pair of sockets, of which QEMU's port has one end. After: the client gives the other
+//! end to each engine that asks. An operator who configures QEMU by hand names the path of a socket instead.
+//! Threads: any.
+
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::sync::Mutex;
+use std::sync::PoisonError;
+
+use ballast_client::AgentPort;
+
+pub use ballast_client::AGENT_VARIABLE as VARIABLE;
+
+static PORT: Mutex<Option<AgentPort>> = Mutex::new(None);
+
+/// Take the port that is named in this value of the environment: a path, or two descriptor numbers, our end and the
+/// VMM's. Before `main`, on the only thread.
+pub fn take(value: &str) {
+    let numbers: Option<Vec<RawFd>> = value.split(',').map(|number| number.parse().ok()).collect();
+    let port = match numbers.as_deref() {
+        Some([ours, theirs]) => {
+            // Programs that the VMM starts have neither.
+            // SAFETY: changes a flag of a descriptor, or returns EBADF.
+            let open = [*ours, *theirs].map(|fd| unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0);
+            // SAFETY: it is open, and `ballast run` made it for this library alone.
+            (open == [true, true]).then(|| AgentPort::Connected(unsafe { OwnedFd::from_raw_fd(*ours) }))
+        }
+        _ => Some(AgentPort::Listening(value.into())),
+    };
+    *PORT.lock().unwrap_or_else(PoisonError::into_inner) = port;
+}
+
+/// The port, for the client of this process.
+pub fn port() -> Option<AgentPort> {
+    PORT.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
