@@ -218,3 +218,23 @@ fn extents_that_cannot_be_ram_are_refused_by_name() {
     let said = refused(&[extent(0, 0, 512), extent(1, 0, 512)], &[huge, base]);
     assert!(said.contains("pages of different sizes"), "{said}");
 }
+
+#[test]
+fn write_back_into_a_file_that_was_made_shorter_ends_and_brings_the_rest_back() {
+    let rig = Rig::of_extents(four(), AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(Bytes(2 * MIB));
+    rig.vm.remove_view(std::process::id());
+    rig.vm.stop();
+    let regions = rig.vm.regions();
+    let region = regions[0].clone();
+    // The second file has the pages from 3001 on; its first 7 pages are nobody's.
+    let file = &region.files()[1];
+    rustix::fs::ftruncate(file, PageCount(7 + 1000).bytes().0).expect("truncate");
+    let is_far = |from: u64, pages: u64| (from..from + pages).filter(|page| region.is_far(PageIdx(*page))).count();
+    assert!(is_far(4001, 1191) > 0 && is_far(0, 4001) > 0);
+    let error = rig.vm.write_back(&regions, &mut || true).expect_err("some pages have no place");
+    assert!(error.to_string().contains("shorter"), "{error}");
+    assert_eq!(is_far(0, 4001) + is_far(5192, 3000), 0, "all others are back");
+    assert!(is_far(4001, 1191) > 0);
+}

@@ -40,6 +40,11 @@ impl Process {
     pub fn is_dying(self) -> bool {
         matches!(is_over(&format!("/proc/{}/stat", self.pid)), Ok(true))
     }
+
+    /// Is there no process of this number, or one that is ending?
+    pub fn has_ended(pid: u32) -> bool {
+        matches!(is_over(&format!("/proc/{pid}/stat")), Ok(true))
+    }
 }
 
 /// Does the process with this pid have memory? One that has begun to end has none, before its descriptors close. False

@@ -56,6 +56,10 @@ impl Engine {
         let what = format!("{order:?}");
         let opens = matches!(order, Order::OpenVm { .. });
         let brings = opens || matches!(order, Order::AddView { .. } | Order::AddRegion { .. });
+        let process = match &order {
+            Order::AddView { pid, .. } | Order::AddRegion { pid, .. } | Order::RemoveRegion { pid, .. } => Some(*pid),
+            _ => None,
+        };
         let served = self.host.by_id(id);
         let _listed = served.as_ref().map(|served| served.vm.state.list_thread());
         let result = match (order, &served) {
@@ -130,6 +134,10 @@ impl Engine {
                 tracing::error!("{error:#}");
             }
             let error = error.context(format!("VM {id}"));
+            if process.is_some_and(Process::has_ended) {
+                tracing::info!("Carrying out {what}: {error:#} (its process has ended)");
+                return;
+            }
             self.failed(served.as_ref().map(|served| served.vm.state.name()), &what, &error);
         }
     }

@@ -204,12 +204,6 @@ impl Vm {
         Stats::of(&self.state)
     }
 
-    /// Tells operators something; also logged.
-    pub fn report(&self, kind: &str, message: String) {
-        tracing::warn!(vm = self.state.name(), kind, "{message}");
-        (self.report)(kind, message);
-    }
-
     /// The function that tells operators.
     pub fn reporter(&self) -> Reporter {
         self.report.clone()

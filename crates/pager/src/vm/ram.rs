@@ -186,6 +186,18 @@ impl Ram {
         (&self.files[usize::from(file)], offset / PAGE_SIZE as u64)
     }
 
+    /// The lengths of its files.
+    pub fn lengths(&self) -> io::Result<Vec<Bytes>> {
+        self.files.iter().map(|file| Ok(file.usage()?.1)).collect()
+    }
+
+    /// Is this page, the first one of its granule, beyond the end of its file, if the files have these lengths?
+    pub fn is_beyond(&self, first: PageIdx, lengths: &[Bytes]) -> bool {
+        let (file, offset) = self.extents.place(first);
+        let end = offset + PageCount(self.granule).bytes().0;
+        lengths.get(usize::from(file)).is_some_and(|length| length.0 < end)
+    }
+
     /// Is this page, the first one of its granule, in its file?
     pub fn is_present(&self, first: PageIdx) -> io::Result<bool> {
         if let Some(huge) = &self.huge {

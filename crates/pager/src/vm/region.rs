@@ -130,6 +130,16 @@ impl Region {
         self.removed.store(true, Ordering::Release);
     }
 
+    /// The lengths of its files.
+    pub(crate) fn lengths(&self) -> io::Result<Vec<Bytes>> {
+        self.ram.lengths()
+    }
+
+    /// Is this page, the first one of its granule, beyond the end of its file?
+    pub(crate) fn is_beyond(&self, first: PageIdx, lengths: &[Bytes]) -> bool {
+        self.ram.is_beyond(first, lengths)
+    }
+
     /// Its files.
     pub fn files(&self) -> &[RamFile] {
         self.ram.files()

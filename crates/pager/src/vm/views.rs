@@ -10,6 +10,7 @@ use std::sync::Arc;
 use ballast_base::wire::{self, Span};
 use ballast_base::{Hva, PageIdx, PageRange};
 use ballast_heat::UnitId;
+use ballast_sys::process::Process;
 
 use super::{Hold, Vm};
 use crate::fault::server::{FaultServer, Shard};
@@ -27,7 +28,26 @@ fn is_of_its_mappings(error: &io::Error) -> bool {
     is_mapped_over(error) || error.kind() == io::ErrorKind::OutOfMemory
 }
 
+/// What fails when the processes of a VM are killed: reported of living ones only.
+const COMES_WITH_AN_END: [&str; 6] =
+    ["client-error", "discard-failed", "fault-failed", "reclaim-failed", "restore-failed", "view-incomplete"];
+
 impl Vm {
+    /// Tells operators something; also logged.
+    pub fn report(&self, kind: &str, message: String) {
+        if COMES_WITH_AN_END.contains(&kind) && self.has_ended() {
+            tracing::info!(vm = self.state.name(), kind, "{message} (its processes have ended)");
+            return;
+        }
+        tracing::warn!(vm = self.state.name(), kind, "{message}");
+        self.reporter()(kind, message);
+    }
+
+    /// Have all of its processes ended?
+    fn has_ended(&self) -> bool {
+        self.views().iter().all(|view| Process::has_ended(view.pid))
+    }
+
     /// Serves one more process that maps this VM's RAM. If that fails, it can be tried again, without spans: they are
     /// known from then on. Returns the regions that are not registered wherever they must be, and why: they are served
     /// as well, but no page of them may be far.
