@@ -45,6 +45,7 @@ pub mod pool;
 pub mod range;
 pub mod store;
 pub mod stripes;
+pub mod text;
 pub mod units;
 pub mod wire;
 

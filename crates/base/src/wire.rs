@@ -35,7 +35,7 @@ pub const MAX_RANGES: usize = 1024;
 /// Most files that all stores of a VM have.
 pub const MAX_STORE_FILES: usize = 8;
 /// Longest VM name, in bytes.
-pub const MAX_NAME: usize = 64;
+pub const MAX_NAME: usize = 255;
 
 /// Identity of a VM: 128 random bits given by the keeper at first attach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -176,11 +176,8 @@ pub fn check_stores(stores: &[StoreFiles]) -> Result<(), String> {
 
 /// Is this a name a VM may have?
 pub fn check_name(name: &str) -> Result<(), String> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    if name.is_empty() || name.len() > MAX_NAME || !name.chars().all(allowed) || name.starts_with(['.', '-']) {
-        return Err(format!(
-            "VM name {name:?}: use 1 to {MAX_NAME} letters, digits, '.', '_' or '-', not beginning with '.' or '-'"
-        ));
+    if name.is_empty() || name.len() > MAX_NAME || name.contains('\0') {
+        return Err(format!("VM name {name:?}: it has 1 to {MAX_NAME} bytes of UTF-8, and no NUL"));
     }
     Ok(())
 }

@@ -52,7 +52,7 @@ impl std::fmt::Debug for Builder {
 }
 
 impl Builder {
-    /// The VM's name for operators: letters, digits, `.`, `_`, `-`; at most 64. Default: `vm-PID`.
+    /// The VM's name for operators: UTF-8, at most 255 bytes. Default: `vm-PID`.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = name.into();
         self

@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use ballast_api::Event;
+use ballast_base::text::shown;
 
 /// Events remembered.
 const MOST: usize = 1000;
@@ -18,6 +19,7 @@ pub struct Events(Mutex<VecDeque<Event>>);
 impl Events {
     /// Remember one.
     pub fn add(&self, vm: Option<String>, kind: &str, message: String) {
+        let message = shown(&message).into_owned();
         let at_unix_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         let mut events = self.0.lock().expect("no panic while held");
         if events.len() == MOST {

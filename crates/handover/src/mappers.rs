@@ -18,14 +18,13 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use ballast_sys::memfd::FileId;
-use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
-use ballast_sys::{clock, kcmp};
+use ballast_sys::{clock, kcmp, priority};
 
 pub use crate::maps::Mapped;
-use crate::maps::mapped;
+use crate::maps::{mapped, opened};
 use crate::places::Places;
-use crate::waits::{wait_for, was_late};
+use crate::waits::{say_first, wait_for, was_late};
 
 /// Wait for one process. One that takes longer is skipped until its reading is over; from then on it has twice the time
 /// that this took ([`wait_for`]).
@@ -203,8 +202,8 @@ pub(crate) fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration
         Process::find(pid).unwrap_or_else(|error| {
             // One that we may not read is passed over, as its map is.
             if error.kind() != io::ErrorKind::PermissionDenied {
+                say_first(scan.failed, pid, "Looking for this process", &error);
                 scan.failed = true;
-                tracing::warn!(pid, "Looking for this process: {error}");
             }
             None
         })
@@ -219,9 +218,9 @@ pub(crate) fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration
     let mut left = pids.as_slice();
     while !left.is_empty() {
         let (answer, answers) = mpsc::channel();
-        let (batch, read) = (left.to_vec(), read.clone());
+        let (batch, read, is_urgent) = (left.to_vec(), read.clone(), priority::runs_first());
         let reader = std::thread::Builder::new().name("mappers".into()).spawn(move || {
-            run_first();
+            priority::run_first_if(is_urgent);
             for pid in batch {
                 let (process, begun) = (find(pid), Instant::now());
                 let found = read(pid);
@@ -253,7 +252,7 @@ pub(crate) fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration
             });
             match (answer, process) {
                 (Some(Err(error)), process) => {
-                    tracing::warn!(pid, "Reading the memory map of this process: {error}");
+                    say_first(scan.failed, *pid, "Reading the memory map of this process", &error);
                     scan.unreadable.extend(process);
                     scan.failed = true;
                 }

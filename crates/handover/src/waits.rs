@@ -36,3 +36,10 @@ pub fn wait_for(process: Option<Process>, least: Duration) -> Duration {
     let took = slow().iter().find(|(slow, _)| Some(*slow) == process).map(|(_, took)| *took);
     took.map_or(least, |took| least.max((took * 2).min(LONGEST)))
 }
+
+/// Where descriptors are short, many processes cannot be examined: there is one line a scan, before that has failed.
+pub(crate) fn say_first(failed: bool, pid: u32, what: &str, error: &std::io::Error) {
+    if !failed {
+        tracing::warn!(pid, "{what}: {error}");
+    }
+}

@@ -13,6 +13,7 @@ use std::time::Instant;
 
 use ballast_base::Hva;
 use ballast_base::store::FILE_STORE;
+use ballast_base::text::ascii;
 use ballast_base::wire::{self, Attach, KeeperToClient, RegionInfo, Span, VmId};
 use ballast_handover::arena;
 use ballast_handover::orders::Order;
@@ -42,6 +43,8 @@ impl Keeper {
         }
         self.check_memory(client.uid, attach.regions.iter().map(|region| region.span.len))?;
         let admitted = admit::admit(attach, fds)?;
+        // From here on they are read by people.
+        let attach = &Attach { vmm: ascii(&attach.vmm), pinned: attach.pinned.as_deref().map(ascii), ..attach.clone() };
         let is_file = |files: &Files| files.store() == FILE_STORE;
         let has_file = admitted.resumed.as_ref().is_some_and(|escrow| escrow.stores.iter().any(is_file));
         let ranges = Ram::ranges(&admitted.ram);

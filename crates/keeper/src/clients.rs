@@ -11,9 +11,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
+use ballast_base::text::ascii;
 use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, StoreFiles, VmId};
 use ballast_handover::orders::Order;
-use ballast_sys::{meminfo, process, scm};
+use ballast_sys::{meminfo, peer, process, scm};
 use rustix::io::Errno;
 
 use crate::client::Client;
@@ -99,21 +100,34 @@ impl Keeper {
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 Err(error) => {
-                    tracing::warn!("Accepting a client: {error}; trying again in {ACCEPT_PAUSE:?}");
+                    // No user's fault: it counts as root's, so the lines have a bound.
+                    self.complaints.log(0, 0, format_args!("accepting a client: {error}"));
                     self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
                     return;
                 }
             };
-            let peer = rustix::net::sockopt::socket_peercred(&socket);
-            let uid = peer.as_ref().map_or(u32::MAX, |peer| peer.uid.as_raw());
+            let peer = peer::credentials(&socket);
+            let uid = peer.as_ref().map_or(u32::MAX, |peer| peer.uid);
             let socket = SentFd::new(socket, uid, self.closer.clone());
-            let Ok(peer) = peer else { continue };
+            let pid = match peer.map(|peer| peer.pid) {
+                Ok(Some(pid)) => pid.get(),
+                Ok(None) => {
+                    let why = "refusing a connection: its process is in no PID namespace that ballastd sees; run \
+                               ballastd in the host's";
+                    self.complaints.log(0, uid, format_args!("{why}"));
+                    self.refuse_unseen(socket, why);
+                    continue;
+                }
+                Err(error) => {
+                    self.complaints.log(0, uid, format_args!("refusing a connection: who it is of: {error}"));
+                    continue;
+                }
+            };
             let known = self.clients.values().map(|client| (client.uid, client.view.is_some()));
             let room = has_room(uid, known).and_then(|()| {
                 let stuck = self.closer.stuck(uid, closer::HANGS_AFTER) >= MOST_STUCK;
                 if stuck { Err("descriptors that this user sent cannot be closed") } else { Ok(()) }
             });
-            let pid = peer.pid.as_raw_nonzero().get() as u32;
             if let Err(why) = room {
                 self.complaints.log(pid, uid, format_args!("refusing a connection: {why}"));
                 socket.hang_up();
@@ -128,6 +142,16 @@ impl Keeper {
             self.clients.insert(self.next_client, client);
             self.next_client += 1;
         }
+    }
+
+    /// A process that this one cannot see is told why, and hung up on.
+    fn refuse_unseen(&self, socket: SentFd, why: &str) {
+        let answer = wire::encode(&KeeperToClient::Refused(why.into()));
+        // Best effort: one that does not take it sees the connection end.
+        if rustix::io::ioctl_fionbio(&socket, true).is_ok() {
+            let _ = scm::send(&socket, &answer, &[]);
+        }
+        socket.hang_up();
     }
 
     /// Hang up on connections that never attached, and drop files that no engine will ask for.
@@ -212,6 +236,7 @@ impl Keeper {
                 if reason.len() > 256 {
                     return Err("the reason is longer than 256 bytes".into());
                 }
+                let reason = ascii(&reason);
                 self.entry_of(key)?.pinned = Some(reason.clone());
                 self.ask_engine(key, Answer::Ok, |seq, vm, _| Order::Pin { seq, vm, reason })
             }

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use ballast_handover::mappers;
 use ballast_sys::memfd::FileId;
+use ballast_sys::priority::run_first;
 
 /// Time between scans.
 const EVERY: Duration = Duration::from_secs(1);
@@ -78,6 +79,8 @@ enum Seen {
 fn scan(files: HashSet<FileId>) -> Option<mpsc::Receiver<Seen>> {
     let (sender, answer) = mpsc::channel();
     let body = move || {
+        // A guest waits.
+        run_first();
         let scan = mappers::scan(&files);
         let nobody = !scan.failed && scan.mapping.is_empty() && scan.unreadable.is_empty();
         let seen = if nobody { Seen::Nobody } else { Seen::Somebody };

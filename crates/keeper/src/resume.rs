@@ -182,7 +182,6 @@ fn missing_files(vm: &VmEntry) -> HashSet<FileId> {
 fn free_name(name: &str, is_taken: impl Fn(&str) -> bool) -> String {
     let named = |number: u64| {
         let suffix = format!("-{number}");
-        // Names are ASCII, but the bytes of the state file were once another process's.
         let mut end = name.len().min(MAX_NAME - suffix.len());
         while !name.is_char_boundary(end) {
             end -= 1;

@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, PoisonError};
 
 use ballast_base::PAGE_SIZE;
+use ballast_base::text::shown;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, fstat};
 
@@ -18,9 +19,9 @@ const LONGEST: usize = PAGE_SIZE;
 /// One thread writes at a time: a second one would find the pipe ready, too, and then wait.
 static WRITES: Mutex<()> = Mutex::new(());
 
-/// Write this line, without its end, if that is possible at once. It is cut after a page, at a character border.
+/// Write this line, without its end, if that is possible at once. What a terminal would obey is escaped. It is cut after a page, at a character border.
 pub fn put(to: BorrowedFd<'_>, line: &str) {
-    let mut line = cut_at(line.to_owned(), LONGEST - 1);
+    let mut line = cut_at(shown(line).into_owned(), LONGEST - 1);
     line.push('\n');
     let _alone = WRITES.lock().unwrap_or_else(PoisonError::into_inner);
     if !may_wait(to) || is_ready(to) {

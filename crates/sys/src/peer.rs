@@ -1,10 +1,38 @@
-//! The process at the other end of a Unix socket, beyond `SO_PEERCRED`: its supplementary groups.
+//! The process at the other end of a Unix socket, its number, its user and its supplementary groups.
 //!
 //! Before: a connection was accepted. After: the daemon decides what this peer may do.
 //! Promise: the result is what the peer had when it connected; nothing is looked up by process id, which may be reused.
 
 use std::io;
+use std::num::NonZeroU32;
 use std::os::fd::{AsFd, AsRawFd};
+
+/// The user and the process at the other end of a Unix socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Credentials {
+    /// The process; `None` if it is in no PID namespace that this process sees.
+    pub pid: Option<NonZeroU32>,
+    /// The user; the kernel's overflow user if this process's user namespace does not have it.
+    pub uid: u32,
+}
+
+/// Who connected (`SO_PEERCRED`).
+///
+/// # Errors
+/// It is no Unix socket.
+pub fn credentials(socket: impl AsFd) -> io::Result<Credentials> {
+    let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the struct is alive and exclusively ours, and `len` is its size; any numbers are values of it.
+    let answer = unsafe {
+        let fd = socket.as_fd().as_raw_fd();
+        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut found).cast(), &raw mut len)
+    };
+    if answer != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(Credentials { pid: u32::try_from(found.pid).ok().and_then(NonZeroU32::new), uid: found.uid })
+}
 
 /// The supplementary groups that the peer had when it connected (`SO_PEERGROUPS`, since Linux 4.13).
 pub fn groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
@@ -39,6 +67,15 @@ pub fn groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_peer_is_this_process_and_its_user() {
+        let (here, _there) = std::os::unix::net::UnixStream::pair().expect("socket pair");
+        let uid = rustix::process::geteuid().as_raw();
+        let pid = NonZeroU32::new(std::process::id());
+        assert_eq!(credentials(&here).expect("ask"), Credentials { pid, uid });
+        credentials(std::fs::File::open("/dev/null").expect("open")).expect_err("no socket");
+    }
 
     #[test]
     fn a_peer_in_this_process_has_the_groups_of_this_process() {

@@ -5,7 +5,7 @@
 //! Promise: a call is a request only: without `CAP_SYS_NICE` a thread is scheduled like others. A thread or program
 //! that it starts begins at nice 0.
 
-use rustix::process::setpriority_process;
+use rustix::process::{getpriority_process, setpriority_process};
 
 /// Nice value of a thread that a guest's thread waits for and that runs for microseconds. -20 would be too much: the
 /// kernel distributes threads over CPUs by weight, counts a worker that runs a tenth of the time at -20 as nine guests,
@@ -22,6 +22,18 @@ pub fn run_first() {
     let _ = setpriority_process(None, BEFORE_GUESTS);
 }
 
+/// The same, if this is so.
+pub fn run_first_if(first: bool) {
+    if first {
+        run_first();
+    }
+}
+
+/// Does the calling thread run before guests?
+pub fn runs_first() -> bool {
+    getpriority_process(None).is_ok_and(|nice| nice < 0)
+}
+
 /// From now on the calling thread runs beside guests again.
 pub fn run_beside() {
     let _ = setpriority_process(None, 0);
@@ -31,7 +43,6 @@ pub fn run_beside() {
 mod tests {
     use super::*;
     use ballast_needs::skip;
-    use rustix::process::getpriority_process;
 
     #[test]
     fn a_thread_that_runs_first_starts_threads_and_programs_that_do_not() {

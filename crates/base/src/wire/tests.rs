@@ -177,8 +177,11 @@ fn wrong_regions_names_and_numbers_of_userfaultfds_are_refused() {
     for shards in [0, MAX_SHARDS as u8 + 1, u8::MAX] {
         assert!(Attach { shards, ..attach() }.validate().is_err(), "{shards} userfaultfds were accepted");
     }
-    for name in ["", "a/b", "..", "-x", "é", &"x".repeat(65)] {
+    for name in ["", "a\0b", &"x".repeat(256), &"é".repeat(128)] {
         assert!(Attach { name: name.into(), ..attach() }.validate().is_err(), "{name:?} was accepted");
+    }
+    for name in ["a/b", "web:1", "..", "-x", "東京", "a\u{1b}b", &"x".repeat(255)] {
+        assert_eq!(Attach { name: name.into(), ..attach() }.validate(), Ok(()), "{name:?}");
     }
 }
 

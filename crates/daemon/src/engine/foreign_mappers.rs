@@ -20,7 +20,7 @@ use ballast_pager::vm::view::View;
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
-use ballast_sys::priority::run_first;
+use ballast_sys::priority::{run_beside, run_first};
 use ballast_sys::process::Process;
 
 use super::host::Host;
@@ -39,8 +39,6 @@ pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
     let (sender, asked) = mpsc::channel::<Arc<Served>>();
     let mut scanner = Scanner { host, processes: Processes::default(), unreadable: HashSet::new(), failed: false };
     std::thread::Builder::new().name("mapper-scan".into()).spawn(move || {
-        // A VM without a scan grows beyond its limit.
-        run_first();
         loop {
             match asked.recv_timeout(EVERY) {
                 Ok(_) => asked.try_iter().for_each(drop),
@@ -70,6 +68,15 @@ impl Scanner {
         let wanted: Vec<(Arc<Served>, u64)> = self.host.all().into_iter().filter_map(wants_scan).collect();
         if wanted.is_empty() {
             return;
+        }
+        // A VM without a scan grows beyond its limit. No VM waits for any other scan, whose cost is any user's choice.
+        let waits = |(served, _): &(Arc<Served>, u64)| {
+            served.vm.is_held_for(Hold::Unchecked) && served.vm.effective_limit().is_some()
+        };
+        if wanted.iter().any(waits) {
+            run_first()
+        } else {
+            run_beside()
         }
         let owners: Vec<Owner> = wanted.iter().map(|(served, _)| Owner::of(served)).collect();
         let scan = scan_for_foreign_mappers(&mut self.processes, &owners);

@@ -7,6 +7,7 @@
 use std::fmt::{self, Write};
 
 use ballast_api::VmHeat;
+use ballast_base::text::shown;
 
 use super::backend::{Backend, Histogram};
 
@@ -92,11 +93,10 @@ impl Page {
         self.put(format_args!("{name}"));
         for (at, (label, text)) in labels.iter().enumerate() {
             self.put(format_args!("{}{label}=\"", if at == 0 { '{' } else { ',' }));
-            for c in text.chars() {
+            for c in shown(text).chars() {
                 match c {
                     '\\' => self.0.push_str("\\\\"),
                     '"' => self.0.push_str("\\\""),
-                    '\n' => self.0.push_str("\\n"),
                     c => self.0.push(c),
                 }
             }

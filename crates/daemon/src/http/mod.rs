@@ -13,6 +13,7 @@ mod peer;
 mod pool;
 mod request;
 mod routes;
+mod spare;
 mod stream;
 mod upgrade;
 
@@ -26,6 +27,8 @@ use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use gate::Inside;
+use request::{Connection, Readers};
+use spare::Spare;
 use stream::Stream;
 
 pub use backend::{Backend, ChangeError, Governing, Histogram, Pooling, Upgrades};
@@ -80,7 +83,9 @@ async fn serve_within(
     gate: Gate,
     bounds: Bounds,
 ) {
-    let closer = Closer::new();
+    let (closer, readers) = (Closer::new(), Arc::new(Readers::default()));
+    let mut spare = Spare::default();
+    spare.fill(&listener);
     let places = bounds.places.map(|count| Arc::new(Semaphore::new(count)));
     loop {
         gate.opened().await;
@@ -94,12 +99,13 @@ async fn serve_within(
             };
             let stream = match accepted {
                 Ok((stream, _)) => Stream::new(stream, closer.clone()),
-                Err(error) => {
-                    tracing::warn!(%error, "accepting an API connection");
+                Err(error) if spare.give(&error) => continue,
+                Err(_) => {
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                     continue;
                 }
             };
+            spare.fill(&listener);
             let access = allowed.access_of(stream.inner());
             closer.tend(HANGS_AFTER);
             if stream.is_stuck() {
@@ -107,7 +113,9 @@ async fn serve_within(
             }
             match Arc::clone(&places[access as usize]).try_acquire_owned() {
                 Ok(place) => {
-                    tokio::spawn(connection(stream, Arc::clone(&backend), access, bounds, (place, gate.enter())));
+                    let (backend, readers) = (Arc::clone(&backend), Arc::clone(&readers));
+                    let state = Connection { backend, access, body_time: bounds.body, readers };
+                    tokio::spawn(connection(stream, state, bounds, (place, gate.enter())));
                 }
                 // Best effort: a peer that does not take it sees the connection end.
                 Err(_) => drop(stream.inner().try_write(request::BUSY_ANSWER.as_bytes())),
@@ -118,12 +126,11 @@ async fn serve_within(
 
 async fn connection(
     stream: Stream,
-    backend: Arc<dyn Backend>,
-    access: Access,
+    state: Connection,
     bounds: Bounds,
     (_place, mut inside): (OwnedSemaphorePermit, Inside),
 ) {
-    let service = TowerToHyperService::new(routes::router(backend, access, bounds.body));
+    let service = TowerToHyperService::new(routes::router(state));
     let served = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(bounds.head)

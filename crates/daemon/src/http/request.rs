@@ -5,8 +5,8 @@
 //! Promise: every refusal is a problem document that says what was wrong. A body has a bounded length and time.
 
 use std::error::Error;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::http::{StatusCode, header};
@@ -15,6 +15,7 @@ use ballast_api::{MAX_BODY_BYTES, Problem};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::sync::Semaphore;
 
 use super::backend::Backend;
 use super::peer::Access;
@@ -33,6 +34,37 @@ pub(super) struct Connection {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) access: Access,
     pub(super) body_time: Duration,
+    pub(super) readers: Arc<Readers>,
+}
+
+/// What readers cost: they may only look, so all of them together have one thread for a part of the time.
+#[derive(Debug)]
+pub(super) struct Readers {
+    permit: Semaphore,
+    /// The metrics page as it was when a reader asked last.
+    page: Mutex<Option<(Instant, String)>>,
+}
+
+/// After a reader's request the next one waits this many times as long as that took.
+const REST: u32 = 3;
+/// A reader's metrics page may be so old.
+const PAGE_LASTS: Duration = Duration::from_secs(1);
+
+impl Default for Readers {
+    fn default() -> Self {
+        Self { permit: Semaphore::new(1), page: Mutex::default() }
+    }
+}
+
+impl Readers {
+    /// The page of a while ago, or this one.
+    pub(super) fn page(&self, make: impl FnOnce() -> String) -> String {
+        let mut page = self.page.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*page {
+            Some((at, page)) if at.elapsed() < PAGE_LASTS => page.clone(),
+            _ => page.insert((Instant::now(), make())).1.clone(),
+        }
+    }
 }
 
 /// A refusal on its way to the peer.
@@ -55,7 +87,20 @@ pub(super) async fn ask<T: Send + 'static>(
     call: impl FnOnce(&dyn Backend) -> T + Send + 'static,
 ) -> Result<T, Refusal> {
     let backend = Arc::clone(&connection.backend);
-    tokio::task::spawn_blocking(move || call(&*backend)).await.map_err(|error| {
+    if connection.access != Access::Write {
+        // The semaphore is never closed.
+        let permit = connection.readers.permit.acquire().await;
+        let begun = Instant::now();
+        let answer = blocking(move || call(&*backend)).await;
+        tokio::time::sleep(begun.elapsed() * REST).await;
+        drop(permit);
+        return answer;
+    }
+    blocking(move || call(&*backend)).await
+}
+
+async fn blocking<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> Result<T, Refusal> {
+    tokio::task::spawn_blocking(call).await.map_err(|error| {
         tracing::error!(%error, "answering an API request");
         Refusal(Problem::new(500, Problem::INTERNAL, "Internal error", "The engine failed to answer; see its log"))
     })

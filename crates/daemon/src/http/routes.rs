@@ -5,7 +5,6 @@
 //! Promise: every refusal is a problem document that says what was wrong.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Path, Request, State, rejection::PathRejection};
@@ -15,13 +14,12 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
 use ballast_api::{DEFAULT_CELLS, HeatPatch, LimitsPatch, MAX_CELLS, Problem, VmChange, VmPatch};
 
-use super::backend::{Backend, ChangeError};
+use super::backend::ChangeError;
 use super::peer::Access;
 use super::request::{Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, read_body};
 use super::{governor, metrics, pool, upgrade};
 
-pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Duration) -> Router {
-    let state = Connection { backend, access, body_time };
+pub(super) fn router(state: Connection) -> Router {
     Router::new()
         .route("/v1/vms", get(vms).patch(limit_vms))
         .route("/v1/vms/{name}", get(vm).patch(patch_vm))
@@ -197,7 +195,13 @@ async fn openapi() -> Answer {
 }
 
 async fn metrics_page(State(connection): State<Connection>) -> Answer {
-    let page = ask(&connection, metrics::page).await?;
+    let readers = Arc::clone(&connection.readers);
+    let is_reader = connection.access != Access::Write;
+    let page = ask(&connection, move |backend| match is_reader {
+        true => readers.page(|| metrics::page(backend)),
+        false => metrics::page(backend),
+    });
+    let page = page.await?;
     Ok(([(header::CONTENT_TYPE, metrics::MEDIA_TYPE)], page).into_response())
 }
 

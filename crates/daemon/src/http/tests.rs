@@ -241,8 +241,12 @@ fn a_user_without_access_is_refused_everything_and_a_reader_every_change() {
                 let place = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("place");
                 tokio::spawn(connection(
                     stream::Stream::new(there, Closer::new()),
-                    Arc::new(Canned::new()),
-                    access,
+                    Connection {
+                        backend: Arc::new(Canned::new()),
+                        access,
+                        body_time: BOUNDS.body,
+                        readers: Arc::default(),
+                    },
                     BOUNDS,
                     (place, Gate::default().enter()),
                 ));
@@ -370,7 +374,7 @@ fn the_metrics_page_is_well_formed_and_sums_to_the_size() {
     assert_eq!(value("ballast_vm_fault_duration_seconds_sum"), 0.25);
     assert_eq!(value("ballast_vm_restore_stage_seconds_bucket{domain=\"web\",stage=\"read\",le=\"0.000001\"}"), 1.0);
     assert_eq!(value("ballast_vm_restore_stage_seconds_count{domain=\"web\",stage=\"read\"}"), 2.0);
-    assert!(page.contains(r#"vmm="qemu \"x\\y\"\n""#), "labels are not escaped: {page}");
+    assert!(page.contains(r#"vmm="qemu \"x\\y\"\\u{a}""#), "labels are not escaped: {page}");
     assert_eq!(value("ballast_vm_status{domain=\"old\",status=\"halted\"}"), 1.0);
     assert_eq!(value("ballast_vm_status{domain=\"web\",status=\"halted\"}"), 0.0);
     assert!(!page.contains("ballast_vm_limit_bytes{"), "a limit is shown where there is none");

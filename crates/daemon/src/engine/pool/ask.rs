@@ -17,7 +17,7 @@ use ballast_base::wire;
 use ballast_keeper::{HANGS_AFTER, MOST_STUCK, SentFd};
 use ballast_pool::Refused;
 use ballast_reserve::{Error, Grant, Page};
-use ballast_sys::scm;
+use ballast_sys::{peer, scm};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{AGAIN_EVERY, POLL_EVERY, PoolService, State};
@@ -74,7 +74,7 @@ impl PoolService {
 
     /// Answer one VMM on a thread of its own.
     fn serve(self: &Arc<Self>, client: OwnedFd) {
-        let uid = rustix::net::sockopt::socket_peercred(&client).map_or(u32::MAX, |peer| peer.uid.as_raw());
+        let uid = peer::credentials(&client).map_or(u32::MAX, |peer| peer.uid);
         let client = SentFd::new(client, uid, self.closer.clone());
         self.closer.tend(HANGS_AFTER);
         if self.closer.stuck(uid, HANGS_AFTER) >= MOST_STUCK {
