@@ -101,7 +101,7 @@ impl Keeper {
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 Err(error) => {
                     // No user's fault: it counts as root's, so the lines have a bound.
-                    self.complaints.log(0, 0, format_args!("accepting a client: {error}"));
+                    self.complaints.log(0, 0, format_args!("Accepting a client: {error}"));
                     self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
                     return;
                 }
