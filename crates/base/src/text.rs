@@ -8,8 +8,9 @@ use std::fmt::Write;
 
 /// Is it a control character, or one that changes how its neighbours are shown, or nothing at all?
 fn is_hidden(c: char) -> bool {
-    c.is_control()
-        || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+    let others = ['\u{61c}', '\u{feff}'];
+    let ranges = ['\u{200b}'..='\u{200f}', '\u{2028}'..='\u{202e}', '\u{2060}'..='\u{206f}'];
+    c.is_control() || others.contains(&c) || ranges.iter().any(|range| range.contains(&c))
 }
 
 /// Is there something to escape at the beginning of this text?

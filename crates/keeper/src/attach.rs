@@ -73,7 +73,7 @@ impl Keeper {
                 Err(format!("its RAM is that of VM {name:?} of user {owner}, and this process is of user {uid}"))
             }
             _ => Err(format!(
-                "a file of its RAM has the device and inode of a RAM file of VM {name:?} and is not proven to be that file"
+                "a file of its RAM has the device and inode of a RAM file of VM {name:?} and is not proven to be it"
             )),
         }
     }
@@ -107,7 +107,7 @@ impl Keeper {
                 (index, None)
             }
             (None, resumed) => {
-                // A VM that returns does not stay away because a stranger has a file with the numbers of its own.
+                // A VM that returns does not stay away because another user has a file with the numbers of its own.
                 if let Some(other) = self.vms.iter().find(|vm| !matches!(vm.kin(&ram), Kin::None | Kin::Other)) {
                     return Err(format!("its RAM is that of VM {:?}, which it was not part of", other.state.name()));
                 }

@@ -1,8 +1,8 @@
 //! The closer: closes descriptors of clients on threads of its own.
 //!
 //! Before: a client sent a descriptor. After: it is closed, or only a closing thread waits for that. The close of an
-//! arbitrary descriptor may never return: a file of a FUSE server that does not respond, a socket that lingers (which is
-//! switched off before). That of memory may take long: the last descriptor of a large RAM file.
+//! arbitrary descriptor may never return: a file of a FUSE server that does not respond, a socket that lingers (it does
+//! no more then). That of memory may take long: the last descriptor of a large RAM file.
 //! Threads: any may drop a [`SentFd`]; closing threads are started as needed, at most [`MOST_THREADS`].
 //! Promise: dropping a [`SentFd`] never waits. What one user sent holds at most [`MOST_STUCK`] threads, and what
 //! all users sent at most [`MOST_UNCHECKED`]: the RAM and userfaultfds of VMs, which were checked, are closed all the

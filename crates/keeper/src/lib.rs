@@ -8,10 +8,10 @@
 //!
 //! [`run`](mod@run) is the loop over the state in [`keeper`]. [`clients`] listens to VMMs, and says what they do wrong
 //! within the bounds of [`complaints`]; [`attach`] makes VMs of them, with [`admit`], [`resume`], [`store_files`],
-//! [`regions`], [`mappings`] and [`lost`]; [`closing`] ends them; [`engine_child`] has the engine, which is given VMs [`again`] for
-//! which it had no room; [`fence`] tells when a dead engine can do nothing to a VM any more; [`upgrade`] replaces the
-//! engine while it serves, in the stages of [`stage`], to its [`upgrade_end`]; then [`replace`] has this process become
-//! the new program as well, which makes its keeper from the record in [`kept`].
+//! [`regions`], [`mappings`] and [`lost`]; [`closing`] ends them; [`engine_child`] has the engine, which is given VMs
+//! [`again`] for which it had no room; [`fence`] tells when a dead engine can do nothing to a VM any more; [`upgrade`]
+//! replaces the engine while it serves, in the stages of [`stage`], to its [`upgrade_end`]; then [`replace`] has this
+//! process become the new program as well, which makes its keeper from the record in [`kept`].
 #![forbid(unsafe_code)]
 
 mod admit;

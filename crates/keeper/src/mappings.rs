@@ -20,7 +20,7 @@ const USERS: u64 = 8;
 /// The kernel's own default, if it does not say.
 const DEFAULT: u64 = 65_530;
 
-/// Mappings for regions of so many extents each.
+/// Mappings for regions, each of a number of extents.
 pub(crate) fn of_regions(extents: impl IntoIterator<Item = usize>) -> u64 {
     extents.into_iter().map(|extents| FOR_A_REGION + FOR_AN_EXTENT * extents as u64).sum()
 }

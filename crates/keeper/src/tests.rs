@@ -527,7 +527,7 @@ fn ram_in(keeper: &Keeper, file: FileId, fd: &OwnedFd) -> Ram {
 }
 
 #[test]
-fn a_strangers_file_with_the_numbers_of_a_vms_ram_joins_no_vm_and_keeps_none_away() {
+fn another_file_with_the_numbers_of_a_vms_ram_joins_no_vm_and_keeps_none_away() {
     let (mut keeper, _dir) = keeper();
     let [own, forged] = [(); 2].map(|()| memfd::create("ballast-test", Bytes(1 << 20)).expect("memfd"));
     let file = memfd::file_id(&own).expect("stat");
@@ -544,7 +544,7 @@ fn a_strangers_file_with_the_numbers_of_a_vms_ram_joins_no_vm_and_keeps_none_awa
     known(&keeper, 7, &forged).expect_err("another file");
     keeper.vms[0].number(vec![again(&forged)], true, &mut Vec::new()).expect_err("not even as a part of that VM");
     assert_eq!(keeper.vms[0].kin(&[again(&forged)]), Kin::Other);
-    // The other way round: the stranger is there first, and the VM with the file returns.
+    // The other way round: the other file is there first, and the VM with the file returns.
     assert_eq!(keeper.must_wait(Some(VmId([9; 16])), &[again(&forged)]), None);
     let vm = keeper.vms[0].state.id();
     keeper.vms[0].ram[0] = None;

@@ -19,7 +19,8 @@ const LONGEST: usize = PAGE_SIZE;
 /// One thread writes at a time: a second one would find the pipe ready, too, and then wait.
 static WRITES: Mutex<()> = Mutex::new(());
 
-/// Write this line, without its end, if that is possible at once. What a terminal would obey is escaped. It is cut after a page, at a character border.
+/// Write this line, without its end, if that is possible at once. What a terminal would obey is escaped. The line is
+/// cut after a page, at a character border.
 pub fn put(to: BorrowedFd<'_>, line: &str) {
     let mut line = cut_at(shown(line).into_owned(), LONGEST - 1);
     line.push('\n');

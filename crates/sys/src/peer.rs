@@ -16,7 +16,7 @@ pub struct Credentials {
     pub uid: u32,
 }
 
-/// Who connected (`SO_PEERCRED`).
+/// The credentials of the process that connected (`SO_PEERCRED`).
 ///
 /// # Errors
 /// It is no Unix socket.

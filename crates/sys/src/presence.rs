@@ -44,8 +44,8 @@ pub fn withdraw(file: impl AsFd, name: u64) -> io::Result<()> {
     control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_UNLCK))
 }
 
-/// The same as [`announce`], after waiting until no process holds the name exclusively, for this long at most: a killed process holds
-/// it until its last thread has left the kernel.
+/// The same as [`announce`], after waiting until no process holds the name exclusively, for this long at most: a killed
+/// process holds it until its last thread has left the kernel.
 ///
 /// # Errors
 /// As for [`announce`]; `WouldBlock` if a process holds it still.

@@ -1,8 +1,8 @@
 //! Are two descriptors one file? Device and inode say which files are *not* the same. Equal numbers prove nothing: an
 //! inode of hugetlbfs has a number of 32 bits from a counter that every user of the host turns.
 //!
-//! Before: a stranger sent a file that has the numbers of a VM's RAM. After: it is that file, or it is refused.
-//! Threads: any; no call waits. Promise: the proof does not depend on anything that whoever sent the file may choose.
+//! Before: another user sent a file that has the numbers of a VM's RAM. After: it is that file, or it is refused.
+//! Threads: any; no call waits. Promise: the proof does not depend on anything that the sender of the file may choose.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -16,8 +16,8 @@ use crate::{memfd, presence};
 /// asked for.
 const ROUNDS: usize = 32;
 
-/// Is `other` the file that `known` is? A lock on a byte is set, or not, through an opening of one that nobody else has,
-/// and asked for through the other.
+/// Is `other` the file that `known` is? A lock on a byte is set, or not, through an opening of one that no other
+/// process has, and asked for through the other.
 ///
 /// # Errors
 /// It cannot be told: one of them has no locks, or its user holds locks on all of it, or it cannot be opened once more.
