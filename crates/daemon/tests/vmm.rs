@@ -258,7 +258,9 @@ fn what_nobody_can_come_to_any_more_is_not_written_back() {
     drop(file);
     vmm.kill();
     until("the VM is gone", || has_event(&daemon, "gone") && daemon.host().store_bytes == 0);
-    assert!(!has_event(&daemon, "writing-back"), "{}", daemon.log());
+    for kind in ["writing-back", "sight-lost"] {
+        assert!(!has_event(&daemon, kind), "{kind}\n{}", daemon.log());
+    }
 }
 
 /// Pages of the VMM's RAM that somebody who dumps its memory does not find, by the file that debuggers read.

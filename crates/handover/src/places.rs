@@ -1,7 +1,7 @@
 //! Where a process is served: which bytes of which files it maps at which addresses, as it has announced.
 //!
-//! Before: the engine has its views. After: a line of its memory map is in place, or elsewhere: there its touches raise
-//! no faults that the engine serves, whoever it is.
+//! Before: the engine has its views. After: a line of its memory map is in place, or elsewhere, where its touches raise
+//! no faults that the engine serves.
 //! Threads: any; a plain value. Units: bytes; addresses of the process.
 
 use ballast_sys::memfd::FileId;

@@ -95,7 +95,7 @@ fn cold_huge_pages_go_to_the_slow_node_whole_and_come_back_when_they_are_hot() {
     let of = |odd: u64| (0..UNITS).filter(move |number| number % 2 == odd).flat_map(unit).collect::<Vec<u64>>();
     for hot in [of(0), of(1)] {
         touching(&rig, &hot, || {
-            // A guest that had no CPU for a moment looks colder than it is: that passes, so both are waited for at once.
+            // A guest that had no CPU for a moment looks colder than it is: both are waited for at once.
             until("what is hot is on the fast node, and the other half is on the slow one", || {
                 on_slow(&rig, hot.iter().copied()) == 0 && get(&rig, Counter::SlowNode) == half
             });

@@ -1,14 +1,14 @@
 //! The port of the guest's agent, as `ballast run --agent` or the operator names it.
 //!
-//! Before: `ballast run` has made a pair of sockets, of which QEMU's port has one end. After: the client gives the other
-//! end to each engine that asks. An operator who configures QEMU by hand names the path of a socket instead.
+//! Before: `ballast run` has made a pair of sockets, of which QEMU's port has one end. After: the client gives the
+//! other end to each engine that asks. An operator who configures QEMU by hand names the path of a socket instead.
 //! Threads: any.
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::Mutex;
 use std::sync::PoisonError;
 
-use ballast_client::AgentPort;
+use ballast_client::{AgentPort, Builder};
 
 pub use ballast_client::AGENT_VARIABLE as VARIABLE;
 
@@ -31,7 +31,8 @@ pub fn take(value: &str) {
     *PORT.lock().unwrap_or_else(PoisonError::into_inner) = port;
 }
 
-/// The port, for the client of this process.
-pub fn port() -> Option<AgentPort> {
-    PORT.lock().unwrap_or_else(PoisonError::into_inner).take()
+/// Give the port to the client of this process, if there is one.
+pub fn give_port(builder: Builder) -> Builder {
+    let port = PORT.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(port) = port { builder.agent_port(port) } else { builder }
 }

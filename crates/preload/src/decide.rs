@@ -146,10 +146,7 @@ pub fn stop_if_starting() {
 fn attach(ram: Ram) {
     // A VMM without support for Ballast promises nothing: direct I/O, vhost, and plain reads of some file systems write
     // to RAM past the page table.
-    let mut builder = Client::builder().ram(ram).may_pin(true);
-    if let Some(port) = agent::port() {
-        builder = builder.agent_port(port);
-    }
+    let mut builder = agent::give_port(Client::builder().ram(ram).may_pin(true));
     if let Some(name) = text("BALLAST_VM_NAME") {
         builder = builder.name(name);
     }

@@ -29,8 +29,8 @@
 //! - `sendmsg`: a RAM file goes to another process (vhost-user). The call pins the VM and restores every page first,
 //!   because the other process's touches raise no faults here.
 //! - `execve`, `execv`, `execvp`, `execvpe`, `execl`, `execlp`, `execle`, `fexecve`, `execveat`, and `syscall` with the
-//!   number of `execve` or `execveat`: the VMM may hand its RAM to the program that takes its place (QEMU's `cpr-exec`).
-//!   Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes through.
+//!   number of `execve` or `execveat`: the VMM may hand its RAM to the program that takes its place (QEMU's
+//!   `cpr-exec`). Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes through.
 //!
 //! # Memory of the pool
 //!

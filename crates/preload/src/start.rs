@@ -43,8 +43,8 @@ fn leave_preload() {
     }
 }
 
-/// Take what `ballast run` passes in this variable, and the variable out of the environment: descriptors of this process
-/// mean nothing to programs that it starts.
+/// Take what `ballast run` passes in this variable, and the variable out of the environment: descriptors of this
+/// process mean nothing to programs that it starts.
 fn take_out(variable: &str, take: fn(&str)) {
     let Ok(value) = std::env::var(variable) else { return };
     take(&value);

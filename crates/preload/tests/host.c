@@ -175,7 +175,8 @@ static int deed(const char *what) {
         return mmap(ram, RAM, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, -1, 0) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "twice"))
         return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
-    if (!strcmp(what, "again-read")) return mmap(NULL, PAGE, PROT_READ, MAP_SHARED, ram_fd, PAGE) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "again-read"))
+        return mmap(NULL, PAGE, PROT_READ, MAP_SHARED, ram_fd, PAGE) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "again-private"))
         return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_PRIVATE, ram_fd, 0) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "again-none")) return mmap(NULL, RAM, PROT_NONE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;

@@ -1,7 +1,7 @@
 //! A port for the agent in the guest: its guest's end is a virtio-serial port, its host's end a socket without a name.
 //!
-//! Before: QEMU is about to take this process's place. After: it has both ends of a socket, one for its port and one for
-//! the preload library (`crates/preload/src/agent.rs`), whose client gives that to each engine.
+//! Before: QEMU is about to take this process's place. After: it has both ends of a socket, one for its port and one
+//! for the preload library (`crates/preload/src/agent.rs`), whose client gives that to each engine.
 //! Promise: no other process can be at the host's end, in whatever namespaces QEMU runs.
 
 use std::io;
