@@ -22,7 +22,7 @@ use crate::units::{Bytes, Hva, PAGE_SIZE};
 /// The client's link. Version 2: file stores in escrow. Version 3: several userfaultfds. Version 4: an attach that must
 /// wait. Version 5: a zap answered part by part. Version 6: each message states its least reader. Version 7: regions of
 /// extents, guest-physical addresses, counted descriptors; nothing older is read, but a client of version 6 can read
-/// why. Version 8: guest-physical ranges, told later. Version 9: the port of the guest's agent.
+/// why. Version 8: guest-physical ranges, told later. Version 9: the port of the guest's agent, names of any letters.
 pub const FORMAT: Format = Format { version: 9, least_reader: 7, oldest: 7 };
 /// Most RAM regions one VM may have.
 pub const MAX_REGIONS: usize = 32;
@@ -34,8 +34,8 @@ pub const MAX_FILES: usize = 32;
 pub const MAX_RANGES: usize = 1024;
 /// Most files that all stores of a VM have.
 pub const MAX_STORE_FILES: usize = 8;
-/// Longest VM name, in bytes.
-pub const MAX_NAME: usize = 255;
+/// Longest VM name, in bytes, as [`shown_name`] writes it. Any name of 255 bytes that can be shown is one.
+pub const MAX_NAME: usize = 512;
 
 /// Identity of a VM: 128 random bits given by the keeper at first attach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -102,7 +102,7 @@ impl RegionInfo {
 /// the files of its stores.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attach {
-    /// Name of the VM: letters, digits, `.`, `_`, `-`.
+    /// Name of the VM, as [`shown_name`] writes it.
     pub name: String,
     /// Limit at attach; `None`: none.
     pub limit: Option<Bytes>,
@@ -174,10 +174,36 @@ pub fn check_stores(stores: &[StoreFiles]) -> Result<(), String> {
     }
 }
 
-/// Is this a name a VM may have?
+/// The name of a VM as it travels, is stored and is shown: characters that cannot be shown, and the backslash, are
+/// escaped as in Rust. Two names stay two.
+pub fn shown_name(name: &str) -> String {
+    let mut shown = String::with_capacity(name.len());
+    let mut buffer = String::new();
+    for c in name.chars() {
+        buffer.clear();
+        // Alone, or at the beginning, a combining character would be escaped.
+        buffer.extend(['a', c]);
+        match c {
+            '\'' | '"' => shown.push(c),
+            _ => shown.extend(buffer.escape_debug().skip(1)),
+        }
+    }
+    shown
+}
+
+/// Is this a name a VM may have, as [`shown_name`] writes it?
 pub fn check_name(name: &str) -> Result<(), String> {
-    if name.is_empty() || name.len() > MAX_NAME || name.contains('\0') {
-        return Err(format!("VM name {name:?}: it has 1 to {MAX_NAME} bytes of UTF-8, and no NUL"));
+    if name.is_empty() || name.len() > MAX_NAME {
+        return Err(format!(
+            "VM name {:?} has {} bytes; a name has 1 to {MAX_NAME}, and each character that cannot be shown counts as \
+             its escape",
+            name.chars().take(32).collect::<String>(),
+            name.len()
+        ));
+    }
+    let plain: String = name.split('\\').collect();
+    if shown_name(&plain) != plain {
+        return Err(format!("VM name {name:?}: characters that cannot be shown must be escaped"));
     }
     Ok(())
 }

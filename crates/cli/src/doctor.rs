@@ -1,10 +1,11 @@
-//! `ballast doctor`: tries the kernel's features that Ballast uses. Needs no daemon. `--store`: the daemon's findings
+//! `ballast doctor`: tries the kernel's features that Ballast uses. Needs no daemon; if one runs, it says which guests
+//! keep their free memory. `--store`: the daemon's findings
 //! about the remote store.
 
 use std::fmt::Write;
 
 use anyhow::{Context, Result};
-use ballast_api::{HostStat, RemoteFinding};
+use ballast_api::{Client, HostStat, RemoteFinding};
 use ballast_sys::probe::{self, Feature, Presence};
 use serde::Serialize;
 
@@ -42,14 +43,16 @@ impl<'a> Row<'a> {
 }
 
 /// Probe and print. The exit code tells whether a VM can be managed here.
-pub fn run(json: bool) -> Result<Exit> {
+pub fn run(client: Option<Client>, json: bool) -> Result<Exit> {
     let (kernel, features) = (probe::kernel_release(), probe::probe());
     let ok = !features.iter().any(Feature::is_missing);
     let report = Findings { kernel: &kernel, ok, features: features.iter().map(Row::of).collect() };
     if json {
         show::json(&report)?
     } else {
-        show::print(&describe(&report))?
+        let vms = client.and_then(|client| client.vms().ok()).unwrap_or_default();
+        let kept = vms.iter().filter_map(show::keeps_free_memory);
+        show::print(&kept.fold(describe(&report), |text, sentence| text + &sentence + "\n"))?
     }
     Ok(if ok { Exit::Ok } else { Exit::Failure })
 }

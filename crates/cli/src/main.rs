@@ -56,7 +56,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Host => host::host(&client()?, cli.json)?,
         Command::Events => host::events(&client()?, cli.json)?,
         Command::Doctor { store: true } => return Ok(doctor::store(&client()?.host()?, cli.json)?.into()),
-        Command::Doctor { store: false } => return Ok(doctor::run(cli.json)?.into()),
+        Command::Doctor { store: false } => return Ok(doctor::run(client().ok(), cli.json)?.into()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "ballast", &mut script);

@@ -103,8 +103,9 @@ pub fn explain(client: &Client, args: &ExplainArgs, json: bool) -> Result<()> {
     if json {
         return show::json(&last);
     }
-    let said = client.vm(&args.name).ok().and_then(|vm| agent::in_brief(&vm));
-    let said = said.map_or_else(String::new, |sentence| sentence + "\n");
+    let vm = client.vm(&args.name).ok();
+    let about = vm.iter().flat_map(|vm| [agent::in_brief(vm), show::keeps_free_memory(vm)]).flatten();
+    let said: String = about.map(|sentence| sentence + "\n").collect();
     if last.is_empty() {
         let policy = client.policy()?.policy;
         let none = "no policy has decided about it since this engine started";

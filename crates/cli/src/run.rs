@@ -1,10 +1,9 @@
 //! `ballast run`: start a VMM so that Ballast manages its guest RAM.
 //!
 //! Before: the operator's own command line. After: the same program in this process's place, with the preload library.
-//! Promise: a VMM that could not be managed is not started, and the error says why. Without `--add-memory-backend`
-//! and `--tiers` the command line is unchanged, but for three things at its end: QEMU gets one more monitor, for the
-//! preload library alone; a balloon device for free page reporting, unless `--no-balloon` declines it; and with
-//! `--agent` a virtio-serial port for the agent in the guest.
+//! Promise: a VMM that could not be managed is not started, and the error says why. The guest gets no hardware that was
+//! not asked for (`--agent`, `--balloon`, `--tiers`). Without an option the command line is unchanged, but for one more
+//! monitor of QEMU at its end, for the preload library alone. A QEMU that is only asked what it can do gets none.
 
 mod agent_port;
 mod command_line;
@@ -12,19 +11,18 @@ mod free_pages;
 mod monitor;
 mod options;
 mod stand_in;
+mod through;
 mod tiers;
 
 use std::convert::Infallible;
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
-use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, bail};
 use ballast_base::pool::{Nodes, Pages};
-use ballast_base::wire::check_name;
+use ballast_base::wire::{check_name, shown_name};
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
 use ballast_sys::memfd;
 
@@ -32,6 +30,7 @@ use agent_port::AgentPort;
 use command_line::{Backing, Edit, inspect};
 use free_pages::{Reporting, reporting};
 use monitor::Monitor;
+use options::{is_probe, is_without_machine, options};
 use tiers::Tiers;
 
 /// Start a VMM under Ballast, in place of this process.
@@ -62,9 +61,9 @@ pub struct RunArgs {
     /// Give the guest a virtio-serial port for ballast-agent, which tells the host what is cold there. QEMU only
     #[arg(long, conflicts_with = "optional")]
     agent: bool,
-    /// Do not give QEMU's guest a balloon device to report its free memory with, which is then discarded, not stored
+    /// Give QEMU's guest a balloon device to report its free memory with, which is then discarded, not stored
     #[arg(long)]
-    no_balloon: bool,
+    balloon: bool,
     /// Run unmanaged, with a warning, if the keeper does not answer
     #[arg(long)]
     optional: bool,
@@ -78,11 +77,19 @@ pub struct RunArgs {
 
 /// Become the VMM. Returns only if that fails.
 pub fn run(args: RunArgs) -> Result<Infallible> {
-    let (program, rest) = args.command.split_first().ok_or_else(|| anyhow!("no VMM was named"))?;
-    let mut rest = rest.to_vec();
-    let (mut name, mut monitor, mut agent) = (args.name, None, None);
-    if is_qemu(program) {
+    let program = args.command.first().ok_or_else(|| anyhow!("no VMM was named"))?.clone();
+    let qemu = through::qemu_in(&args.command);
+    let mut before = args.command.clone();
+    let mut rest = before.split_off(qemu.map_or(1, |index| index + 1));
+    let (mut name, mut monitor, mut agent) = (args.name.clone(), None, None);
+    if let Some(qemu) = qemu {
         let words = |rest: &[OsString]| rest.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
+        let given = options(&words(&rest)).map_err(|reason| anyhow!(reason))?;
+        if is_probe(&given) || is_without_machine(&given) {
+            // No guest: management programs ask what this QEMU can do.
+            return Err(Command::new(&program).args(&args.command[1..]).exec())
+                .with_context(|| format!("Starting {}", program.display()));
+        }
         if let Some(tiers) = args.tiers {
             let edits = tiers.edits(&words(&rest)).map_err(|reason| anyhow!(reason))?;
             apply(&mut rest, edits);
@@ -103,25 +110,18 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         if args.agent {
             agent = Some(AgentPort::new().context("Making a port for the agent")?);
         }
-        // RAM that is held for a device, or locked, is not to be discarded.
-        if !args.no_balloon && args.pool.is_none() && !plan.is_pinned {
-            match reporting(&program.to_string_lossy(), &words, &is_huge_file) {
-                Reporting::Add(edits) => apply(&mut rest, edits.into()),
-                Reporting::Advise(note) => eprintln!("ballast: {note}"),
-                Reporting::Leave => {}
-            }
+        match free_pages(&args, &args.command[qemu].to_string_lossy(), &words, plan.is_pinned)? {
+            Reporting::Add(edits) => apply(&mut rest, edits.into()),
+            Reporting::Advise(note) => eprintln!("ballast: {note}"),
+            Reporting::Leave => {}
         }
-    } else if args.agent {
-        bail!("--agent is for QEMU; give another VMM the port as docs/agent.md says");
-    } else if args.tiers.is_some() {
-        bail!("--tiers is for QEMU; give the guest of another VMM its nodes by that VMM's own words");
-    } else if args.pool.is_some() {
-        bail!("--pool is for QEMU; another VMM takes memory of the pool by the client library");
+    } else {
+        refuse_for_others(&args)?;
     }
-    check_filter(program, &rest)?;
-    let name = name.unwrap_or_else(|| format!("vm-{}", std::process::id()));
-    check_name(&name).map_err(|reason| anyhow!(reason))?;
-    check_program(program)?;
+    check_filter(&program, &rest)?;
+    let name = name.unwrap_or_else(own_name);
+    check_name(&shown_name(&name)).map_err(|reason| anyhow!(reason))?;
+    through::check_programs(&before)?;
     let preload = find_preload()?;
     let mut list = preload.clone().into_os_string();
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
@@ -129,8 +129,8 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         list.push(others);
     }
 
-    let mut command = Command::new(program);
-    command.args(&rest);
+    let mut command = Command::new(&program);
+    command.args(&before[1..]).args(&rest);
     if let Some(monitor) = &monitor {
         monitor.give(&mut command);
     }
@@ -140,6 +140,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     }
     command.env("LD_PRELOAD", list).env("BALLAST_SOCKET", &args.attach_socket);
     command.env("BALLAST_VM_NAME", name).env("BALLAST_REQUIRE", if args.optional { "0" } else { "1" });
+    command.env("BALLAST_STARTED", std::process::id().to_string());
     match args.limit {
         Some(limit) => command.env("BALLAST_LIMIT", limit.0.to_string()),
         None => command.env_remove("BALLAST_LIMIT"),
@@ -159,6 +160,43 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         None => command.env_remove("BALLAST_POOL_NODES"),
     };
     Err(command.exec()).with_context(|| format!("Starting {}", program.display()))
+}
+
+/// Whether the guest is to report its free memory, or what it costs that it does not. RAM that is held for a device, or
+/// locked, is not to be discarded.
+fn free_pages(args: &RunArgs, program: &str, words: &[String], is_pinned: bool) -> Result<Reporting> {
+    if args.pool.is_some() || is_pinned {
+        return match args.balloon {
+            true => bail!("--balloon: nothing is taken from a pinned VM, and RAM of the pool is not discarded"),
+            false => Ok(Reporting::Leave),
+        };
+    }
+    reporting(args.balloon, program, words, &is_huge_file).map_err(|reason| anyhow!(reason))
+}
+
+/// Refuse what can be done for QEMU alone, if there is none in the command.
+fn refuse_for_others(args: &RunArgs) -> Result<()> {
+    let is_there = [
+        (args.agent, "--agent", "give another VMM the port as docs/agent.md says"),
+        (args.tiers.is_some(), "--tiers", "give the guest of another VMM its nodes by that VMM's own words"),
+        (args.pool.is_some(), "--pool", "another VMM takes memory of the pool by the client library"),
+        (args.add_memory_backend, "--add-memory-backend", "write the options of shared memory for this VMM"),
+        (args.balloon, "--balloon", "give another VMM a balloon by that VMM's own words"),
+    ];
+    match is_there.into_iter().find(|(is_there, ..)| *is_there) {
+        Some((_, option, advice)) => bail!("{option} is for QEMU, which is no word of this command; {advice}"),
+        None => Ok(()),
+    }
+}
+
+/// The name of a VM that has none. Two processes in pid namespaces of their own may have one id.
+fn own_name() -> String {
+    /// `PROC_PID_INIT_INO` of the kernel, as the link of a process in the first namespace shows it.
+    const FIRST: &str = "pid:[4026531836]";
+    let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default().to_string_lossy().into_owned();
+    let number = namespace.trim_matches(|c: char| !c.is_ascii_digit());
+    let id = std::process::id();
+    if namespace == FIRST || number.is_empty() { format!("vm-{id}") } else { format!("vm-{id}-{number}") }
 }
 
 /// Makes these changes.
@@ -231,46 +269,6 @@ fn find_preload() -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Refuse a program that the dynamic loader would start without the preload library: it would run unmanaged, and no
-/// error would say so.
-fn check_program(program: &OsStr) -> Result<()> {
-    let candidates: Vec<PathBuf> = if program.to_string_lossy().contains('/') {
-        vec![program.into()]
-    } else {
-        std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).map(|dir| dir.join(program)).collect()
-    };
-    // `exec` will report a missing one.
-    let Some(path) = candidates.into_iter().find(|path| path.is_file()) else { return Ok(()) };
-    let mode = std::fs::metadata(&path).map_or(0, |meta| meta.permissions().mode());
-    if mode & 0o6000 != 0 {
-        bail!("{} is set-user-ID or set-group-ID; the system loads no preload library into it", path.display());
-    }
-    if File::open(&path).and_then(|file| is_static(&file)).unwrap_or(false) {
-        bail!(
-            "{} is linked statically; a preload library cannot be loaded into it (use the client crate)",
-            path.display()
-        );
-    }
-    Ok(())
-}
-
-/// Is this a 64-bit ELF program that names no dynamic loader? Only its headers are read: a VMM has tens of MiB.
-fn is_static(program: &File) -> std::io::Result<bool> {
-    const PT_INTERP: u32 = 3;
-    let mut header = [0; 64];
-    program.read_exact_at(&mut header, 0)?;
-    let number =
-        |at: usize, len: usize| header[at..at + len].iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte));
-    let (start, size, count) = (number(32, 8), number(54, 2) as usize, number(56, 2) as usize);
-    // The kernel runs no program with headers of another size.
-    if !header.starts_with(b"\x7fELF\x02\x01") || size != 56 {
-        return Ok(false);
-    }
-    let mut headers = vec![0; size * count];
-    program.read_exact_at(&mut headers, start)?;
-    Ok(!headers.chunks(size).any(|header| header.starts_with(&PT_INTERP.to_le_bytes())))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -290,32 +288,5 @@ mod tests {
             check("cloud-hypervisor-static", words).expect(words);
         }
         check("crosvm", "run").expect("another VMM");
-    }
-
-    #[test]
-    fn qemu_and_static_programs_are_recognised() {
-        assert!(is_qemu("/usr/bin/qemu-system-aarch64".as_ref()) && is_qemu("kvm".as_ref()));
-        assert!(!is_qemu("cloud-hypervisor".as_ref()));
-        let dir = tempfile::tempdir().expect("a directory");
-        let is_static = |bytes: &[u8]| {
-            std::fs::write(dir.path().join("program"), bytes).expect("write");
-            is_static(&File::open(dir.path().join("program")).expect("it is there")).unwrap_or(false)
-        };
-        // A header, and two program headers at the end of the file, as after `patchelf`.
-        let program = |kinds: [u32; 2]| {
-            let mut bytes = vec![0; 5000 + 2 * 56];
-            bytes[..6].copy_from_slice(b"\x7fELF\x02\x01");
-            bytes[32..40].copy_from_slice(&5000_u64.to_le_bytes());
-            bytes[54..58].copy_from_slice(&[56, 0, 2, 0]);
-            kinds
-                .iter()
-                .zip([5000, 5056])
-                .for_each(|(kind, at)| bytes[at..at + 4].copy_from_slice(&kind.to_le_bytes()));
-            bytes
-        };
-        assert!(is_static(&program([1, 2])) && !is_static(&program([1, 3])) && !is_static(&program([3, 1])));
-        assert!(!is_static(&program([1, 2])[..5060]), "half of it says nothing");
-        assert!(!is_static(b"#!/bin/sh") && !is_static(b"\x7fELF\x02\x01"));
-        assert!(!super::is_static(&File::open("/proc/self/exe").expect("own image")).expect("read"));
     }
 }

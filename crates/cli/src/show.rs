@@ -2,6 +2,7 @@
 
 use std::io::{self, IsTerminal, Write};
 
+use ballast_api::{VmClass, VmStat};
 use ballast_base::{Bytes, KIB};
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use ratatui::crossterm::terminal;
@@ -10,6 +11,18 @@ use serde::Serialize;
 /// A size in its largest unit.
 pub fn size(bytes: u64) -> String {
     Bytes(bytes).to_string()
+}
+
+/// What it costs that a guest has given nothing back, if that is so.
+pub fn keeps_free_memory(vm: &VmStat) -> Option<String> {
+    let is_asked = vm.class != VmClass::Pinned && vm.reclaim.discarded_pages == 0;
+    is_asked.then(|| {
+        format!(
+            "{}: its guest has given back no memory so far. Without a balloon that has free page reporting \
+             (`ballast run --balloon`) its free memory is stored, not discarded.",
+            vm.name
+        )
+    })
 }
 
 /// A limit, or `none`.

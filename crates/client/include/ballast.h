@@ -22,7 +22,7 @@ typedef struct ballast_client ballast_client;
 
 struct ballast_config {
     size_t size;        /* sizeof(struct ballast_config) */
-    const char *name;   /* UTF-8, at most 255 bytes; NULL: "vm-PID" */
+    const char *name;   /* UTF-8, 1 to 255 bytes; NULL: "vm-PID" */
     const char *socket; /* NULL: $BALLAST_SOCKET, else /run/ballast/attach.sock */
     uint64_t limit;     /* limit of its DRAM in bytes; 0: no limit */
     const char *pinned; /* reason why no page may ever be reclaimed; NULL: pages may be reclaimed */

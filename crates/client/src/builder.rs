@@ -52,9 +52,10 @@ impl std::fmt::Debug for Builder {
 }
 
 impl Builder {
-    /// The VM's name for operators: UTF-8, at most 255 bytes. Default: `vm-PID`.
-    pub fn name(mut self, name: impl Into<String>) -> Self {
-        self.name = name.into();
+    /// The VM's name for operators: any text of 1 to 255 bytes. Characters that cannot be shown are escaped; with their
+    /// escapes it may have [`wire::MAX_NAME`] bytes. Default: `vm-PID`.
+    pub fn name(mut self, name: impl AsRef<str>) -> Self {
+        self.name = wire::shown_name(name.as_ref());
         self
     }
 

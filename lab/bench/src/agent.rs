@@ -113,7 +113,7 @@ fn by_turns(
 
 /// A program of the guest fills memory and ends; then the limit takes as much as it had.
 fn freed(bench: &mut Bench, side: &str) -> Result<Figures> {
-    let options: &[&str] = if side == "reported" { &[] } else { &["--no-balloon"] };
+    let options: &[&str] = if side == "reported" { &["--balloon"] } else { &[] };
     let mut vm = Booted::new(bench, MEMORY, options, "free-test")?;
     vm.expect("kept")?;
     vm.guest.tell("start the program")?;

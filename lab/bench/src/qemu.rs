@@ -46,7 +46,7 @@ impl Vmm {
         prefix.push("--".into());
         if let Backing::Ballast { socket, name } = &config.backing {
             let socket = socket.to_string_lossy();
-            let words = ["run", "--no-balloon", "--name", name, "--attach-socket", &socket, "--"].map(str::to_owned);
+            let words = ["run", "--name", name, "--attach-socket", &socket, "--"].map(str::to_owned);
             let ballast = program::find("ballast").context("Finding what starts QEMU")?;
             prefix.push(ballast.to_string_lossy().into_owned());
             prefix.extend(words);

@@ -113,7 +113,7 @@ const PAGES: [(&str, usize); 15] = [
     ("docs/embed.md", 1100),
     ("docs/unmodified.md", 900),
     ("docs/pool.md", 1200),
-    ("docs/metrics.md", 1500),
+    ("docs/metrics.md", 1550),
     ("docs/performance.md", 1500),
     ("docs/agent.md", 950),
     ("docs/dedup.md", 500),

@@ -178,10 +178,10 @@ fn wrong_regions_names_and_numbers_of_userfaultfds_are_refused() {
     for shards in [0, MAX_SHARDS as u8 + 1, u8::MAX] {
         assert!(Attach { shards, ..attach() }.validate().is_err(), "{shards} userfaultfds were accepted");
     }
-    for name in ["", "a\0b", &"x".repeat(256), &"é".repeat(128)] {
+    for name in ["", "a\0b", "a\nb", "\u{202e}x", &"x".repeat(MAX_NAME + 1)] {
         assert!(Attach { name: name.into(), ..attach() }.validate().is_err(), "{name:?} was accepted");
     }
-    for name in ["a/b", "web:1", "..", "-x", "東京", "a\u{1b}b", &"x".repeat(255)] {
+    for name in ["a/b", "web:1", "..", "-x", "東京", &"x".repeat(255)] {
         assert_eq!(Attach { name: name.into(), ..attach() }.validate(), Ok(()), "{name:?}");
     }
 }
@@ -198,4 +198,37 @@ proptest! {
         }
         let _ = decode::<ClientToEngine>(&bytes);
     }
+}
+
+#[test]
+fn a_name_is_its_own_whatever_its_letters_and_what_cannot_be_shown_is_escaped() {
+    let names = [
+        "web-1",
+        "web:1",
+        "web/1",
+        "веб-1",
+        "база-1",
+        "..",
+        "-x",
+        "a b",
+        "it's \"x\"",
+        "हिन्दी",
+        "a\nb",
+        "a\\nb",
+        "a\u{1b}[2J",
+        "a\u{202e}b",
+        "\u{301}x",
+        "a\u{a0}b",
+        "a\u{7f}",
+    ];
+    let shown: std::collections::BTreeSet<String> = names.iter().map(|name| shown_name(name)).collect();
+    assert_eq!(shown.len(), names.len(), "two names became one: {shown:?}");
+    for name in &shown {
+        assert_eq!(check_name(name), Ok(()), "{name}");
+        assert!(!name.chars().any(char::is_control), "{name:?}");
+    }
+    assert_eq!(shown_name("हिन्दी, web's"), "हिन्दी, web's");
+    assert_eq!(shown_name("a\u{1b}b\\"), "a\\u{1b}b\\\\");
+    assert_eq!(check_name(&shown_name(&"é".repeat(127))), Ok(()), "254 bytes");
+    assert_eq!(check_name(&shown_name(&"n".repeat(255))), Ok(()));
 }

@@ -5,10 +5,10 @@
 //! that concern guest RAM, and leaves all others to QEMU.
 
 use ballast_base::pool::Pages;
-use ballast_base::wire::{MAX_NAME, check_name};
+use ballast_base::wire::{check_name, shown_name};
 use ballast_base::{Bytes, GIB, KIB, MIB};
 
-use super::options::{Opt, options};
+use super::options::{Opt, memory, options};
 use super::stand_in::{check_stand_in, huge_size, is_size};
 
 /// The memory that guest RAM is to have.
@@ -64,7 +64,7 @@ pub(super) fn megabytes(text: &str) -> Option<Bytes> {
 
 /// Check a QEMU command line (without the program). `Err` says why it cannot be managed and what to write instead.
 pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) -> bool) -> Result<Plan, String> {
-    let options = options(words);
+    let options = options(words)?;
     let all = |name: &'static str| options.iter().filter(move |option| option.name == name);
     let mut plan = Plan { name: all("name").next_back().and_then(vm_name), ..Plan::default() };
 
@@ -77,7 +77,11 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
     // Every backend that becomes guest RAM.
     let backend = all("machine").filter_map(|machine| machine.get("memory-backend")).next_back();
     let nodes = all("numa").filter(|numa| numa.head == "node").filter_map(|numa| numa.get("memdev"));
-    let devices = all("device").filter_map(|device| device.get("memdev"));
+    let (images, devices): (Vec<&Opt>, Vec<&Opt>) = all("device").partition(|device| is_image(device));
+    plan.notes.extend(images.iter().map(|image| {
+        format!("`-device {}`: its memory is an image of the operator's, which Ballast leaves alone", image.text)
+    }));
+    let devices = devices.into_iter().filter_map(|device| device.get("memdev"));
     let used: Vec<&str> = backend.into_iter().chain(nodes.clone()).chain(devices).collect();
     for object in all("object").filter(|object| object.get("id").is_some_and(|id| used.contains(&id))) {
         match backing {
@@ -89,7 +93,15 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
         return Ok(plan);
     }
 
-    // Guest RAM is QEMU's own, private memory.
+    // Guest RAM is QEMU's own, private memory; or a file that is not known here says what it is.
+    if let Some(file) = all("readconfig").find(|file| !file.is_read) {
+        let unread = format!("`-readconfig {}` cannot be read here, and may say what guest RAM is", file.text);
+        match backing {
+            Backing::AsGiven => plan.notes.push(format!("{unread}; a VM with private RAM will not start")),
+            _ => return Err(format!("{unread}: give the options on the command line")),
+        }
+        return Ok(plan);
+    }
     if all("numa").any(|numa| numa.get("mem").is_some()) {
         return Err("RAM given by `-numa node,mem=` is private memory. Give each node a backend instead: \
                     -object memory-backend-memfd,id=n0,size=SIZE,share=on -numa node,memdev=n0"
@@ -133,11 +145,13 @@ impl Wanted {
 }
 
 fn wanted(options: &[Opt], backing: Backing) -> Result<Wanted, String> {
-    let memory = options.iter().rev().find(|option| option.name == "m");
-    let size = match memory {
+    let given = |option: &&Opt| option.name == "machine" && option.get("memory.size").is_some();
+    if let Some(machine) = options.iter().find(given) {
+        return Err(format!("`-machine {}`: write the size of guest RAM as `-m`", machine.text));
+    }
+    let size = match memory(options) {
         None => Bytes(128 * MIB), // QEMU's own default
-        Some(memory) => {
-            let text = memory.get("size").unwrap_or(&memory.head);
+        Some((memory, text)) => {
             megabytes(text).ok_or_else(|| format!("`-m {}`: the size {text:?} is not understood", memory.text))?
         }
     };
@@ -152,17 +166,24 @@ fn wanted(options: &[Opt], backing: Backing) -> Result<Wanted, String> {
     let backend = format!("memory-backend-memfd,id=ballast-ram0,size={size},share=on{huge}");
     let object = format!("-object {backend}");
     let mut edits = vec![Edit::Append("-object".into()), Edit::Append(backend)];
-    let machine = options.iter().find(|option| option.name == "machine" && !option.text.is_empty());
+    // QEMU merges what several of them say.
+    let machine = options.iter().find(|option| option.name == "machine" && option.index.is_some());
+    let machine = machine.filter(|machine| !machine.text.is_empty());
     let value = match machine {
         Some(machine) => format!("{},memory-backend=ballast-ram0", machine.text),
         None => "memory-backend=ballast-ram0".into(),
     };
-    match machine {
-        Some(machine) => edits.push(Edit::Replace(machine.index, value.clone())),
+    match machine.and_then(|machine| machine.index) {
+        Some(index) => edits.push(Edit::Replace(index, value.clone())),
         None => edits.extend(["-machine".to_owned(), value.clone()].map(Edit::Append)),
     }
     let replaces = machine.map(|machine| format!("-machine {}", machine.text));
     Ok(Wanted { object, machine: format!("-machine {value}"), replaces, edits })
+}
+
+/// Is this a device whose memory is an image (of a disk, of a root file system), and not guest RAM?
+fn is_image(device: &Opt) -> bool {
+    device.head == "nvdimm" || device.head.starts_with("virtio-pmem")
 }
 
 /// Can this backend be managed?
@@ -237,204 +258,16 @@ fn note(option: &Opt) -> Option<String> {
         "run-with" if ["chroot", "user"].iter().any(|key| option.get(key).is_some()) => {
             Some(format!("`-run-with {}`: {LOST}", option.text))
         }
-        "readconfig" => Some(format!("`-readconfig {}` was not read", option.text)),
         _ => None,
     }
 }
 
-/// A VM name made from QEMU's `-name`: each other character becomes `-`.
+/// The VM's name: QEMU's `-name`, if it can be one. Text that is not UTF-8 was not read as it is.
 fn vm_name(option: &Opt) -> Option<String> {
-    let given = option.get("guest").unwrap_or(&option.head);
-    let allowed = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' };
-    let name: String = given.chars().map(allowed).take(MAX_NAME).collect();
-    let name = name.trim_start_matches(['.', '-']).to_owned();
-    check_name(&name).is_ok().then_some(name)
+    let name = option.get("guest").unwrap_or(&option.head);
+    let is_read = !name.contains(char::REPLACEMENT_CHARACTER);
+    (is_read && check_name(&shown_name(name)).is_ok()).then(|| name.to_owned())
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const SHARED: &str = "-object memory-backend-memfd,id=ram0,size=1G,share=on";
-
-    fn planned(line: &str, add: bool) -> Result<Plan, String> {
-        planned_for(line, if add { Backing::Memfd } else { Backing::AsGiven })
-    }
-
-    fn planned_for(line: &str, backing: Backing) -> Result<Plan, String> {
-        let words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
-        inspect(&words, backing, &|path| path.starts_with("/dev/shm"))
-    }
-
-    /// The command line after the edits.
-    fn added(line: &str) -> String {
-        let mut words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
-        for edit in planned(line, true).unwrap_or_else(|reason| panic!("{line}: {reason}")).edits {
-            match edit {
-                Edit::Replace(index, word) => words[index] = word,
-                Edit::Append(word) => words.push(word),
-            }
-        }
-        words.join(" ")
-    }
-
-    #[test]
-    fn a_shared_memfd_in_any_spelling_is_taken_as_it_is() {
-        for line in [
-            "-machine q35,memory-backend=ram0 -m 1G",
-            "-M pc,memory-backend=ram0 -m size=1G,slots=2,maxmem=4G -nographic",
-            "--machine type=q35,accel=kvm,memory-backend=ram0 -m 1024 -daemonize disk.img",
-            "-machine q35 -machine memory-backend=ram0 -accel tcg,thread=multi -S",
-            "-m 1G -numa node,nodeid=0,cpus=0,memdev=ram0",
-        ] {
-            let plan = planned(&format!("{line} {SHARED}"), false).expect(line);
-            assert_eq!(plan, Plan::default(), "{line}");
-            assert_eq!(planned(&format!("{line} {SHARED}"), true).expect(line).edits, [], "nothing to add: {line}");
-        }
-        let machine = "-machine q35,memory-backend=r";
-        for object in [
-            "memory-backend-memfd,id=r,size=1G",
-            "memory-backend-memfd,id=r,size=1G,share,prealloc=on",
-            "qom-type=memory-backend-memfd,id=r,size=1G,share=yes",
-            "memory-backend-file,id=r,size=1G,mem-path=/dev/shm/a,share=on",
-            "memory-backend-shm,id=r,size=1G",
-            r#"{"qom-type":"memory-backend-memfd","id":"r","size":1073741824,"share":true}"#,
-        ] {
-            planned(&format!("{machine} -object {object}"), false).expect(object);
-        }
-    }
-
-    #[test]
-    fn private_ram_is_refused_with_the_flags_for_this_command_line() {
-        let reason = planned("-M q35,accel=tcg -m 1.5G -nographic", false).expect_err("private");
-        assert!(reason.contains("-object memory-backend-memfd,id=ballast-ram0,size=1536M,share=on"), "{reason}");
-        assert!(reason.contains("-machine q35,accel=tcg,memory-backend=ballast-ram0"), "{reason}");
-        assert!(reason.contains("instead of\n  -machine q35,accel=tcg"), "{reason}");
-        let reason = planned("-enable-kvm -m 512", false).expect_err("private");
-        assert!(reason.contains("size=512M,share=on -machine memory-backend=ballast-ram0"), "{reason}");
-    }
-
-    #[test]
-    fn the_missing_flags_are_added_and_nothing_else_is_changed() {
-        let tail = |size: &str| format!("-object memory-backend-memfd,id=ballast-ram0,size={size},share=on");
-        let default = "-machine memory-backend=ballast-ram0";
-        assert_eq!(added("-m 1G d.img"), format!("-m 1G d.img {} {default}", tail("1024M")));
-        assert_eq!(added("-nographic"), format!("-nographic {} {default}", tail("128M")));
-        assert_eq!(
-            added("-m size=2048,slots=2,maxmem=4G -machine q35 -mem-prealloc -smp 2"),
-            format!(
-                "-m size=2048,slots=2,maxmem=4G -machine q35,memory-backend=ballast-ram0 -mem-prealloc -smp 2 {}",
-                tail("2048M")
-            )
-        );
-        assert_eq!(
-            added("-m 262148k -M pc -numa node -numa node"),
-            format!("-m 262148k -M pc,memory-backend=ballast-ram0 -numa node -numa node {}", tail("268439552"))
-        );
-    }
-
-    #[test]
-    fn ram_of_the_pool_needs_a_backend_of_huge_pages_which_is_added_and_whole_ones() {
-        let (huge, gib) = (Backing::Pool(Pages::Mix), Backing::Pool(Pages::Gib));
-        for (backing, size) in [(huge, "2M"), (gib, "1G")] {
-            let plan = planned_for("-m 1G d.img", backing).expect("added");
-            let backend = "memory-backend-memfd,id=ballast-ram0,size=1024M,share=on,hugetlb=on,hugetlbsize=";
-            assert_eq!(plan.edits[1], Edit::Append(format!("{backend}{size}")));
-        }
-        let machine = "-machine q35,memory-backend=r -object memory-backend-";
-        for given in ["memfd,id=r,size=1G,share=on,hugetlb=on,hugetlbsize=2M", "memfd,id=r,size=1G,hugetlb=on"] {
-            assert_eq!(planned_for(&format!("{machine}{given}"), huge).expect(given), Plan::default());
-            assert!(planned_for(&format!("{machine}{given}"), gib).expect_err(given).contains("hugetlbsize=1G"));
-        }
-        for (line, why) in [
-            (format!("{machine}memfd,id=r,size=1G,share=on"), "hugetlb=on,hugetlbsize=2M"),
-            (format!("{machine}file,id=r,size=1G,share=on,mem-path=/dev/shm/a"), "takes the place of huge pages"),
-            ("-m 1025".into(), "no multiple of 2 MiB"),
-        ] {
-            let said = planned_for(&line, huge).expect_err(&line);
-            assert!(said.contains(why), "{line}: {said}");
-        }
-        let said = planned_for("-m 1536", gib).expect_err("half a page");
-        assert!(said.contains("1.5 GiB is no multiple of 1 GiB"), "{said}");
-    }
-
-    #[test]
-    fn backends_that_cannot_be_managed_are_named_with_the_reason() {
-        let machine = "-machine q35,memory-backend=r";
-        for (object, reason) in [
-            ("memory-backend-memfd,id=r,size=1G,share=off", "share=on"),
-            ("memory-backend-memfd,id=r,size=1G,share=on,hugetlb=on,hugetlbsize=1G", "hugetlbsize=2M"),
-            ("memory-backend-ram,id=r,size=1G", "memory-backend-memfd"),
-            ("memory-backend-ram,id=r,size=1G,share=on", "memory-backend-memfd"),
-            ("memory-backend-file,id=r,size=1G,mem-path=/dev/shm/a", "share=on"),
-            ("memory-backend-file,id=r,size=1G,mem-path=/var/lib/a,share=on", "neither in a tmpfs"),
-            (r#"{"qom-type":"memory-backend-ram","id":"r","size":1073741824}"#, "memory-backend-memfd"),
-        ] {
-            let error = planned(&format!("{machine} -object {object}"), true).expect_err(object);
-            assert!(error.contains(reason) && error.starts_with("RAM backend r"), "{object}: {error}");
-        }
-        let dimm = "-object memory-backend-ram,id=d,size=1G -device pc-dimm,id=d0,memdev=d";
-        assert!(
-            planned(&format!("-machine memory-backend=ram0 {SHARED} {dimm}"), false).expect_err("dimm").contains(" d ")
-        );
-        assert!(planned("-m 1G -mem-path /dev/shm", true).expect_err("private").contains("Leave it out"));
-        assert!(
-            planned("-m 1G -numa node,mem=512M -numa node,mem=512M", true).expect_err("legacy").contains("memdev=n0")
-        );
-        // A last option without its value is for QEMU to complain about.
-        assert_eq!(planned("-m 1G -machine", true).expect("as if it were not there").edits.len(), 4);
-        assert!(planned("-m lots", true).expect_err("size").contains("\"lots\""));
-    }
-
-    #[test]
-    fn options_that_share_ram_are_refused_and_options_that_hold_it_are_announced() {
-        let ram = format!("-machine q35,memory-backend=ram0 {SHARED}");
-        for (words, reason) in [
-            ("-chardev socket,id=c,path=/x -netdev vhost-user,id=n,chardev=c", "another process"),
-            ("-netdev type=vhost-user,id=n,chardev=c", "another process"),
-            ("-device vhost-user-fs-pci,chardev=c,tag=t", "another process"),
-            (r#"-device {"driver":"vhost-user-blk-pci","chardev":"c"}"#, "another process"),
-            ("-device ivshmem-plain,memdev=s", "other VMs"),
-            ("-device ivshmem-doorbell,chardev=c", "other VMs"),
-            ("-machine confidential-guest-support=sev0", "encrypted"),
-            ("-machine q35,memory-encryption=sev0", "encrypted"),
-        ] {
-            let error = planned(&format!("{ram} {words}"), true).expect_err(words);
-            assert!(error.contains(reason), "{words}: {error}");
-        }
-        for words in [
-            "-device vfio-pci,host=01:00.0",
-            "-overcommit mem-lock=on",
-            "-netdev vhost-vdpa,id=n,vhostdev=/dev/vhost-vdpa-0",
-            "-device virtio-gpu-pci,blob=on",
-        ] {
-            let plan = planned(&format!("{ram} {words}"), false).expect(words);
-            assert!(plan.notes.len() == 1 && plan.is_pinned, "{words}: {:?}", plan.notes);
-        }
-        for words in
-            ["-chroot /srv/vm", "-run-with async-teardown=on,chroot=/srv/vm", "-run-with user=qemu", "-runas qemu"]
-        {
-            let plan = planned(&format!("{ram} {words}"), false).expect(words);
-            assert!(plan.notes.len() == 1 && plan.notes[0].contains(words), "{words}: {:?}", plan.notes);
-        }
-        let quiet = "-netdev tap,id=n,vhost=on -device virtio-net-pci,netdev=n -chardev stdio,id=c \
-                     -overcommit mem-lock=off -run-with async-teardown=on";
-        assert_eq!(planned(&format!("{ram} {quiet}"), false).expect(quiet).notes, [""; 0]);
-    }
-
-    #[test]
-    fn values_that_look_like_options_and_commas_written_twice_are_understood() {
-        // The value of -append is one word; its content must not be taken for options.
-        let words = ["-append", "-device vhost-user-fs-pci", "-m", "1G", "-name", "guest=web,,1,debug-threads=on"];
-        let words: Vec<String> = words.map(str::to_owned).to_vec();
-        let plan = inspect(&words, Backing::Memfd, &|_| false).expect("fine");
-        assert_eq!(plan.name.as_deref(), Some("web-1"));
-        let value = ["-append", "-mem-path", "-m", "1G"].map(str::to_owned).to_vec();
-        inspect(&value, Backing::Memfd, &|_| false).expect("the value of -append is not an option");
-        assert_eq!(
-            planned(&format!("-name web -machine memory-backend=ram0 {SHARED}"), false).expect("ok").name.as_deref(),
-            Some("web")
-        );
-        assert_eq!(planned(&format!("-name .. -machine memory-backend=ram0 {SHARED}"), false).expect("ok").name, None);
-    }
-}
+mod tests;

@@ -1,9 +1,10 @@
 //! Has QEMU's guest report its free memory, so that it is discarded and never stored (Blowfish, section 4.4).
 //!
 //! Before: `command_line` has found that Ballast can manage guest RAM. After: QEMU has a balloon device whose only work
-//! is free page reporting, or the operator knows why not.
-//! Promise: a pure function of the words (a function argument tells which files are of huge pages). A balloon on the
-//! command line stays as it is, since QEMU takes one only.
+//! is free page reporting, if the operator asked for it; else the operator knows what its absence costs.
+//! Promise: a pure function of the words (a function argument tells which files are of huge pages). No device is added
+//! that was not asked for: a VM must migrate to the operator's own command line. A balloon on the command line stays as
+//! it is, since QEMU takes one only.
 //!
 //! That a page is free is safe to act on only while the guest cannot allocate it. The guest's kernel takes free blocks
 //! out of its allocator, and returns them when QEMU has punched them out of guest RAM, which is a discard (`preload`).
@@ -21,39 +22,62 @@ const MACHINES: [&str; 4] = ["pc", "q35", "virt", "pseries"];
 pub enum Reporting {
     /// Add this device.
     Add([Edit; 2]),
-    /// Tell the operator that the balloon on the command line could do it.
+    /// Tell the operator what it costs that no device does it.
     Advise(String),
-    /// The balloon on the command line does it, or the machine is none for it.
+    /// The balloon on the command line does it, or it is not known what is there, or the machine is none for it.
     Leave,
 }
 
 /// Decides for a QEMU command line (without the program).
-pub fn reporting(program: &str, words: &[String], is_huge_file: &dyn Fn(&str) -> bool) -> Reporting {
-    let options = options(words);
+///
+/// # Errors
+/// A balloon is wanted, and there is no place for one, or it would harm.
+pub fn reporting(
+    wanted: bool,
+    program: &str,
+    words: &[String],
+    is_huge_file: &dyn Fn(&str) -> bool,
+) -> Result<Reporting, String> {
+    const COST: &str = "free memory of the guest will be stored, not discarded";
+    let options = options(words)?;
     let is_balloon = |option: &&Opt| match option.name.as_str() {
         "device" => option.head.starts_with("virtio-balloon"),
         name => name == "balloon",
     };
     if let Some(balloon) = options.iter().find(is_balloon) {
-        return match balloon.is_on("free-page-reporting") {
-            true => Reporting::Leave,
-            false => Reporting::Advise(format!(
-                "`-{} {}`: with free-page-reporting=on, free memory of the guest would be discarded, not stored",
+        return match (balloon.is_on("free-page-reporting"), wanted) {
+            (true, _) => Ok(Reporting::Leave),
+            (false, false) => Ok(Reporting::Advise(format!(
+                "`-{} {}`: without free-page-reporting=on, {COST}",
+                balloon.name, balloon.text
+            ))),
+            (false, true) => Err(format!(
+                "--balloon: QEMU takes one balloon only; write free-page-reporting=on for `-{} {}`",
                 balloon.name, balloon.text
             )),
         };
     }
-    // A balloon may be in a file that is not read here. Huge pages that are punched are free to others, and the guest
-    // would get none when it needs them again.
-    let is_other = |option: &Opt| match option.name.as_str() {
-        "readconfig" => true,
-        "object" => option.is_on("hugetlb") || option.get("mem-path").is_some_and(is_huge_file),
-        _ => false,
+    // Huge pages that are punched are free to others, and the guest would get none when it needs them again.
+    let is_huge = |option: &Opt| {
+        option.name == "object" && (option.is_on("hugetlb") || option.get("mem-path").is_some_and(is_huge_file))
     };
-    if !has_pci(program, &options) || options.iter().any(is_other) {
-        return Reporting::Leave;
+    let obstacle = if options.iter().any(|option| !option.is_read) {
+        Some("a balloon may be in the file of -readconfig, which cannot be read here")
+    } else if !has_pci(program, &options) {
+        Some("this machine is not known to have a place for it on a PCI bus")
+    } else if options.iter().any(is_huge) {
+        Some("huge pages that the guest reports would be free to others")
+    } else {
+        None
+    };
+    match (obstacle, wanted) {
+        (None, true) => Ok(Reporting::Add(["-device", DEVICE].map(|word| Edit::Append(word.into())))),
+        (None, false) => Ok(Reporting::Advise(format!(
+            "the guest has no balloon with free page reporting: {COST} (--balloon adds one)"
+        ))),
+        (Some(why), true) => Err(format!("--balloon: {why}")),
+        (Some(_), false) => Ok(Reporting::Leave),
     }
-    Reporting::Add(["-device", DEVICE].map(|word| Edit::Append(word.into())))
 }
 
 fn has_pci(program: &str, options: &[Opt]) -> bool {
@@ -72,33 +96,41 @@ fn has_pci(program: &str, options: &[Opt]) -> bool {
 mod tests {
     use super::*;
 
-    fn of(program: &str, line: &str) -> Reporting {
+    fn of(wanted: bool, program: &str, line: &str) -> Result<Reporting, String> {
         let words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
-        reporting(program, &words, &|path| path.starts_with("/dev/hugepages"))
+        reporting(wanted, program, &words, &|path| path.starts_with("/dev/hugepages"))
     }
 
     #[test]
-    fn a_guest_without_a_balloon_gets_one_that_reports_free_pages() {
+    fn a_guest_gets_a_balloon_if_asked_for_and_else_its_absence_is_said() {
         for line in [
             "-m 1G -object memory-backend-memfd,id=ram0,size=1G,share=on",
             "-M pc-i440fx-9.2",
             "-machine type=q35,accel=kvm -machine memory-backend=ram0",
             "-machine q35 -object memory-backend-file,id=r,mem-path=/dev/shm/a,share=on",
         ] {
-            let Reporting::Add([name, device]) = of("/usr/bin/qemu-system-x86_64", line) else { panic!("{line}") };
+            let added = of(true, "/usr/bin/qemu-system-x86_64", line).expect(line);
+            let Reporting::Add([name, device]) = added else { panic!("{line}") };
             assert_eq!((name, device), (Edit::Append("-device".into()), Edit::Append(DEVICE.into())));
+            let Ok(Reporting::Advise(why)) = of(false, "qemu-system-x86_64", line) else { panic!("{line}") };
+            assert!(why.contains("stored") && why.contains("--balloon"), "{why}");
         }
-        assert!(matches!(of("qemu-system-aarch64", "-machine virt,gic-version=3"), Reporting::Add(_)));
+        assert!(matches!(of(true, "qemu-system-aarch64", "-machine virt,gic-version=3"), Ok(Reporting::Add(_))));
     }
 
     #[test]
     fn a_balloon_that_is_there_stays_and_one_that_could_report_is_named() {
         for balloon in ["virtio-balloon-pci,free-page-reporting=on", "driver=virtio-balloon,free-page-reporting"] {
-            assert_eq!(of("qemu-kvm", &format!("-device {balloon}")), Reporting::Leave, "{balloon}");
+            for wanted in [true, false] {
+                let line = format!("-device {balloon}");
+                assert_eq!(of(wanted, "qemu-kvm", &line), Ok(Reporting::Leave), "{balloon}");
+            }
         }
         for balloon in ["-device virtio-balloon-pci,id=b", "-balloon virtio"] {
-            let Reporting::Advise(why) = of("qemu-kvm", balloon) else { panic!("{balloon}") };
+            let Ok(Reporting::Advise(why)) = of(false, "qemu-kvm", balloon) else { panic!("{balloon}") };
             assert!(why.contains(balloon) && why.contains("free-page-reporting=on"), "{why}");
+            let why = of(true, "qemu-kvm", balloon).expect_err(balloon);
+            assert!(why.contains(balloon) && why.contains("one balloon only"), "{why}");
         }
     }
 
@@ -107,13 +139,13 @@ mod tests {
         for line in [
             "-machine microvm",
             "-machine isapc",
-            "-machine none",
-            "-readconfig vm.cfg",
+            "-readconfig /none/vm.cfg",
             "-object memory-backend-memfd,id=r,size=1G,hugetlb=on",
             "-object memory-backend-file,id=r,size=1G,share=on,mem-path=/dev/hugepages/a",
         ] {
-            assert_eq!(of("qemu-system-x86_64", line), Reporting::Leave, "{line}");
+            assert_eq!(of(false, "qemu-system-x86_64", line), Ok(Reporting::Leave), "{line}");
+            of(true, "qemu-system-x86_64", line).expect_err(line);
         }
-        assert_eq!(of("qemu-system-s390x", "-m 1G"), Reporting::Leave);
+        assert_eq!(of(false, "qemu-system-s390x", "-m 1G"), Ok(Reporting::Leave));
     }
 }

@@ -1,7 +1,7 @@
 //! Reads the options of a QEMU command line: which words are options or values, and the items of each value.
 //!
 //! Before: the operator typed the words. After: `command_line` decides what they mean for guest RAM.
-//! Promise: a pure function of the words. It refuses nothing; QEMU refuses what is wrong.
+//! Promise: no word is taken for the value of another that QEMU takes for an option. QEMU refuses what is wrong.
 
 use std::collections::BTreeMap;
 
@@ -9,12 +9,14 @@ use std::collections::BTreeMap;
 #[derive(Debug)]
 pub(super) struct Opt {
     pub name: String,
-    /// Index of the value's word.
-    pub index: usize,
+    /// Index of the value's word; `None` if it is in a configuration file.
+    pub index: Option<usize>,
     pub text: String,
     /// Its first item, if that is not `key=value` (or JSON's `qom-type`, `driver`).
     pub head: String,
     keys: BTreeMap<String, String>,
+    /// Is what it says known? Not that of a configuration file that could not be read.
+    pub is_read: bool,
 }
 
 impl Opt {
@@ -27,61 +29,265 @@ impl Opt {
     }
 }
 
-/// QEMU options without a value; every other takes the next word.
+/// QEMU options without a value, of all versions.
 const FLAGS: &[&str] = &[
     "S",
-    "s",
     "alt-grab",
+    "async-teardown",
+    "audio-help",
     "ctrl-grab",
     "curses",
     "daemonize",
+    "disable-fips",
     "enable-fips",
+    "enable-hax",
     "enable-kvm",
+    "enable-sync-profile",
     "full-screen",
     "h",
     "help",
+    "jitdump",
+    "localtime",
     "mem-prealloc",
     "no-acpi",
     "no-fd-bootchk",
+    "no-frame",
     "no-hpet",
+    "no-kvm",
+    "no-kvm-irqchip",
+    "no-kvm-pit",
+    "no-kvm-pit-reinjection",
     "no-quit",
     "no-reboot",
     "no-shutdown",
     "no-user-config",
     "nodefaults",
+    "nodefconfig",
     "nographic",
     "old-param",
     "only-migratable",
+    "perfmap",
     "portrait",
     "preconfig",
+    "rtc-td-hack",
+    "s",
+    "sdl",
     "semihosting",
+    "show-cursor",
     "singlestep",
     "snapshot",
+    "tdf",
     "usb",
     "version",
     "win2k-hack",
     "xen-attach",
+    "xen-create",
     "xen-domid-restrict",
 ];
 
-/// The options of a command line, in order. Words that are no option are left out.
-pub(super) fn options(words: &[String]) -> Vec<Opt> {
+/// QEMU options that take the next word, of all versions.
+const WITH_VALUE: &[&str] = &[
+    "D",
+    "L",
+    "M",
+    "accel",
+    "acpitable",
+    "action",
+    "add-fd",
+    "append",
+    "audio",
+    "audiodev",
+    "balloon",
+    "bios",
+    "blockdev",
+    "boot",
+    "bootp",
+    "bt",
+    "cdrom",
+    "chardev",
+    "chroot",
+    "clock",
+    "compat",
+    "cpu",
+    "d",
+    "debugcon",
+    "device",
+    "dfilter",
+    "display",
+    "drive",
+    "dtb",
+    "dump-vmstate",
+    "echr",
+    "fda",
+    "fdb",
+    "fsdev",
+    "fw_cfg",
+    "g",
+    "gdb",
+    "global",
+    "hda",
+    "hdachs",
+    "hdb",
+    "hdc",
+    "hdd",
+    "icount",
+    "incoming",
+    "initrd",
+    "iscsi",
+    "k",
+    "kernel",
+    "loadvm",
+    "m",
+    "machine",
+    "mem-path",
+    "mon",
+    "monitor",
+    "msg",
+    "mtdblock",
+    "name",
+    "net",
+    "netdev",
+    "nic",
+    "numa",
+    "object",
+    "option-rom",
+    "overcommit",
+    "parallel",
+    "pflash",
+    "pidfile",
+    "plugin",
+    "prom-env",
+    "qmp",
+    "qmp-pretty",
+    "qtest",
+    "qtest-log",
+    "readconfig",
+    "realtime",
+    "redir",
+    "rotate",
+    "rtc",
+    "run-with",
+    "runas",
+    "sandbox",
+    "sd",
+    "seed",
+    "semihosting-config",
+    "serial",
+    "set",
+    "shim",
+    "smb",
+    "smbios",
+    "smp",
+    "soundhw",
+    "spice",
+    "startdate",
+    "tb-size",
+    "tftp",
+    "tpmdev",
+    "trace",
+    "usbdevice",
+    "uuid",
+    "vga",
+    "virtfs",
+    "virtfs_synth",
+    "virtioconsole",
+    "vnc",
+    "watchdog",
+    "watchdog-action",
+    "writeconfig",
+    "xen-domid",
+];
+
+/// The options of a command line and of the files that it reads (`-readconfig`), in order. Words that are no option are
+/// left out.
+///
+/// # Errors
+/// A word after an option that no known QEMU has looks like an option, and may be its value.
+pub(super) fn options(words: &[String]) -> Result<Vec<Opt>, String> {
     let mut found = Vec::new();
     let mut index = 0;
     while index < words.len() {
-        let name = match words[index].strip_prefix('-') {
-            Some(name) if !name.is_empty() => name.strip_prefix('-').unwrap_or(name).to_owned(),
-            _ => {
-                index += 1;
-                continue;
-            }
+        let Some(name) = option_name(&words[index]) else {
+            index += 1;
+            continue;
         };
-        let takes_value = !FLAGS.contains(&name.as_str()) && index + 1 < words.len();
+        let next = words.get(index + 1);
+        let takes_value = next.is_some() && !FLAGS.contains(&name);
+        if let Some(next) = next.filter(|next| next.starts_with('-') && takes_value && !WITH_VALUE.contains(&name)) {
+            return Err(format!(
+                "`-{name}` is no option that `ballast run` knows, so it cannot tell whether `{next}` is its value; \
+                 write `-{name}` last"
+            ));
+        }
         let text = if takes_value { words[index + 1].clone() } else { String::new() };
         let (head, keys) = parse(&text);
-        let name = if name == "M" { "machine".into() } else { name };
-        found.push(Opt { name, index: index + 1, text, head, keys });
+        let name = if name == "M" { "machine" } else { name }.to_owned();
+        let file = (name == "readconfig").then(|| config_file(&text));
+        found.push(Opt { name, index: Some(index + 1), text, head, keys, is_read: !matches!(file, Some(None)) });
+        found.extend(file.flatten().iter().flat_map(|text| config(text)));
         index += 1 + usize::from(takes_value);
+    }
+    Ok(found)
+}
+
+/// The option that this word is, without its one or two dashes.
+fn option_name(word: &str) -> Option<&str> {
+    let name = word.strip_prefix('-')?;
+    Some(name.strip_prefix('-').unwrap_or(name)).filter(|name| !name.is_empty())
+}
+
+/// Does this command line only ask QEMU what it can do, or start one without a guest?
+pub(super) fn is_probe(options: &[Opt]) -> bool {
+    /// Options of which QEMU lists the values for `help`, and ends.
+    const LISTED: &[&str] = &[
+        "L", "accel", "audio", "audiodev", "chardev", "cpu", "d", "device", "display", "machine", "net", "netdev",
+        "nic", "object", "soundhw", "tpmdev", "trace", "vga", "watchdog",
+    ];
+    options.iter().any(|option| match option.name.as_str() {
+        "version" | "h" | "help" | "audio-help" => true,
+        name if LISTED.contains(&name) => {
+            matches!(option.head.as_str(), "help" | "?")
+                || ["help", "?"].iter().any(|key| option.is_on(key))
+                || option.get("model") == Some("help")
+        }
+        _ => false,
+    })
+}
+
+/// Is the machine the one without a CPU and memory, with which management programs ask QEMU what it can do?
+pub(super) fn is_without_machine(options: &[Opt]) -> bool {
+    let named = options.iter().rfind(|option| option.name == "machine" && !option.head.is_empty());
+    named.is_some_and(|machine| machine.head == "none")
+}
+
+/// The text of a configuration file. A pipe is QEMU's alone to read.
+fn config_file(path: &str) -> Option<String> {
+    let is_file = std::fs::metadata(path).is_ok_and(|meta| meta.is_file());
+    is_file.then(|| std::fs::read_to_string(path).ok()).flatten()
+}
+
+/// The options in QEMU's configuration file: `[group "id"]`, then lines of `key = "value"`.
+fn config(text: &str) -> Vec<Opt> {
+    let mut found: Vec<Opt> = Vec::new();
+    for line in text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        if let Some(title) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
+            let (group, id) = title.trim().split_once(char::is_whitespace).unwrap_or((title.trim(), ""));
+            let name = match group {
+                "memory" => "m",
+                "smp-opts" => "smp",
+                group => group,
+            };
+            let id = id.trim().trim_matches('"');
+            let keys = (!id.is_empty()).then(|| ("id".to_owned(), id.to_owned())).into_iter().collect();
+            let text = format!("[{}] of -readconfig", title.trim());
+            found.push(Opt { name: name.into(), index: None, text, head: String::new(), keys, is_read: true });
+        } else if let (Some((key, value)), Some(option)) = (line.split_once('='), found.last_mut()) {
+            let value = value.trim().trim_matches('"').to_owned();
+            option.keys.insert(key.trim().to_owned(), value);
+        }
+    }
+    for option in &mut found {
+        option.head = head_of(&option.keys);
     }
     found
 }
@@ -110,10 +316,21 @@ fn parse(text: &str) -> (String, BTreeMap<String, String>) {
             None => drop(keys.insert(item, "on".into())),
         }
     }
-    for key in ["type", "driver", "qom-type"] {
-        if head.is_empty() {
-            head = keys.get(key).cloned().unwrap_or_default();
-        }
+    if head.is_empty() {
+        head = head_of(&keys);
     }
     (head, keys)
+}
+
+/// What takes the place of the first item where all have names.
+fn head_of(keys: &BTreeMap<String, String>) -> String {
+    let mut named = ["type", "driver", "qom-type"].iter().filter_map(|key| keys.get(*key));
+    named.next().cloned().unwrap_or_default()
+}
+
+/// The size of guest RAM as it is given: QEMU merges several `-m`, and the last size holds.
+pub(super) fn memory(options: &[Opt]) -> Option<(&Opt, &str)> {
+    let sized = |option: &&Opt| option.name == "m" && (option.get("size").is_some() || !option.head.is_empty());
+    let memory = options.iter().rfind(sized)?;
+    Some((memory, memory.get("size").unwrap_or(&memory.head)))
 }

@@ -12,7 +12,7 @@ use std::str::FromStr;
 use ballast_base::{Bytes, GIB, MIB};
 
 use super::command_line::{Edit, megabytes};
-use super::options::{Opt, options};
+use super::options::{Opt, memory, options};
 
 /// Linux counts memory in blocks of this size, each of one node; and in larger ones in guests of 64 GiB or more.
 const BLOCK: u64 = 128 * MIB;
@@ -75,7 +75,7 @@ impl Tiers {
 
     /// The changes to QEMU's command line.
     pub fn edits(self, words: &[String]) -> Result<Vec<Edit>, String> {
-        let options = options(words);
+        let options = options(words)?;
         if let Some(option) = options.iter().find(|option| option.name == "numa" || option.name == "mem-path") {
             return Err(format!("--tiers makes the guest's nodes; leave out `-{} {}`", option.name, option.text));
         }
@@ -88,10 +88,9 @@ impl Tiers {
         }
         let mut edits = Vec::new();
         let total = self.total();
-        match options.iter().rev().find(|option| option.name == "m") {
+        match memory(&options) {
             None => edits.extend(["-m".to_owned(), format!("{}M", total.0 / MIB)].map(Edit::Append)),
-            Some(memory) => {
-                let text = memory.get("size").unwrap_or(&memory.head);
+            Some((memory, text)) => {
                 if megabytes(text) != Some(total) {
                     return Err(format!("`-m {}` is not the size of both tiers, {total}; leave it out", memory.text));
                 }
@@ -102,7 +101,8 @@ impl Tiers {
                 return Err(format!("tiers need an HMAT; leave hmat out of `-machine {}`", machine.text));
             }
             Some(machine) if machine.is_on("hmat") => (),
-            Some(machine) => edits.push(Edit::Replace(machine.index, format!("{},hmat=on", machine.text))),
+            Some(Opt { index: Some(index), text, .. }) => edits.push(Edit::Replace(*index, format!("{text},hmat=on"))),
+            Some(_) => edits.extend(["-machine", "hmat=on"].map(|word| Edit::Append(word.to_owned()))),
             None => edits.extend(["-machine", "q35,hmat=on"].map(|word| Edit::Append(word.to_owned()))),
         }
         let cpus = cpus(&options)?;

@@ -40,7 +40,7 @@ struct Guest {
 impl Guest {
     fn boot(bench: &mut Bench, on_pool: bool, disk: &str) -> Result<Self> {
         let name = bench.vm_name();
-        let options = ["--no-balloon", "--pool=2M"];
+        let options = ["--pool=2M"];
         let prefix = words_before(on_pool.then_some((&*bench, &*name, &options[..])))?;
         let builder = QemuGuest::builder().name("bench").memory(RAM).run(COMMAND);
         let builder = if on_pool {

@@ -215,7 +215,7 @@ fn until_qmp(bench: &mut Bench, ram: Ram, size: Bytes) -> Result<f64> {
         None => Command::new(QEMU),
         Some(how) => {
             let mut command = Command::new(program::find("ballast").context("Finding what starts QEMU")?);
-            command.args(["run", "--no-balloon", "--name", &bench.vm_name(), how, "--attach-socket"]);
+            command.args(["run", "--name", &bench.vm_name(), how, "--attach-socket"]);
             command.arg(bench.daemon.attach_socket()).args(["--", QEMU]);
             command
         }
