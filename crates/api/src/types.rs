@@ -60,6 +60,9 @@ pub struct VmStat {
     pub status_reason: Option<String>,
     /// All guest RAM.
     pub size_bytes: u64,
+    /// RAM of the guest that Ballast does not manage, and that is not part of size (event `ram-unmanaged`).
+    #[serde(default)]
+    pub unmanaged_bytes: u64,
     /// The operator's limit; null: none.
     pub limit_bytes: Option<u64>,
     /// The limit that the governor set; null: none. The lower of the two holds.

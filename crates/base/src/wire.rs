@@ -22,7 +22,8 @@ use crate::units::{Bytes, Hva, PAGE_SIZE};
 /// The client's link. Version 2: file stores in escrow. Version 3: several userfaultfds. Version 4: an attach that must
 /// wait. Version 5: a zap answered part by part. Version 6: each message states its least reader. Version 7: regions of
 /// extents, guest-physical addresses, counted descriptors; nothing older is read, but a client of version 6 can read
-/// why. Version 8: guest-physical ranges, told later. Version 9: the port of the guest's agent, names of any letters.
+/// why. Version 8: guest-physical ranges, told later. Version 9: the port of the guest's agent, RAM that is not managed,
+/// names of any letters.
 pub const FORMAT: Format = Format { version: 9, least_reader: 7, oldest: 7 };
 /// Most RAM regions one VM may have.
 pub const MAX_REGIONS: usize = 32;
@@ -286,6 +287,16 @@ pub enum ClientToKeeper {
         /// At most [`crate::guest::MAX_GUEST_RANGES`].
         ranges: Vec<GuestRange>,
     },
+    /// So much of the guest's RAM is not managed now, and why. Without an attach before it: a whole VM of this name,
+    /// and there is no reply.
+    Unmanaged {
+        /// The VM, as [`shown_name`] writes it.
+        name: String,
+        /// How much; 0 where it is not known.
+        len: Bytes,
+        /// For the operator.
+        why: String,
+    },
 }
 
 /// Keeper to client, on the attach socket. Every request is answered once, in order.
@@ -388,6 +399,7 @@ impl Message for ClientToKeeper {
     fn least_reader(&self) -> u16 {
         match self {
             Self::GuestRanges { .. } => 8,
+            Self::Unmanaged { .. } => 9,
             _ => FORMAT.least_reader,
         }
     }

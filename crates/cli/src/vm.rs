@@ -295,6 +295,9 @@ fn memory(vm: &VmStat) -> String {
         }
     }
     row("size", vm.size_bytes, "");
+    if vm.unmanaged_bytes > 0 {
+        row("unmanaged", vm.unmanaged_bytes, "not part of size: RAM that Ballast cannot take");
+    }
     let mut text = show::lines(&table);
     let names: Vec<&str> = parts.iter().map(|(name, _)| *name).collect();
     let sums: Vec<String> = parts.iter().map(|(_, bytes)| show::kib(*bytes)).collect();

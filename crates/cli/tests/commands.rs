@@ -48,6 +48,7 @@ fn canned_vms() -> Vec<VmStat> {
         untouched_bytes: 248 * MIB,
         store_bytes: 200 * MIB,
         registered_bytes: GIB,
+        unmanaged_bytes: 0,
         faults: FaultCounts {
             minor: 1500,
             restore: 1_234_567,

@@ -149,6 +149,18 @@ impl Client {
         }
     }
 
+    /// Tell how much of the guest's RAM is not managed now. The value replaces the last one.
+    pub fn set_unmanaged(&self, len: Bytes) -> Result<(), RequestError> {
+        let _quiet = visit::enter();
+        let why = "it is no shared memory file that was announced".into();
+        let message = ClientToKeeper::Unmanaged { name: self.shared.name.clone(), len, why };
+        match self.shared.link.ask(&message, &[], self.shared.timing.answer, false, |_| ())? {
+            Asked::Done => Ok(()),
+            // The next attach message does not contain it.
+            Asked::Later | Asked::Again(_) => Err(RequestError::NoAnswer),
+        }
+    }
+
     /// The address ranges of announced RAM, region by region.
     pub fn regions(&self) -> Vec<Range> {
         let _quiet = visit::enter();

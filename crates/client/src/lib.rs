@@ -40,6 +40,7 @@ mod service;
 mod shared;
 #[doc(hidden)]
 pub mod thread;
+mod unmanaged;
 #[doc(hidden)]
 pub mod visit;
 
@@ -56,3 +57,5 @@ pub use fault_workers::VARIABLE as FAULT_WORKERS_VARIABLE;
 pub use ram::{Ram, RamExtent};
 #[doc(hidden)]
 pub use shared::{Timing, announce};
+#[doc(hidden)]
+pub use unmanaged::report_unmanaged;

@@ -12,7 +12,7 @@
 //! ```text
 //! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end
 //!          of used space, target, settings, kept, journal of lost pages, pid and start time of an engine that leaves,
-//!          cluster; the rest is reserved
+//!          cluster, unmanaged RAM; the rest is reserved
 //! 384      the key that pages on other machines are sealed with (`secret`)
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes (`records`)
@@ -98,10 +98,12 @@ pub(crate) enum Field {
     LeavingStart = 14 + SETTINGS,
     /// The identity of the cluster that has the VM's pages on other machines.
     Cluster = 15 + SETTINGS,
+    /// Bytes of the guest's RAM that are in no region.
+    Unmanaged = 16 + SETTINGS,
     /// Only with `NEXT_LAYOUT`: how often such a program has taken the VM over. To others it is a reserved word.
-    Next = 16 + SETTINGS,
+    Next = 17 + SETTINGS,
 }
-const FIELDS: usize = 17 + SETTINGS;
+const FIELDS: usize = 18 + SETTINGS;
 /// Number of words for the operator's settings beside the limit. The pager only keeps them.
 pub const SETTINGS: usize = 5;
 
@@ -254,6 +256,17 @@ impl StateFile {
         let mut name = [0; MAX_NAME];
         self.header.copy_out(NAME_OFFSET, &mut name);
         String::from_utf8_lossy(&name).trim_end_matches('\0').to_owned()
+    }
+
+    /// How much of the guest's RAM is in no region.
+    pub fn unmanaged(&self) -> Bytes {
+        Bytes(self.get(Field::Unmanaged))
+    }
+
+    /// Record how much of the guest's RAM is in no region. It is not part of the VM's size.
+    pub fn set_unmanaged(&self, len: Bytes) {
+        self.set(Field::Unmanaged, len.0);
+        self.remember();
     }
 
     /// The engine that serves the VM, as pid and start time; `None` before the first.

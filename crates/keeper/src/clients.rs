@@ -240,6 +240,7 @@ impl Keeper {
                 self.entry_of(key)?.pinned = Some(reason.clone());
                 self.ask_engine(key, Answer::Ok, |seq, vm, _| Order::Pin { seq, vm, reason })
             }
+            ClientToKeeper::Unmanaged { name, len, why } => self.unmanaged(key, name, len, &why),
             ClientToKeeper::MayPin => {
                 self.entry_of(key)?.may_pin = true;
                 self.ask_engine(key, Answer::Ok, |seq, vm, _| Order::MayPin { seq, vm })
@@ -254,6 +255,34 @@ impl Keeper {
                 Ok(())
             }
         }
+    }
+
+    /// RAM of a guest, or a whole VM, is not managed: note it. There are few lines about a user who does nothing else.
+    fn unmanaged(&mut self, key: u64, name: String, len: Bytes, why: &str) -> Result<(), String> {
+        if why.len() > 256 {
+            return Err("the reason is longer than 256 bytes".into());
+        }
+        let why = wire::shown_name(why);
+        let uid = self.clients[&key].uid;
+        let (name, message) = match self.entry_of(key) {
+            Ok(entry) => {
+                let (name, before) = (entry.state.name(), entry.state.unmanaged());
+                entry.state.set_unmanaged(len);
+                self.answer(key, KeeperToClient::Ok);
+                if len <= before {
+                    return Ok(());
+                }
+                (name.clone(), format!("{len} of the RAM of VM {name} are not managed: {why}"))
+            }
+            Err(_) => {
+                wire::check_name(&name)?;
+                (name.clone(), format!("VM {name} runs unmanaged: {why}"))
+            }
+        };
+        if let Some(left_out) = self.complaints.next(uid, Instant::now()) {
+            self.note(name, "ram-unmanaged", message + &crate::complaints::left_out(left_out));
+        }
+        Ok(())
     }
 
     /// Reply to a client's last request, after all of its earlier ones have their replies.

@@ -470,6 +470,32 @@ fn a_region_that_was_removed_after_its_last_process_was_gone_keeps_no_files() {
 }
 
 #[test]
+fn ram_that_is_not_managed_is_a_figure_of_its_vm_and_a_whole_vm_needs_no_attach_to_report_it() {
+    let (mut keeper, _dir) = keeper();
+    let vm = new_vm(&mut keeper, "web");
+    let (key, socket) = process_of(&mut keeper, vm, 7);
+    let mut tell = |len, why: &str| {
+        let message = ClientToKeeper::Unmanaged { name: "other".into(), len: Bytes(len), why: why.into() };
+        ballast_sys::scm::send(&socket, &encode(&message), &[]).expect("send");
+        keeper.hear_client(key);
+        keeper.vms[0].state.unmanaged()
+    };
+    assert_eq!(tell(1 << 20, "private"), Bytes(1 << 20));
+    assert_eq!(tell(0, "unplugged"), Bytes(0));
+    assert_eq!(tell(1 << 20, &"x".repeat(257)), Bytes(0), "refused");
+
+    keeper.clients.get_mut(&key).expect("it is there").view = None;
+    let report = |name: &str| ClientToKeeper::Unmanaged { name: name.into(), len: Bytes(0), why: "private".into() };
+    let faults = |keeper: &Keeper| keeper.clients[&key].faults;
+    let before = faults(&keeper);
+    for (name, refused) in [("web", 0), ("a\u{1b}b", 1)] {
+        ballast_sys::scm::send(&socket, &encode(&report(name)), &[]).expect("send");
+        keeper.hear_client(key);
+        assert_eq!(faults(&keeper) - before, refused, "{name:?}");
+    }
+}
+
+#[test]
 fn no_reply_to_a_client_overtakes_the_one_to_an_earlier_request() {
     let (mut keeper, _dir) = keeper();
     let vm = new_vm(&mut keeper, "web");

@@ -12,11 +12,20 @@ use ballast_client::{AgentPort, Builder};
 
 pub use ballast_client::AGENT_VARIABLE as VARIABLE;
 
+use crate::shape;
+
 static PORT: Mutex<Option<AgentPort>> = Mutex::new(None);
 
+/// Take the port that the environment names.
+pub fn take_named() {
+    if let Ok(value) = std::env::var(VARIABLE) {
+        take(&value);
+    }
+}
+
 /// Take the port that is named in this value of the environment: a path, or two descriptor numbers, our end and the
-/// VMM's. Before `main`, on the only thread.
-pub fn take(value: &str) {
+/// VMM's.
+fn take(value: &str) {
     let numbers: Option<Vec<RawFd>> = value.split(',').map(|number| number.parse().ok()).collect();
     let port = match numbers.as_deref() {
         Some([ours, theirs]) => {
@@ -33,6 +42,10 @@ pub fn take(value: &str) {
 
 /// Give the port to the client of this process, if there is one.
 pub fn give_port(builder: Builder) -> Builder {
+    // A program that starts QEMU hands the port on; any other one that attaches is the VMM.
+    if !shape::is_qemu_here() {
+        take_named();
+    }
     let port = PORT.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some(port) = port { builder.agent_port(port) } else { builder }
 }

@@ -7,7 +7,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
@@ -15,16 +15,9 @@ use ballast_client::{Client, DiscardError, Ram, Range, RequestError, chain, visi
 use ballast_sys::memfd::{self, FileId};
 
 use crate::announce::announce;
-use crate::{agent, guest, pool};
+use crate::mode::{MANAGED, MODE, OFF, WAITING, is_required, text};
+use crate::{agent, guest, missed, pool, through};
 
-/// No RAM seen yet.
-const WAITING: u8 = 0;
-/// Attached.
-const MANAGED: u8 = 1;
-/// Not managed, and never will be: attaching failed, or this is a forked child.
-const OFF: u8 = 2;
-
-static MODE: AtomicU8 = AtomicU8::new(WAITING);
 /// The process that attached. A child between `vfork` and `exec` shares this memory, and is another process.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 static CLIENT: OnceLock<Client> = OnceLock::new();
@@ -72,6 +65,7 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     // The client checks the size of the pages, and `manage` reports its error.
     if !memfd::ram_page(fd).is_ok_and(|page| page.is_some()) {
+        missed::mapped(0);
         return Ok(());
     }
     let (Ok(fd), Ok(file)) = (fd.try_clone_to_owned(), memfd::file_id(fd)) else { return Ok(()) };
@@ -127,6 +121,7 @@ fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) -> Res
         }
         Err(error) => {
             announce(format_args!("RAM of {len} at {hva} is not managed: {error}"));
+            missed::mapped(len.0);
             (!must_be_managed).then_some(()).ok_or(libc::ENOMEM)?;
         }
     }
@@ -144,6 +139,7 @@ pub fn stop_if_starting() {
 }
 
 fn attach(ram: Ram) {
+    through::arrive();
     // A VMM without support for Ballast promises nothing: direct I/O, vhost, and plain reads of some file systems write
     // to RAM past the page table.
     let mut builder = agent::give_port(Client::builder().ram(ram).may_pin(true));
@@ -173,19 +169,17 @@ fn attach(ram: Ram) {
 
 /// Nothing will be managed: stop, if that was asked for.
 fn no_client(why: &str) {
-    if text("BALLAST_REQUIRE").is_some_and(|value| value != "0") {
+    if is_required() {
         announce(format_args!("{why}. Stopping before the guest starts, as BALLAST_REQUIRE=1 asks"));
         // SAFETY: ends the process without running exit handlers of a VMM that is half started.
         unsafe { libc::_exit(1) };
     }
     announce(format_args!("{why}. The VM runs unmanaged"));
+    if let Err(error) = ballast_client::report_unmanaged(text("BALLAST_VM_NAME").as_deref(), why) {
+        announce(format_args!("the keeper does not hear of it: {error}"));
+    }
     MODE.store(OFF, Ordering::Release);
     guest::drop_monitor();
-}
-
-/// A variable of the environment, if it is not empty.
-fn text(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 fn pin_or_die(client: &Client, reason: &str) {
@@ -339,28 +333,6 @@ fn leave(addr: *mut c_void, len: usize, how: impl FnOnce(&Client, Hva, u64) -> R
 /// Is a piece of guest RAM in this address range?
 pub fn touches_ram(addr: *mut c_void, len: usize) -> bool {
     client().is_some_and(|client| !client.overlap(Hva(addr as u64), len as u64).is_empty())
-}
-
-/// The reason if an `ioctl` takes hold of guest memory, and whether memory must be restored first because the kernel
-/// will read the pages from the file, past our userfaultfd.
-pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
-    // The numbers of linux/vfio.h, linux/iommufd.h, linux/vhost.h, linux/kvm.h and linux/udmabuf.h.
-    const VFIO_IOMMU_MAP_DMA: libc::c_ulong = 0x3B71;
-    const IOMMU_IOAS_MAP: libc::c_ulong = 0x3B85;
-    const IOMMU_IOAS_MAP_FILE: libc::c_ulong = 0x3B8F;
-    const VHOST_VDPA_GET_DEVICE_ID: libc::c_ulong = 0x8004_AF70;
-    const KVM_MEMORY_ENCRYPT_REG_REGION: libc::c_ulong = 0x8010_AEBB;
-    const UDMABUF_CREATE: libc::c_ulong = 0x4018_7542;
-    const UDMABUF_CREATE_LIST: libc::c_ulong = 0x4008_7543;
-    // Some callers sign-extend the request; its meaning is in the low 32 bits.
-    match request & 0xFFFF_FFFF {
-        VFIO_IOMMU_MAP_DMA | IOMMU_IOAS_MAP => Some(("a VFIO device holds its memory for DMA", false)),
-        IOMMU_IOAS_MAP_FILE => Some(("a VFIO device holds its memory for DMA", true)),
-        VHOST_VDPA_GET_DEVICE_ID => Some(("a vDPA device holds its memory for DMA", false)),
-        KVM_MEMORY_ENCRYPT_REG_REGION => Some(("its memory is encrypted for the guest (SEV)", false)),
-        UDMABUF_CREATE | UDMABUF_CREATE_LIST => Some(("its memory is exported as a DMA buffer (udmabuf)", true)),
-        _ => None,
-    }
 }
 
 /// Does this `ioctl` let a vCPU run, and has nothing been attached yet?

@@ -2,8 +2,8 @@
 //!
 //! Before: the VMM is about to become another program, to which it may hand its RAM. After: every page is in its file,
 //! or the call fails.
-//! Threads: any VMM thread, or a child between `vfork` and `exec`, which shares the VMM's memory: nothing here
-//! allocates.
+//! Threads: any VMM thread, or a child between `vfork` and `exec`, which shares the VMM's memory: once there
+//! is a VM, nothing here allocates.
 //! Promise: a call of a child goes through. `syscall` with any other number is the C library's own sequence, whatever
 //! stack its thread has afterwards (`clone`).
 
@@ -11,18 +11,19 @@ use std::arch::naked_asm;
 use std::ffi::{c_char, c_int, c_long};
 
 use crate::hooks::{quietly, refuse};
+use crate::through::{self, Words};
 use crate::{decide, next};
-
-type Words = *const *const c_char;
 
 /// Declares hooks of functions that execute another program in this process.
 macro_rules! executes {
-    ($($name:ident($($arg:ident: $ty:ty),*);)*) => {$(
+    ($($name:ident($($arg:ident: $ty:ty),*) hands_on($($given:expr),*);)*) => {$(
         /// # Safety
         /// As the C function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $ty),*) -> c_int {
-            if let Err(errno) = quietly(Ok(()), decide::executing) {
+            // SAFETY: the caller's promise.
+            let keeps = quietly(Ok(()), || unsafe { through::hands_on($($given),*) });
+            if let Err(errno) = keeps.and_then(|()| quietly(Ok(()), decide::executing)) {
                 return refuse(errno, -1);
             }
             // SAFETY: the caller's promise.
@@ -34,12 +35,14 @@ macro_rules! executes {
 }
 
 executes! {
-    execve(path: *const c_char, args: Words, variables: Words);
-    execv(path: *const c_char, args: Words);
-    execvp(file: *const c_char, args: Words);
-    execvpe(file: *const c_char, args: Words, variables: Words);
-    fexecve(fd: c_int, args: Words, variables: Words);
-    execveat(dir: c_int, path: *const c_char, args: Words, variables: Words, flags: c_int);
+    execve(path: *const c_char, args: Words, variables: Words) hands_on(path, args, Some(variables));
+    execv(path: *const c_char, args: Words) hands_on(path, args, None);
+    execvp(file: *const c_char, args: Words) hands_on(file, args, None);
+    execvpe(file: *const c_char, args: Words, variables: Words) hands_on(file, args, Some(variables));
+    fexecve(fd: c_int, args: Words, variables: Words) hands_on(c"a file".as_ptr(), args, Some(variables));
+    execveat(
+        dir: c_int, path: *const c_char, args: Words, variables: Words, flags: c_int
+    ) hands_on(path, args, Some(variables));
 }
 
 /// Declares hooks of functions with the new program's words as arguments. The caller has put the first five words into

@@ -2,13 +2,15 @@
 //!
 //! Before: `ballast run` has given QEMU a monitor of its own; this library has attached, before QEMU has assigned
 //! guest-physical addresses. After: each region has its ranges, or none if QEMU shows it nowhere.
-//! Threads: one of its own, `ballast-guest`, which sleeps until QEMU sends something. Units: bytes.
+//! Threads: one of its own, `ballast-guest`. Units: bytes.
 //! Promise: the ranges are those of QEMU's last reply. QEMU is asked after the machine was made, after each plug of
-//! memory, and at growing intervals while some memory has no ranges. Without a monitor nothing is sent.
+//! memory, and at growing intervals while some memory has no ranges. It is asked each minute at least how much RAM the
+//! guest has, and the keeper hears how much of it is not managed. Without a monitor nothing is sent.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -17,6 +19,7 @@ use ballast_base::{Bytes, Hva};
 use ballast_client::{Client, RequestError, thread};
 
 use crate::announce::announce;
+use crate::mode::is_required;
 use crate::monitor::Monitor;
 
 /// The environment variable with two descriptor numbers: our end and QEMU's.
@@ -26,22 +29,42 @@ const FIRST: Duration = Duration::from_millis(100);
 /// Longest pause between two questions: a reply costs QEMU a millisecond.
 const LAST: Duration = Duration::from_secs(60);
 
+static HAS_MONITOR: AtomicBool = AtomicBool::new(false);
 static MONITOR: Mutex<Option<UnixStream>> = Mutex::new(None);
 /// The socket to notify the thread when RAM was added.
 static NEWS: OnceLock<UnixStream> = OnceLock::new();
 
-/// Take the monitor that is named in this value of the environment. Before `main`, on the only thread.
-pub fn take(value: &str) {
+/// Take the monitor that is named in the environment.
+pub fn take_named() {
+    let Ok(value) = std::env::var(VARIABLE) else { return };
     let numbers: Option<Vec<RawFd>> = value.split(',').map(|number| number.parse().ok()).collect();
     let Some([ours, theirs]) = numbers.as_deref() else { return };
     // Programs that QEMU starts have neither.
     // SAFETY: changes a flag of a descriptor, or returns EBADF.
-    let open = [*ours, *theirs].map(|fd| unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0);
-    if open == [true, true] {
+    let set = |fd| is_socket(fd) && unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
+    if set(*ours) && set(*theirs) {
+        HAS_MONITOR.store(true, Ordering::Relaxed);
         // SAFETY: it is open, and `ballast run` made it for this library alone.
         let stream = unsafe { UnixStream::from_raw_fd(*ours) };
         *MONITOR.lock().unwrap_or_else(PoisonError::into_inner) = Some(stream);
+    } else {
+        announce(
+            "the program that started QEMU has closed the descriptors of its monitor, without which QEMU cannot start; \
+             have it leave descriptors open (Python: close_fds=False)",
+        );
     }
+}
+
+fn is_socket(fd: RawFd) -> bool {
+    // SAFETY: zeros are a `stat`, which the call fills; or it returns EBADF.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: as above.
+    unsafe { libc::fstat(fd, &raw mut stat) == 0 && stat.st_mode & libc::S_IFMT == libc::S_IFSOCK }
+}
+
+/// Did `ballast run` give QEMU a monitor for this library?
+pub fn has_monitor() -> bool {
+    HAS_MONITOR.load(Ordering::Relaxed)
 }
 
 /// Close the monitor, because this process is not managed.
@@ -79,23 +102,53 @@ pub fn changed() {
 
 fn run(stream: UnixStream, heard: &UnixStream, client: &Client) -> io::Result<()> {
     let mut monitor = Monitor::greet(stream)?;
-    let mut pause = FIRST;
+    let (mut pause, mut told, mut all, mut shown, mut is_first) = (FIRST, 0, false, Vec::new(), true);
     loop {
-        let all = tell(&mut monitor, client)?;
-        if wait(&mut monitor, heard, (!all).then_some(pause))? {
-            pause = FIRST;
+        if !all {
+            (all, shown) = tell(&mut monitor, client)?;
+        }
+        told = tell_unmanaged(&mut monitor, client, &shown, told, is_first)?;
+        is_first = false;
+        // A private DIMM is plugged some time after its backend was made, and no call of QEMU shows it.
+        if wait(&mut monitor, heard, pause)? {
+            (pause, all) = (FIRST, false);
         } else {
             pause = (pause * 2).min(LAST);
         }
     }
 }
 
+/// Tell operator and keeper how much of the guest's RAM is not managed, if that has changed. Returns how much it is.
+fn tell_unmanaged(monitor: &mut Monitor, client: &Client, shown: &[Hva], told: u64, is_first: bool) -> io::Result<u64> {
+    let regions = client.regions();
+    let regions: Vec<_> = regions.iter().map(|(hva, len)| (hva.0, *len, shown.contains(hva))).collect();
+    let unmanaged = monitor.unmanaged(&regions)?;
+    if unmanaged == told {
+        return Ok(told);
+    }
+    if unmanaged > 0 {
+        announce(format_args!("{} of the guest's RAM is not managed: it is no shared memory file", Bytes(unmanaged)));
+        // A backend that QEMU does not show yet may be what seems to be missing.
+        let all: Vec<_> = regions.iter().map(|(start, len, _)| (*start, *len, true)).collect();
+        if is_first && is_required() && monitor.unmanaged(&all)? > 0 {
+            announce("stopping the VM, as BALLAST_REQUIRE=1 asks");
+            // SAFETY: ends the process without running exit handlers of a VMM that has just started.
+            unsafe { libc::_exit(1) };
+        }
+    }
+    match client.set_unmanaged(Bytes(unmanaged)) {
+        Ok(()) => Ok(unmanaged),
+        Err(RequestError::Refused(why)) => Err(io::Error::other(why)),
+        Err(_) => Ok(told),
+    }
+}
+
 /// Wait until RAM is added, or for this long. Returns whether it was.
-fn wait(monitor: &mut Monitor, heard: &UnixStream, pause: Option<Duration>) -> io::Result<bool> {
+fn wait(monitor: &mut Monitor, heard: &UnixStream, pause: Duration) -> io::Result<bool> {
     loop {
         let poll = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
         let mut fds = [poll(monitor.stream().as_raw_fd()), poll(heard.as_raw_fd())];
-        let timeout = pause.map_or(-1, |pause| pause.as_millis() as i32);
+        let timeout = pause.as_millis() as i32;
         // SAFETY: two entries, as stated.
         let count = unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout) };
         if count < 0 {
@@ -118,8 +171,9 @@ fn wait(monitor: &mut Monitor, heard: &UnixStream, pause: Option<Duration>) -> i
     }
 }
 
-/// Ask QEMU, and tell the keeper. Returns whether the keeper has the ranges of all regions.
-fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<bool> {
+/// Ask QEMU, and tell the keeper. Returns whether the keeper has the ranges of all regions, and the regions that QEMU
+/// shows to the guest.
+fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<(bool, Vec<Hva>)> {
     let regions = client.regions();
     let mut seen: Vec<Vec<GuestRange>> = vec![Vec::new(); regions.len()];
     for (address, len) in monitor.memory()? {
@@ -156,5 +210,6 @@ fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<bool> {
             Err(RequestError::Invalid(_) | RequestError::NoAnswer | RequestError::Later(_)) => all = false,
         }
     }
-    Ok(all)
+    let shown = regions.iter().zip(&seen).filter(|(_, ranges)| !ranges.is_empty()).map(|((hva, _), _)| *hva);
+    Ok((all, shown.collect()))
 }

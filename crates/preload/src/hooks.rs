@@ -14,6 +14,7 @@ use libc::{msghdr, off_t, size_t, ssize_t};
 
 use crate::announce::announce;
 use crate::decide;
+use crate::missed;
 use crate::next;
 use crate::pool;
 use crate::shape;
@@ -95,13 +96,16 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
     }
     if shape::is_reservation(addr, prot, flags, fd) {
         shape::reserved(mapped, len);
-    } else if shape::is_place_of_ram(mapped, len, flags)
-        && may_be_ram
-        && let Err(errno) = quietly(Ok(()), || decide::new_ram(mapped, len, flags, fd, offset))
-    {
-        // SAFETY: it was mapped just now, and this call fails.
-        unsafe { take_back(mapped, len, flags) };
-        return refuse(errno, libc::MAP_FAILED);
+    } else if shape::is_place_of_ram(mapped, len, flags) {
+        if !may_be_ram {
+            if shape::may_be_missed(len, prot) {
+                quietly((), || missed::mapped(if fd < 0 { len as u64 } else { 0 }));
+            }
+        } else if let Err(errno) = quietly(Ok(()), || decide::new_ram(mapped, len, flags, fd, offset)) {
+            // SAFETY: it was mapped just now, and this call fails.
+            unsafe { take_back(mapped, len, flags) };
+            return refuse(errno, libc::MAP_FAILED);
+        }
     }
     mapped
 }
@@ -298,7 +302,7 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) ->
     if decide::runs_a_vcpu(request) {
         quietly((), decide::starting);
     }
-    if let Some((reason, restore)) = decide::ioctl_holds_ram(request)
+    if let Some((reason, restore)) = shape::ioctl_holds_ram(request)
         && let Err(errno) = quietly(Ok(()), || decide::pin_before(reason, restore))
     {
         return refuse(errno, -1);

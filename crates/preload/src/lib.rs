@@ -30,7 +30,9 @@
 //!   because the other process's touches raise no faults here.
 //! - `execve`, `execv`, `execvp`, `execvpe`, `execl`, `execlp`, `execle`, `fexecve`, `execveat`, and `syscall` with the
 //!   number of `execve` or `execveat`: the VMM may hand its RAM to the program that takes its place (QEMU's
-//!   `cpr-exec`). Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes through.
+//!   `cpr-exec`). Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes through. On the way
+//!   to the VMM (`ballast run -- env ... qemu-system-x86_64`) they fail if they lose the library (`through`).
+//! - `ppoll`: under TCG no call starts a vCPU; QEMU's main loop shows that the machine is made (`main_loop`).
 //!
 //! # Memory of the pool
 //!
@@ -56,7 +58,9 @@
 //! `BALLAST_SOCKET`, `BALLAST_VM_NAME`, `BALLAST_LIMIT` (bytes), `BALLAST_FAULT_WORKERS` (1 to 8), `BALLAST_REQUIRE=1`
 //! (no keeper: exit before the guest starts), `BALLAST_MONITOR` (two descriptors: `guest`), `BALLAST_AGENT` (two
 //! descriptors, or a path: `agent`), `BALLAST_POOL`, `BALLAST_POOL_NODES` and `BALLAST_POOL_SOCKET` (`pool`).
-//! The library takes itself out of `LD_PRELOAD` at start, so programs started by the VMM do not load it.
+//! `BALLAST_STARTED` (process id of what `ballast run` became: `through`).
+//! The library takes itself out of `LD_PRELOAD` in QEMU at start, and in another VMM when it attaches, so programs
+//! started by the VMM do not load it. Programs that start the VMM (`taskset`, a shell) hand it on.
 
 mod agent;
 mod announce;
@@ -64,10 +68,14 @@ mod decide;
 mod exec;
 mod guest;
 mod hooks;
+mod main_loop;
+mod missed;
+mod mode;
 mod monitor;
 mod next;
 mod pool;
 mod reads;
 mod shape;
 mod start;
+mod through;
 mod twice;

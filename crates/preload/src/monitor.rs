@@ -70,6 +70,41 @@ impl Monitor {
         Ok(address_in(&self.human(&format!("gpa2hva {address:#x}"))?))
     }
 
+    /// The RAM of the machine without memory that is plugged, in bytes.
+    ///
+    /// # Errors
+    /// QEMU is gone, or refuses.
+    pub fn base_memory(&mut self) -> io::Result<u64> {
+        Ok(base_in(&self.human("info memory_size_summary")?).unwrap_or(0))
+    }
+
+    /// Plugged RAM: guest-physical address and length of each DIMM and virtio-mem.
+    ///
+    /// # Errors
+    /// QEMU is gone, or refuses.
+    pub fn memory_devices(&mut self) -> io::Result<Vec<(u64, u64)>> {
+        Ok(devices_in(&self.human("info memory-devices")?))
+    }
+
+    /// How much of the guest's RAM is in none of these regions: address, length, and whether the guest sees it.
+    ///
+    /// # Errors
+    /// QEMU is gone, or refuses.
+    pub fn unmanaged(&mut self, regions: &[(u64, u64, bool)]) -> io::Result<u64> {
+        let at = |hva: u64| regions.iter().position(|(start, len, _)| *start <= hva && hva < start + len);
+        let (mut missing, mut of_devices) = (0, Vec::new());
+        for (address, size) in self.memory_devices()? {
+            match self.host_address(address)?.and_then(at) {
+                Some(number) => of_devices.push(number),
+                None => missing += size,
+            }
+        }
+        let is_base = |number: usize, is_shown: bool| is_shown && !of_devices.contains(&number);
+        let base = regions.iter().enumerate().filter(|(number, region)| is_base(*number, region.2));
+        let managed: u64 = base.map(|(_, (_, len, _))| len).sum();
+        Ok(missing + self.base_memory()?.saturating_sub(managed))
+    }
+
     fn human(&mut self, command: &str) -> io::Result<String> {
         let asked =
             format!("{{\"execute\": \"human-monitor-command\", \"arguments\": {{\"command-line\": \"{command}\"}}}}\n");
@@ -152,6 +187,30 @@ pub fn ram_in(text: &str) -> Vec<(u64, u64)> {
     let mut found: Vec<_> = text.lines().filter_map(range).collect();
     found.sort_unstable_by_key(|(start, len)| (*start, u64::MAX - len));
     found.dedup();
+    found
+}
+
+/// The base memory in the reply of `info memory_size_summary`.
+pub fn base_in(text: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.trim().strip_prefix("base memory: "))?.trim().parse().ok()
+}
+
+/// DIMMs and virtio-mem in the reply of `info memory-devices`: address and length. An NVDIMM and a virtio-pmem have an
+/// image, which is no RAM of the guest.
+pub fn devices_in(text: &str) -> Vec<(u64, u64)> {
+    let mut found = Vec::new();
+    for device in text.split("Memory device [").skip(1) {
+        let Some((kind, rest)) = device.split_once(']') else { continue };
+        let value = |key: &str| rest.lines().find_map(|line| line.trim().strip_prefix(key)).map(str::trim);
+        let address = match kind {
+            "dimm" => value("addr:"),
+            "virtio-mem" => value("memaddr:"),
+            _ => None,
+        };
+        let address = address.and_then(|text| u64::from_str_radix(text.trim_start_matches("0x"), 16).ok());
+        let size = value("size:").and_then(|text| text.parse().ok());
+        found.extend(address.zip(size).filter(|(_, size)| *size > 0));
+    }
     found
 }
 

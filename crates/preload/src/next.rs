@@ -52,6 +52,27 @@ pub unsafe fn posix_fallocate(fd: c_int, offset: off_t, len: off_t) -> c_int {
     unsafe { function(fd, offset, len) }
 }
 
+/// `ppoll`, whose system call has one argument more.
+///
+/// # Safety
+/// As the C function.
+pub unsafe fn ppoll(
+    fds: *mut libc::pollfd,
+    count: libc::nfds_t,
+    timeout: *const libc::timespec,
+    mask: *const libc::sigset_t,
+) -> c_int {
+    type Function =
+        unsafe extern "C" fn(*mut libc::pollfd, libc::nfds_t, *const libc::timespec, *const libc::sigset_t) -> c_int;
+    static NEXT: Next = Next::new(c"ppoll");
+    match NEXT.get() {
+        // SAFETY: this is the C function of this name, whose signature this is; and the caller's promise.
+        Some(function) => unsafe { std::mem::transmute::<*mut c_void, Function>(function)(fds, count, timeout, mask) },
+        // SAFETY: the caller's promise; the kernel's signal set has 8 bytes.
+        None => unsafe { libc::syscall(libc::SYS_ppoll, fds, count, timeout, mask, 8_usize) as c_int },
+    }
+}
+
 /// Declares `fn name(args) -> ret` that calls the next function of that name, or the system call `$number`.
 macro_rules! next {
     ($name:ident, $symbol:literal, $number:expr, ($($arg:ident: $ty:ty),*) -> $ret:ty) => {

@@ -26,6 +26,39 @@ pub fn learn_program() {
     IS_QEMU.store(is_qemu(&name), Ordering::Relaxed);
 }
 
+/// The reason if an `ioctl` takes hold of guest memory, and whether memory must be restored first because the kernel
+/// will read the pages from the file, past our userfaultfd.
+pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
+    // The numbers of linux/vfio.h, linux/iommufd.h, linux/vhost.h, linux/kvm.h and linux/udmabuf.h.
+    const VFIO_IOMMU_MAP_DMA: libc::c_ulong = 0x3B71;
+    const IOMMU_IOAS_MAP: libc::c_ulong = 0x3B85;
+    const IOMMU_IOAS_MAP_FILE: libc::c_ulong = 0x3B8F;
+    const VHOST_VDPA_GET_DEVICE_ID: libc::c_ulong = 0x8004_AF70;
+    const KVM_MEMORY_ENCRYPT_REG_REGION: libc::c_ulong = 0x8010_AEBB;
+    const UDMABUF_CREATE: libc::c_ulong = 0x4018_7542;
+    const UDMABUF_CREATE_LIST: libc::c_ulong = 0x4008_7543;
+    // Some callers sign-extend the request; its meaning is in the low 32 bits.
+    match request & 0xFFFF_FFFF {
+        VFIO_IOMMU_MAP_DMA | IOMMU_IOAS_MAP => Some(("a VFIO device holds its memory for DMA", false)),
+        IOMMU_IOAS_MAP_FILE => Some(("a VFIO device holds its memory for DMA", true)),
+        VHOST_VDPA_GET_DEVICE_ID => Some(("a vDPA device holds its memory for DMA", false)),
+        KVM_MEMORY_ENCRYPT_REG_REGION => Some(("its memory is encrypted for the guest (SEV)", false)),
+        UDMABUF_CREATE | UDMABUF_CREATE_LIST => Some(("its memory is exported as a DMA buffer (udmabuf)", true)),
+        _ => None,
+    }
+}
+
+/// Is this process QEMU?
+pub fn is_qemu_here() -> bool {
+    IS_QEMU.load(Ordering::Relaxed)
+}
+
+/// Is this word of a command line QEMU's path or name?
+pub fn names_qemu(word: &str) -> bool {
+    let name = word.rsplit('/').next().unwrap_or_default();
+    (name.starts_with("qemu-system-") || name == "qemu-kvm") && !word.contains(char::is_whitespace)
+}
+
 /// `qemu-system-x86_64`, `qemu-kvm`, `.qemu-system-x86_64-wrapped`, ...
 fn is_qemu(program: &str) -> bool {
     program.contains("qemu") || program == "kvm"
@@ -68,6 +101,11 @@ pub fn is_place_of_ram(addr: *mut c_void, len: usize, flags: c_int) -> bool {
     fills || !IS_QEMU.load(Ordering::Relaxed)
 }
 
+/// Could a mapping that QEMU makes in a place of RAM be RAM that cannot be managed? A small one is a table or a ROM.
+pub fn may_be_missed(len: usize, prot: c_int) -> bool {
+    is_qemu_here() && len >= HUGE_SIZE && prot & libc::PROT_WRITE != 0
+}
+
 /// Does a mapping fill a reservation, which is the larger by an alignment of at most the mapping's length?
 fn fills((start, size): (usize, usize), addr: usize, len: usize) -> bool {
     addr >= start && len <= size && addr - start <= size - len && size - len <= len
@@ -95,6 +133,9 @@ mod tests {
         for name in ["qemu-system-x86_64", "qemu-kvm", "kvm", ".qemu-system-aarch64-wrapped"] {
             assert!(is_qemu(name), "{name}");
         }
+        assert!(
+            names_qemu("/usr/bin/qemu-system-x86_64") && !names_qemu("qemu-system-x86_64 -m 1G") && !names_qemu("kvm")
+        );
         assert!(!is_qemu("cloud-hypervisor") && !is_qemu("kvmtool") && !is_qemu(""));
     }
 }

@@ -7,7 +7,7 @@ mod monitor;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 
-use monitor::{Monitor, address_in, ram_in};
+use monitor::{Monitor, address_in, base_in, devices_in, ram_in};
 
 /// QEMU 7.2, `-M q35 -m 5G`, with its memory in a backend called `r (prio 0, rom): x`.
 const Q35: &str = "address-space: I/O
@@ -93,4 +93,19 @@ fn events_between_question_and_reply_are_skipped() {
     monitor.drain().expect("an event");
     drop(theirs);
     assert!(monitor.drain().is_err() && monitor.memory().is_err(), "it is gone");
+}
+
+#[test]
+fn plugged_ram_is_told_from_the_images_of_other_memory_devices() {
+    let text = "Memory device [dimm]: \"d\"\r\n  addr: 0x100000000\r\n  slot: 0\r\n  node: 0\r\n  size: 134217728\r\n\
+                  memdev: /objects/p\r\n\
+                Memory device [nvdimm]: \"n\"\r\n  addr: 0x200000000\r\n  size: 134217728\r\n\
+                Memory device [virtio-pmem]: \"i\"\r\n  memaddr: 0x300000000\r\n  size: 134217728\r\n\
+                Memory device [virtio-mem]: \"v\"\r\n  memaddr: 0x140000000\r\n  requested-size: 1\r\n  \
+                  size: 2097152\r\n  max-size: 1073741824\r\n\
+                Memory device [virtio-mem]: \"e\"\r\n  memaddr: 0x180000000\r\n  size: 0\r\n";
+    assert_eq!(devices_in(text), [(0x1_0000_0000, 128 << 20), (0x1_4000_0000, 2 << 20)]);
+    assert_eq!((devices_in(""), devices_in("Memory device [dimm]: \"d\"\n  addr: x\n")), (vec![], vec![]));
+    assert_eq!(base_in("base memory: 268435456\r\nplugged memory: 0\r\n"), Some(268_435_456));
+    assert_eq!(base_in("unknown command"), None);
 }

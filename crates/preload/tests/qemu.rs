@@ -237,3 +237,87 @@ fn a_daemonized_qemu_is_attached_from_the_process_that_stays() {
     assert_eq!(peer.pid.as_raw_nonzero().get(), pid);
     rustix::process::kill_process(peer.pid, rustix::process::Signal::KILL).expect("kill the daemon");
 }
+
+#[test]
+fn private_ram_ends_a_qemu_under_tcg_if_it_must_be_managed_and_else_the_keeper_hears() {
+    if !have_qemu() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let words = "-nodefaults -display none -accel tcg -machine pc -m 64M -qmp stdio";
+    let mut required = preloaded(QEMU, &keeper.path);
+    required.args(words.split(' ')).stdin(std::process::Stdio::null());
+    let (code, text) = Driven::start(required).finish();
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("not a shared memory file"), "{text}");
+
+    let mut optional = preloaded(QEMU, &keeper.path);
+    optional.args(words.split(' ')).env("BALLAST_REQUIRE", "0");
+    let mut optional = Driven::start(optional);
+    optional.qmp_start();
+    optional.qmp("quit", json!({}));
+    let (code, text) = optional.finish();
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("runs unmanaged"), "{text}");
+}
+
+#[test]
+fn a_qemu_behind_other_programs_is_attached_and_one_that_loses_the_library_is_refused() {
+    if !have_qemu() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let line = format!(
+        "{QEMU} -nodefaults -display none -accel tcg -S -qmp stdio -machine pc,memory-backend=ram0 -m 64M {}",
+        backend("ram0", "64M")
+    );
+    for before in ["env A=b nice", "sh -c exec\u{a0}\"$0\"\u{a0}\"$@\"", "sh -c \"$0\"\u{a0}\"$@\""] {
+        let words: Vec<String> =
+            format!("{before} {line}").split(' ').map(|word| word.replace('\u{a0}', " ")).collect();
+        let mut command = preloaded(&words[0], &keeper.path);
+        command.args(&words[1..]);
+        let mut qemu = Driven::start(command);
+        let session = keeper.client();
+        assert_eq!(session.attach.vmm, QEMU, "{before}");
+        session.accept();
+        qemu.qmp_start();
+        qemu.qmp("quit", json!({}));
+        assert_eq!(qemu.finish().0, Some(0), "{before}");
+    }
+    for before in ["env -i", "env -u LD_PRELOAD"] {
+        let path = std::env::var("PATH").expect("a search path");
+        let program = std::env::split_paths(&path).map(|folder| folder.join(QEMU)).find(|path| path.exists());
+        let words = format!("{before} {} {line}", program.expect("it is installed").display());
+        let words: Vec<&str> = words.split(' ').collect();
+        let mut command = preloaded(words[0], &keeper.path);
+        command.args(&words[1..]).stdin(std::process::Stdio::null());
+        let (code, text) = Driven::start(command).finish();
+        assert_eq!(code, Some(126), "{before}: {text}");
+        assert!(text.contains("without this library in its environment: refused"), "{before}: {text}");
+    }
+}
+
+#[test]
+fn a_node_with_private_memory_is_reported_though_the_other_one_is_managed() {
+    if !have_qemu() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let words = format!(
+        "-machine q35 -m 192M -smp 2 {} -object memory-backend-ram,id=n1,size=128M \
+         -numa node,memdev=n0,cpus=0 -numa node,memdev=n1,cpus=1",
+        backend("n0", "64M")
+    );
+    let mut qemu = Driven::start(qemu(&keeper, &words));
+    let session = keeper.client();
+    session.accept();
+    let (message, _) = session.request();
+    let ClientToKeeper::Unmanaged { name, len, .. } = message else { panic!("{message:?}") };
+    assert_eq!((&*name, len), ("preload-test", Bytes(128 * MIB)));
+    session.answer(&KeeperToClient::Ok);
+    qemu.qmp_start();
+    qemu.qmp("quit", json!({}));
+    let (code, text) = qemu.finish();
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("128 MiB of private memory are not managed"), "{text}");
+}

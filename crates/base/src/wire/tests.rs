@@ -64,6 +64,7 @@ fn what_is_said_is_what_this_version_says() {
         ClientToKeeper::Pin(text()),
         ClientToKeeper::MayPin,
         ClientToKeeper::GuestRanges { hva: Hva(0x1000), ranges: vec![seen] },
+        ClientToKeeper::Unmanaged { name: "w".into(), len: Bytes(0x1000), why: "t".into() },
     ];
     let keeper = [
         KeeperToClient::Attached { vm: VmId([7; 16]), stores: stores() },

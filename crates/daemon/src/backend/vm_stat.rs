@@ -54,6 +54,7 @@ pub(super) fn stat(served: &Served) -> VmStat {
         },
         status_reason: vm.halted().map(str::to_owned).or_else(|| vm.held()),
         size_bytes: memory.size.0,
+        unmanaged_bytes: vm.state.unmanaged().0,
         limit_bytes,
         target_bytes: vm.state.target().map(|target| target.0),
         settings,

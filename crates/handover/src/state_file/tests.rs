@@ -52,6 +52,8 @@ fn a_successor_finds_what_its_predecessor_wrote() {
     assert_eq!(again.take_over(11, 100, LOST).expect("no journal"), 2);
     again.name_engine(12, 101);
     again.rename("w");
+    again.set_unmanaged(Bytes(4096));
+    assert_eq!(file.unmanaged(), Bytes(4096));
     again.remove_region(0);
     again.give_up_region(1);
     let ends = file.regions().iter().map(|record| (record.removed, record.given_up)).collect::<Vec<_>>();

@@ -140,6 +140,9 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
         [Running, Blocked, Recovering, Halted].map(is).into()
     }),
     metric("ballast_vm_size_bytes", Kind::Gauge, "All guest RAM.", |vm| one(vm.size_bytes)),
+    metric("ballast_vm_unmanaged_bytes", Kind::Gauge, "Guest RAM that is not managed, and not part of size.", |vm| {
+        one(vm.unmanaged_bytes)
+    }),
     metric("ballast_vm_memory_bytes", Kind::Gauge, "Guest RAM by where it is; sums to the size.", |vm| {
         let tiers = [
             ("resident", vm.resident_bytes),

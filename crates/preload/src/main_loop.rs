@@ -1,0 +1,72 @@
+//! QEMU's main loop: its first wait for events shows that the machine is made, and that its guest may run.
+//!
+//! Before: all RAM is mapped. After: a VM without managed RAM has stopped, or it was said that it runs unmanaged.
+//! Threads: QEMU's main one. Promise: on any other thread, and once nothing is to be said, a call costs some loads.
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ballast_base::Bytes;
+use libc::{nfds_t, pollfd, sigset_t, timespec};
+
+use crate::announce::announce;
+use crate::hooks::quietly;
+use crate::missed::{PRIVATE, SEEN};
+use crate::{decide, mode, next};
+
+/// The part of the private memory that the keeper knows.
+static TOLD: AtomicU64 = AtomicU64::new(0);
+
+/// QEMU's main thread waits for events: the machine is made, and its guest may run. Under TCG no call begins a vCPU.
+fn waits() {
+    // SAFETY: neither has arguments or effects.
+    let is_main = unsafe { libc::gettid() == libc::getpid() };
+    if is_main && SEEN.load(Ordering::Relaxed) && mode::is_waiting() {
+        quietly((), decide::starting);
+    }
+    if is_main && PRIVATE.load(Ordering::Relaxed) != TOLD.load(Ordering::Relaxed) {
+        quietly((), tell_private);
+    }
+}
+
+/// Tell operator and keeper of private memory that may be RAM.
+fn tell_private() {
+    let Some(client) = decide::client() else { return };
+    let len = PRIVATE.load(Ordering::Relaxed);
+    TOLD.store(len, Ordering::Relaxed);
+    announce(format_args!("{} of private memory are not managed, and may be RAM of the guest", Bytes(len)));
+    if let Err(error) = client.set_unmanaged(Bytes(len)) {
+        announce(format_args!("the keeper does not hear of it: {error}"));
+    }
+}
+
+/// # Safety
+/// As the C function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ppoll(
+    fds: *mut pollfd,
+    count: nfds_t,
+    timeout: *const timespec,
+    mask: *const sigset_t,
+) -> c_int {
+    waits();
+    // SAFETY: the caller's promise.
+    unsafe { next::ppoll(fds, count, timeout, mask) }
+}
+
+/// # Safety
+/// As the C function, which fails where `count` entries do not fit into `size` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __ppoll_chk(
+    fds: *mut pollfd,
+    count: nfds_t,
+    timeout: *const timespec,
+    mask: *const sigset_t,
+    size: libc::size_t,
+) -> c_int {
+    if (size / size_of::<pollfd>()) < count as usize {
+        std::process::abort();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { ppoll(fds, count, timeout, mask) }
+}
