@@ -18,7 +18,7 @@ extern "C" fn at_start() {
         through::begin();
         if shape::is_qemu_here() {
             leave_preload();
-            take_monitor();
+            take_gifts();
         }
         crate::next::find_executing();
         // SAFETY: the handler is a plain function that stores to an atomic, which is allowed in a forked child.
