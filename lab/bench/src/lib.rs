@@ -47,6 +47,7 @@ mod pool;
 mod probe;
 mod progress;
 mod qemu;
+mod real;
 mod reclaim;
 mod report;
 mod restore;
@@ -80,6 +81,7 @@ use serde_json::Value;
 pub use machine::is_release;
 pub use options::{Options, Part, Which};
 pub use order::{Data, GuestKind};
+pub use real::{Order as RealOrder, Program as RealProgram, RealOptions, Side as RealSide};
 pub use plot::run as plot;
 pub use report::Row;
 pub use role::run as run_role;
@@ -144,6 +146,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Tiers => bail!("tiers runs without a bench"),
         Which::Pool => pool::run(&mut bench, &mut each),
         Which::Upgrade => upgrade::run(&mut bench, &mut each),
+        Which::Real => real::run(&mut bench, &mut each),
     };
     bench.progress.end();
     if result.is_err() {

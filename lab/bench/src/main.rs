@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use ballast_bench::{GuestKind, Options, Part, Which};
+use ballast_bench::{GuestKind, Options, Part, RealOptions, RealOrder, RealProgram, RealSide, Which};
 use clap::{Parser, Subcommand};
 
 /// The machine lacks something that the command needs: the same code as `ballast`'s.
@@ -96,9 +96,24 @@ struct BenchArgs {
     /// far: a network with this latency in one direction between the cluster's nodes and their clients [default: none]
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     network_us: Option<u32>,
-    /// balance: eight VMs at these levels of their memory alone, in percent [default: 100,75,60,45]
+    /// balance, real: these levels of memory alone, in percent [default: 100,75,60,45; real: 90,80,65,50]
     #[arg(long, value_name = "PCT", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(30..=100))]
     levels: Vec<u16>,
+    /// real: the program [default: redis]
+    #[arg(long, value_enum)]
+    program: Option<RealProgram>,
+    /// real: the order of its keys alone [default: repeat and random]
+    #[arg(long, value_enum)]
+    order: Option<RealOrder>,
+    /// real: this side alone [default: ballast and kernel, by turns]
+    #[arg(long, value_enum)]
+    side: Option<RealSide>,
+    /// real: time under the limit before its figures are taken [default: 40]
+    #[arg(long, value_name = "S")]
+    settle: Option<u16>,
+    /// real: turns of each side [default: 3]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100))]
+    rounds: Option<u16>,
 }
 
 /// What to draw and where.
@@ -139,8 +154,18 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
     if args.network_us.is_some() && args.what != Which::Far {
         bail!("--network-us is for bench far");
     }
-    if !args.levels.is_empty() && args.part != Some(Part::Levels) {
-        bail!("--levels is for bench balance --part levels");
+    if !args.levels.is_empty() && args.part != Some(Part::Levels) && args.what != Which::Real {
+        bail!("--levels is for bench balance --part levels, and for bench real");
+    }
+    let real = RealOptions {
+        program: args.program,
+        order: args.order,
+        side: args.side,
+        settle: args.settle.map(|seconds| Duration::from_secs(seconds.into())),
+        rounds: args.rounds.map(usize::from),
+    };
+    if args.what != Which::Real && real != RealOptions::default() {
+        bail!("--program, --order, --side, --settle and --rounds are for bench real");
     }
     let dir = args.dir.unwrap_or_else(std::env::temp_dir);
     let dir = std::path::absolute(&dir).with_context(|| format!("Finding {}", dir.display()))?;
@@ -154,6 +179,7 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
         vms: args.vms.map(usize::from),
         latency: Duration::from_micros(args.network_us.unwrap_or(0).into()),
         levels: args.levels.into_iter().map(u64::from).collect(),
+        real,
     };
     let mut described = json;
     ballast_bench::run(options, &mut |row, machine| {

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::order::{Data, GuestKind};
+use crate::real::RealOptions;
 
 /// What to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -45,6 +46,8 @@ pub enum Which {
     Guest,
     /// The effect on VMs when another engine replaces the serving one.
     Upgrade,
+    /// A real program at full speed with part of its memory far, beside the kernel's swap.
+    Real,
 }
 
 impl Which {
@@ -68,6 +71,7 @@ impl Which {
             Self::Pool => "pool",
             Self::Guest => "guest",
             Self::Upgrade => "upgrade",
+            Self::Real => "real",
         }
     }
 }
@@ -162,8 +166,10 @@ pub struct Options {
     pub vms: Option<usize>,
     /// Far: the latency of a network between the cluster and its clients, in one direction.
     pub latency: Duration,
-    /// Balance: the levels of memory, in percent; the bench's own if there is none.
+    /// Balance, real: the levels of memory, in percent; the bench's own if there is none.
     pub levels: Vec<u64>,
+    /// Real: what runs, and who pages.
+    pub real: RealOptions,
 }
 
 impl Options {
