@@ -25,8 +25,9 @@ build:
 release:
 	scripts/release.sh
 
-# Packages, the guest kernel and image, a Valkey server (under target/); quick when nothing is missing.
+# Packages, the guest kernel and image, a Valkey server, real programs (under target/); quick when nothing is missing.
 setup:
 	scripts/setup.sh
 	scripts/guest-image.sh
 	scripts/valkey.sh
+	scripts/real-programs.sh

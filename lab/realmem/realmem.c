@@ -1,8 +1,9 @@
 /* realmem: puts the large memory of an unmodified program into one shared memfd, and attaches it to Ballast.
  *
  * Before: `ballast bench real` starts a program of the distribution with this library in LD_PRELOAD. After: every
- * anonymous private mapping of LARGE bytes or more, and every malloc() of that size, is a piece of one memfd that is
- * mapped shared, as guest RAM is. So the program is a VM's guest that runs natively: one process, one VM.
+ * anonymous private mapping of LARGE bytes or more is a piece of one memfd that is mapped shared, as guest RAM is. So is
+ * every malloc() of that size, with REALMEM_MALLOC: for programs that use the C library's malloc(), whose own mappings
+ * no preload library sees. So the program is a VM's guest that runs natively: one process, one VM.
  * Threads: any; one lock guards the map of free pages. Units: bytes, and pages of 4 KiB where a name says so.
  * Promise: a piece that is handed out reads as zeros, as a fresh mapping does. A program that needs more than the memfd
  * has gets ordinary memory, and realmem says so once.
@@ -178,7 +179,9 @@ void *mremap(void *at, size_t len, size_t new_len, int flags, ...) {
     return to;
 }
 
-/* ---- malloc: large requests only ---- */
+/* ---- malloc: large requests only. A program with an allocator of its own calls mmap() for them. ---- */
+
+#ifdef REALMEM_MALLOC
 
 static void *large(size_t len, size_t align) {
     void *at = take(len, align);
@@ -250,6 +253,8 @@ size_t malloc_usable_size(void *at) {
     if (of_libc == NULL) of_libc = (size_t (*)(void *))dlsym(RTLD_NEXT, "malloc_usable_size");
     return of_libc(at);
 }
+
+#endif
 
 /* ---- start ---- */
 

@@ -157,7 +157,7 @@ pub struct HostTierStat {
 pub struct EngineTime {
     /// Time that fault workers spent on its faults.
     pub faults_us: u64,
-    /// CPU time of its other work: reclaim, prefetch, scans, spill, reads from slow stores, discards.
+    /// CPU time of its other work: reclaim, scans, spill, reads from slow stores, discards.
     pub tasks_us: u64,
 }
 
@@ -227,7 +227,7 @@ pub struct ReclaimCounts {
     pub store_full_events: u64,
     /// The store refused the page; it was kept.
     pub failed_pages: u64,
-    /// Restored before they were touched, by clustered prefetch or by sequential readahead.
+    /// Restored before they were touched, by sequential readahead.
     pub prefetched_pages: u64,
     /// Restored within 10 s of their eviction, on touch or before: wrong choices.
     pub restored_soon_pages: u64,

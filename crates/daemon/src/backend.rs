@@ -273,7 +273,7 @@ impl Backend for Shown {
     }
 
     fn fault_histogram(&self, name: &str) -> Option<Histogram> {
-        let histogram = self.host.by_name(name)?.vm.stats().histogram(stats::Latency::Fault);
+        let histogram = self.host.by_name(name)?.vm.stats().fault_histogram();
         Some(bounds(&histogram, 1_000..17_000_000_000))
     }
 

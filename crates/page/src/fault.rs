@@ -2,7 +2,7 @@
 //!
 //! Before: the fault worker read the fault from a userfaultfd. After: the page is Resident and mapped, or its word has
 //! the reason why not.
-//! Threads: any number: fault workers, slow workers, prefetch, and those that bring all pages back. Never waits for
+//! Threads: any number: fault workers, slow workers, and those that bring all pages back. Never waits for
 //! policy, logging, another VM or another page.
 //! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so. A page whose
 //! memory failed while it was unmapped gives the guest the memory error that it would have had without us, and nothing

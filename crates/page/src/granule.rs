@@ -95,15 +95,16 @@ impl<'a> Granule<'a> {
     pub fn with_buffer<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
         use std::cell::RefCell;
         thread_local! {
-            // 2 MiB for each thread that ever restored a huge page, kept: fresh memory costs more than the copy.
+            // A page for each thread that restores, 2 MiB for one that ever restored a huge page. Kept: fresh memory
+            // costs more than the copy.
             static BUFFER: RefCell<Vec<PageBytes>> = const { RefCell::new(Vec::new()) };
         }
-        if self.rest.is_empty() {
-            return body(&mut [[0; _]]);
-        }
         BUFFER.with_borrow_mut(|buffer| {
-            buffer.resize(self.pages() as usize, [0; _]);
-            body(buffer)
+            let pages = self.pages() as usize;
+            if buffer.len() < pages {
+                buffer.resize(pages, [0; _]);
+            }
+            body(&mut buffer[..pages])
         })
     }
 

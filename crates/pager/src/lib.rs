@@ -9,7 +9,7 @@
 //!
 //! The moves of one page are in `ballast_page`. Read the rooms of this crate in this order: [`vm`] (one VM: regions,
 //! address spaces, the state that outlives an engine, the ledger), [`reclaim`] and [`fault`] (the two loops that drive
-//! it, with throttle, readahead and prefetch), [`scan`] (which memory is touched, and which is mapped huge), [`tier`]
+//! it, with throttle and readahead), [`scan`] (which memory is touched, and which is mapped huge), [`tier`]
 //! (the stores, and the way to the file store and back), [`agent`] (what a guest says of its memory). No files name
 //! each other in a circle.
 //!

@@ -518,25 +518,6 @@ fn pages_quarantined_before_a_view_came_start_their_quarantine_again() {
 }
 
 #[test]
-fn what_left_together_and_is_wanted_together_comes_back_together_with_every_byte() {
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    let stats = rig.vm.stats();
-    // On a busy machine the guest may be through before the prefetch worker has run at all.
-    until("some page was prefetched", || {
-        rig.squeeze(Bytes(2 * MIB));
-        rig.set_limit(None);
-        // Backwards: what is touched in order comes back for that.
-        assert!((0..rig.pages).rev().all(|page| rig.holds(page, 1)), "a byte was lost");
-        stats.get(Counter::Prefetched) > 0
-    });
-    until("the last are counted", || stats.get(Counter::Far) == 0);
-    rig.vm.hold(Hold::Shared, Some("counting".into()));
-    until("quarantine is empty", || stats.get(Counter::Quarantined) == 0);
-    rig.check_census();
-}
-
-#[test]
 fn what_is_read_in_order_comes_back_before_it_is_touched_and_within_the_limit_with_every_byte() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();

@@ -9,7 +9,7 @@
 //! step of a percent or two per decision, smaller the nearer the stall is to the threshold. *Above the threshold*:
 //! raise the limit by 1/16 of resident memory, up to four times that under heavy stall, and pause. The pause doubles
 //! each time that stall follows soon after probing began again. The raise is the proactive restore: pages come in by
-//! prefetch and touch, and none is evicted. No fault waits for any of it.
+//! touch, and none is evicted. No fault waits for any of it.
 
 use crate::frame::{Frame, Managed, bytes, pages};
 use crate::memory::{Policy, State, VmState};

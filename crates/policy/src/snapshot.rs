@@ -68,7 +68,7 @@ pub struct VmSample {
     pub working_set: Option<WorkingSet>,
     /// Bytes that one restore brings: 4 KiB, or 2 MiB where huge pages are paged as one.
     pub page_bytes: u64,
-    /// Restores since the VM attached, by fault or prefetch.
+    /// Restores since the VM attached, by fault or readahead.
     pub restores: u64,
     /// Sum of all refault intervals: pages (of `page_bytes`) times milliseconds.
     #[serde(default, alias = "away_page_ms")]

@@ -33,9 +33,9 @@ const WARM: Duration = Duration::from_secs(5);
 const FREE: Duration = Duration::from_secs(10);
 /// Time under the limit before its figures are taken, and while they are.
 const SETTLE: Duration = Duration::from_secs(40);
-const SETTLE_QUICK: Duration = Duration::from_secs(5);
+const SETTLE_QUICK: Duration = Duration::from_secs(3);
 const LIMITED: Duration = Duration::from_secs(20);
-const LIMITED_QUICK: Duration = Duration::from_secs(5);
+const LIMITED_QUICK: Duration = Duration::from_secs(3);
 const SEED: u64 = 42;
 
 /// The program whose memory it is.
@@ -243,8 +243,7 @@ fn turn(bench: &mut Bench, program: Program, sequence: Sequence, level: u64, sid
         }
         left -= part;
     }
-    let (limited, mut turn) =
-        watched(bench, &name, &cgroup, &mut load, if quick { LIMITED_QUICK } else { LIMITED })?;
+    let (limited, mut turn) = watched(bench, &name, &cgroup, &mut load, if quick { LIMITED_QUICK } else { LIMITED })?;
     turn.speed = limited.speed / free.speed;
     turn.free_per_s = free.per_s;
     turn.wrong = (wrong + limited.wrong + load.check_all()?) as f64;

@@ -172,6 +172,28 @@ fn limit_has_samples_over_time_and_a_plot() {
 }
 
 #[test]
+fn real_runs_redis_on_both_sides_and_finds_every_byte() {
+    if no_bench() {
+        return;
+    }
+    let protocol = ballast_realmem::protocol::Protocol::Redis;
+    if let Some(why) = ballast_realmem::server::missing(protocol) {
+        return skip("real-programs", why);
+    }
+    let before = machine_before();
+    let rows = rows(&["real"]);
+    assert_eq!(machine(), before);
+    let [row] = &rows[..] else { panic!("one row, not {rows:?}") };
+    for key in ["real_speed", "real_restores_per_s", "real_wrong_bytes"] {
+        for side in ["", "_kernel"] {
+            assert!(row[format!("{key}{side}")].is_number(), "{key}{side} in {row}");
+        }
+    }
+    assert!(row["real_engine_us_per_fault"].as_f64() > Some(0.0), "the limit was felt: {row}");
+    assert_eq!([&row["real_wrong_bytes"], &row["real_wrong_bytes_kernel"]], [0.0, 0.0], "{row}");
+}
+
+#[test]
 fn pool_has_metadata_churn_and_real_memory_and_returns_the_huge_pages() {
     const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
     if no_bench() {

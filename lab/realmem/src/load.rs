@@ -4,8 +4,10 @@
 //! Threads: the caller's, which stays on [`LOAD_CPU`]. Units: requests, microseconds.
 //! Promise: a value of another key or version than the last one written is a wrong value, and so is a missing one.
 //!
-//! [`DEPTH`] requests are sent at once, and then their replies are read: a load that waits for each reply measures how
-//! soon the kernel wakes two processes (6,000 or 25,000 requests a second, by the placement of the threads).
+//! [`DEPTH`] requests are sent at once, and then the replies of the batch before are read, on another connection: so the
+//! server always has work. A load that waits for each reply measures how soon the kernel wakes two processes (6,000 or
+//! 25,000 requests a second, by the placement of the threads). A key belongs to one connection, so each read has one
+//! right answer.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,20 +19,33 @@ use crate::keys::{Keys, Request, Sequence};
 use crate::protocol::{Protocol, Reply, VALUE, fill};
 use crate::server::{LOAD_CPU, Server, stay_on};
 
-/// Requests under way at a time.
+/// Requests under way at a time on each of [`CONNECTIONS`].
 pub const DEPTH: usize = 16;
+/// Connections.
+const CONNECTIONS: usize = 2;
 /// Steps of the fixed loop that tells the speed of the clock: some 20 ms.
 const LOOP: u64 = 20_000_000;
 
 /// A load on one server.
 #[derive(Debug)]
 pub struct Load {
-    stream: UnixStream,
+    connections: [Connection; CONNECTIONS],
     protocol: Protocol,
     keys: Keys,
     /// The number of writes of each key.
     versions: Vec<u32>,
     out: Vec<u8>,
+}
+
+/// A connection, and what is under way on it.
+#[derive(Debug)]
+struct Connection {
+    stream: UnixStream,
+    /// Requests that are to be sent.
+    next: Vec<Request>,
+    /// Requests that were sent, with the version that each must find, and when.
+    sent: Vec<(Request, u32)>,
+    at: Instant,
     buffer: Vec<u8>,
 }
 
@@ -43,7 +58,7 @@ pub struct Window {
     pub speed: f64,
     /// Values that were not as written.
     pub wrong: u64,
-    /// Microseconds of [`DEPTH`] requests: median, 95 and 99 %.
+    /// Microseconds from sending [`DEPTH`] requests to the last reply: median, 95 and 99 %.
     pub p50_us: f64,
     /// See [`Self::p50_us`].
     pub p95_us: f64,
@@ -55,20 +70,21 @@ impl Load {
     /// Connects, and writes every key once.
     pub fn begin(server: &Server, protocol: Protocol, sequence: Sequence, keys: u32, seed: u64) -> Result<Self> {
         stay_on(LOAD_CPU).with_context(|| format!("Staying on CPU {LOAD_CPU}"))?;
-        let stream = server.connect()?;
-        stream.set_read_timeout(Some(Duration::from_secs(60))).context("Setting a timeout")?;
+        let connect = || -> Result<Connection> {
+            let stream = server.connect()?;
+            stream.set_read_timeout(Some(Duration::from_secs(60))).context("Setting a timeout")?;
+            let buffer = vec![0; DEPTH * (VALUE + 128)];
+            Ok(Connection { stream, next: Vec::new(), sent: Vec::new(), at: Instant::now(), buffer })
+        };
         let mut load = Self {
-            stream,
+            connections: [connect()?, connect()?],
             protocol,
             keys: Keys::new(sequence, keys, seed),
             versions: vec![0; keys as usize],
             out: Vec::new(),
-            buffer: Vec::new(),
         };
-        for first in (0..keys).step_by(DEPTH) {
-            let batch: Vec<_> = (first..keys.min(first + DEPTH as u32)).map(|key| Request { key, write: true }).collect();
-            ensure!(load.batch(&batch)? == 0, "the server does not confirm writes");
-        }
+        let unconfirmed = load.all(true)?;
+        ensure!(unconfirmed == 0, "the server does not confirm {unconfirmed} writes");
         Ok(load)
     }
 
@@ -76,14 +92,12 @@ impl Load {
     pub fn run(&mut self, time: Duration) -> Result<Window> {
         let mut window = Window::default();
         let (clock, start) = (clock_ns(), Instant::now());
-        let (mut took, mut batch) = (Vec::new(), Vec::with_capacity(DEPTH));
+        let mut took = Vec::new();
         while start.elapsed() < time {
-            batch.clear();
-            batch.extend((0..DEPTH).map(|_| self.keys.next_request()));
-            let began = Instant::now();
-            window.wrong += self.batch(&batch)?;
-            took.push(began.elapsed().as_secs_f64() * 1e6);
+            let request = self.keys.next_request();
+            window.wrong += self.request(request, &mut took)?;
         }
+        window.wrong += self.finish(&mut took)?;
         window.per_s = (took.len() * DEPTH) as f64 / start.elapsed().as_secs_f64();
         window.speed = window.per_s * f64::midpoint(clock, clock_ns());
         took.sort_unstable_by(f64::total_cmp);
@@ -94,23 +108,48 @@ impl Load {
 
     /// Reads every key once; returns the number of wrong values.
     pub fn check_all(&mut self) -> Result<u64> {
-        let keys = self.versions.len() as u32;
+        self.all(false)
+    }
+
+    /// Writes or reads every key once; returns the number of wrong replies.
+    fn all(&mut self, write: bool) -> Result<u64> {
+        let (mut wrong, mut took) = (0, Vec::new());
+        for key in 0..self.versions.len() as u32 {
+            wrong += self.request(Request { key, write }, &mut took)?;
+        }
+        Ok(wrong + self.finish(&mut took)?)
+    }
+
+    /// Adds a request to the next batch of its key's connection, and sends that batch when it is full. Returns the
+    /// number of wrong values in the batch before it.
+    fn request(&mut self, request: Request, took: &mut Vec<f64>) -> Result<u64> {
+        let at = request.key as usize % CONNECTIONS;
+        self.connections[at].next.push(request);
+        if self.connections[at].next.len() < DEPTH {
+            return Ok(0);
+        }
+        let wrong = self.receive(at, took)?;
+        self.send(at)?;
+        Ok(wrong)
+    }
+
+    /// Sends what is left and reads all replies.
+    fn finish(&mut self, took: &mut Vec<f64>) -> Result<u64> {
         let mut wrong = 0;
-        for first in (0..keys).step_by(DEPTH) {
-            let batch: Vec<_> =
-                (first..keys.min(first + DEPTH as u32)).map(|key| Request { key, write: false }).collect();
-            wrong += self.batch(&batch)?;
+        for at in 0..CONNECTIONS {
+            wrong += self.receive(at, took)?;
+            self.send(at)?;
+            wrong += self.receive(at, took)?;
         }
         Ok(wrong)
     }
 
-    /// Sends these requests at once and reads their replies; returns the number of wrong values.
-    fn batch(&mut self, batch: &[Request]) -> Result<u64> {
+    /// Sends the next batch of a connection.
+    fn send(&mut self, at: usize) -> Result<()> {
         let mut value = [0; VALUE];
+        let connection = &mut self.connections[at];
         self.out.clear();
-        // What each reply must be: a key may be written and read in one batch.
-        let mut wanted = [0; DEPTH];
-        for (request, wanted) in batch.iter().zip(&mut wanted) {
+        for request in connection.next.drain(..) {
             let version = &mut self.versions[request.key as usize];
             if request.write {
                 *version += 1;
@@ -119,18 +158,25 @@ impl Load {
             } else {
                 self.protocol.get(&mut self.out, request.key);
             }
-            *wanted = *version;
+            connection.sent.push((request, *version));
         }
-        self.stream.write_all(&self.out).context("Writing to the server")?;
+        connection.at = Instant::now();
+        connection.stream.write_all(&self.out).context("Writing to the server")
+    }
+
+    /// Reads the replies to the last batch of a connection; returns the number of wrong values.
+    fn receive(&mut self, at: usize, took: &mut Vec<f64>) -> Result<u64> {
+        let mut value = [0; VALUE];
+        let Connection { stream, sent, at, buffer, .. } = &mut self.connections[at];
         let (mut filled, mut parsed, mut wrong) = (0, 0, 0);
-        self.buffer.resize(DEPTH * (VALUE + 128), 0);
-        for (request, version) in batch.iter().zip(wanted) {
-            while self.protocol.reply(&self.buffer[parsed..filled])?.is_none() {
-                let got = self.stream.read(&mut self.buffer[filled..]).context("Reading from the server")?;
+        let is_whole = sent.len() == DEPTH;
+        for (request, version) in sent.drain(..) {
+            while self.protocol.reply(&buffer[parsed..filled])?.is_none() {
+                let got = stream.read(&mut buffer[filled..]).context("Reading from the server")?;
                 ensure!(got > 0, "the server closed the connection");
                 filled += got;
             }
-            let Some((reply, len)) = self.protocol.reply(&self.buffer[parsed..filled])? else { continue };
+            let Some((reply, len)) = self.protocol.reply(&buffer[parsed..filled])? else { continue };
             parsed += len;
             let is_right = match reply {
                 Reply::Stored => request.write,
@@ -141,6 +187,9 @@ impl Load {
                 }
             };
             wrong += u64::from(!is_right);
+        }
+        if is_whole {
+            took.push(at.elapsed().as_secs_f64() * 1e6);
         }
         Ok(wrong)
     }

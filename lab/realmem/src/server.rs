@@ -15,8 +15,9 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 
 use crate::protocol::Protocol;
 
-/// The preload library, as a file.
+/// The preload library, as a file: for a program with an allocator of its own, and for one with the C library's.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem.so"));
+const LIBRARY_MALLOC: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem-malloc.so"));
 /// Memory of the memfd in MiB: for a million values of 1 KiB and what the server has beside them, with room.
 pub const MEMFD_MIB: u64 = 2048;
 /// Longest time until a server listens.
@@ -90,7 +91,11 @@ impl Server {
         }
         if !matches!(memory, Memory::Private) {
             let library = dir.path().join("librealmem.so");
-            fs::write(&library, LIBRARY).with_context(|| format!("Writing {}", library.display()))?;
+            let bytes = match protocol {
+                Protocol::Redis => LIBRARY,
+                Protocol::Memcached => LIBRARY_MALLOC,
+            };
+            fs::write(&library, bytes).with_context(|| format!("Writing {}", library.display()))?;
             command.env("LD_PRELOAD", &library).env("REALMEM_MIB", MEMFD_MIB.to_string());
         }
         if let Memory::Attached { client, socket, name } = memory {

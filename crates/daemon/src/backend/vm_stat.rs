@@ -108,7 +108,7 @@ pub(super) fn stat(served: &Served) -> VmStat {
             read: latency(&stats.stage(stats::Stage::Read)),
             install: latency(&stats.stage(stats::Stage::Install)),
         },
-        fault_latency: latency(&stats.histogram(stats::Latency::Fault)),
+        fault_latency: latency(&stats.fault_histogram()),
         stall: Stall {
             some: psi(averages[0], stats.get(Counter::StallSomeNs)),
             full: psi(averages[1], stats.get(Counter::StallFullNs)),

@@ -52,9 +52,9 @@ pub(crate) fn target<'a>(
     pending: &PendingFault,
 ) -> Option<(Arc<Region>, PageIdx, RegionView<'a>)> {
     let addr = pending.fault.addr;
-    let target = view.find(addr).and_then(|(number, page)| {
+    let target = view.find_mapped(addr).and_then(|(number, page, base)| {
         let region = vm.region(number).filter(|region| !region.is_removed())?;
-        let memory = view.of_region(&region)?;
+        let memory = view.at(&region, base);
         Some((region.first_of(page), memory, region))
     });
     let Some((page, memory, region)) = target else {

@@ -22,7 +22,6 @@ use ballast_sys::Uffd;
 use ballast_sys::uffd::{Fault, FaultKind, READ_AT_ONCE};
 
 use super::begun;
-use super::cluster::Cluster;
 use super::far_run::restore_next_run;
 use super::follow::Follow;
 use super::forgotten::Forgotten;
@@ -82,7 +81,6 @@ pub(crate) struct FaultServer {
     pending: VecDeque<PendingFault>,
     read: Vec<Fault>,
     sampler: Sampler,
-    cluster: Cluster,
     readahead: Readahead,
     follow: Follow,
     forgotten: Forgotten,
@@ -115,8 +113,8 @@ impl Serve for FaultServer {
         let _listed = vm.state.list_thread();
         self.pending.clear();
         self.read.clear();
-        (self.cluster, self.readahead) = Default::default();
-        self.update_stall();
+        self.readahead = Readahead::default();
+        self.update_stall(Instant::now());
         vm.panicked("fault", Serves::View(&view), times)
     }
 
@@ -127,7 +125,7 @@ impl Serve for FaultServer {
             vm.raise_again(&self.view);
         }
         self.pending.clear();
-        self.update_stall();
+        self.update_stall(Instant::now());
     }
 }
 
@@ -146,7 +144,6 @@ impl FaultServer {
             pending: VecDeque::new(),
             read: Vec::with_capacity(READ_AT_ONCE),
             sampler: Sampler::default(),
-            cluster: Cluster::default(),
             readahead: Readahead::default(),
             forgotten: Forgotten::new(Instant::now()),
             reported: None,
@@ -187,10 +184,10 @@ impl FaultServer {
         }
         let mut after = After::next(Next::At(self.forgotten.due()));
         if !self.pending.is_empty() {
-            self.update_stall();
+            self.update_stall(now);
             let round = self.serve_round(until);
             after = self.after(&round, now);
-            self.update_stall();
+            self.update_stall(Instant::now());
             self.report_long_waits(now);
         }
         if is_full {
@@ -240,8 +237,8 @@ impl FaultServer {
         }
     }
 
-    fn update_stall(&self) {
-        self.view.stall.update(self.vm.stats(), |waiters| {
+    fn update_stall(&self, now: Instant) {
+        self.view.stall.update(self.vm.stats(), now, |waiters| {
             waiters.here[self.shard.1] = self.pending.len();
             waiters.add_threads(self.pending.iter().map(|pending| pending.fault.thread));
         });
@@ -337,39 +334,36 @@ impl FaultServer {
             vm.mail.slow.take(vm.stats(), &view, *pending);
             return true;
         }
-        let came_along = is_missing && granule.pages() == 1 && self.read_ahead(&region, page);
+        if is_missing && granule.pages() == 1 {
+            self.read_ahead(&region, page);
+        }
         let times = self.sampler.start();
-        let Some((served, interval)) = resolve(vm, &region, page, pending, &memory, &vm.stores.near(), &times) else {
+        let Some((served, _)) = resolve(vm, &region, page, pending, &memory, &vm.stores.near(), &times) else {
             return false;
         };
         if let Some((tracked, around)) = touch {
             let around = around && served == Served::Mapped;
             touch::served(vm, &region, &memory, page, pending, (tracked, around));
         }
-        if served == Served::Restored && granule.pages() == 1 && !came_along {
-            for pages in self.cluster.restored(&region, page, interval, vm.mail.throttle.is_tight(), Instant::now()) {
-                vm.mail.prefetch.request(&view, region.number, pages);
-            }
-        }
         true
     }
 
     /// If the thread touches one page after the other, restores some that it touches next, before the page it waits
-    /// for. Returns whether any was restored.
-    fn read_ahead(&mut self, region: &Region, page: PageIdx) -> bool {
-        let vm = &*self.vm.clone();
+    /// for.
+    fn read_ahead(&mut self, region: &Region, page: PageIdx) {
+        let vm = &*self.vm;
         if !region.is_near_and_free(page) {
-            return false;
+            return;
         }
         let far = |page| region.is_near_and_free(PageIdx(page));
         let (ahead, mut pages) = self.readahead.fault(region.number, page.0, region.pages().0, far);
         if ahead == 0 {
-            return false;
+            return;
         }
         // A thread that moves pages for which no fault waits holds this lock, so that these addresses stay this
         // region's. If the layout is about to change, readahead can wait.
-        let Some(_layout) = vm.try_layout() else { return false };
-        let Some(memory) = self.view.of_region(region).filter(|_| !region.is_removed()) else { return false };
+        let Some(_layout) = vm.try_layout() else { return };
+        let Some(memory) = self.view.of_region(region).filter(|_| !region.is_removed()) else { return };
         let mut left = ahead.min(vm.readahead_credits());
         while left > 0 {
             let run = BUFFER
@@ -389,10 +383,5 @@ impl FaultServer {
                 }
             }
         }
-        let came = pages.start().0 > page.0 + 1;
-        if came {
-            self.cluster.read_in_order(region, page);
-        }
-        came
     }
 }

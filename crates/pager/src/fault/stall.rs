@@ -33,8 +33,9 @@ pub(crate) struct Stall(Mutex<Waiters>);
 
 #[derive(Debug)]
 pub(crate) struct Waiters {
-    /// Threads that ever faulted here: the base of "all".
+    /// Threads that ever faulted here: the base of "all"; and the last one.
     threads: HashSet<u32>,
+    last: u32,
     since: Instant,
     /// Pending faults of each fault worker, and of the slow workers.
     pub here: Vec<usize>,
@@ -47,8 +48,11 @@ impl Waiters {
 
     /// Remember threads that faulted.
     pub fn add_threads(&mut self, threads: impl Iterator<Item = u32>) {
-        if self.threads.len() < Self::MAX_THREADS {
-            self.threads.extend(threads);
+        for thread in threads {
+            if thread != self.last && self.threads.len() < Self::MAX_THREADS {
+                self.threads.insert(thread);
+            }
+            self.last = thread;
         }
     }
 }
@@ -56,7 +60,13 @@ impl Waiters {
 impl Stall {
     /// For a view with this many fault workers.
     pub fn new(workers: usize) -> Self {
-        Self(Mutex::new(Waiters { threads: HashSet::new(), since: Instant::now(), here: vec![0; workers], slow: 0 }))
+        Self(Mutex::new(Waiters {
+            threads: HashSet::new(),
+            last: 0,
+            since: Instant::now(),
+            here: vec![0; workers],
+            slow: 0,
+        }))
     }
 
     /// How many faults wait for the slow workers.
@@ -64,10 +74,9 @@ impl Stall {
         self.0.lock().expect("no panic while held").slow
     }
 
-    /// Counts the time since the last change, then changes who waits.
-    pub fn update(&self, stats: Stats<'_>, change: impl FnOnce(&mut Waiters)) {
+    /// Counts the time from the last change to `now`, then changes who waits.
+    pub fn update(&self, stats: Stats<'_>, now: Instant, change: impl FnOnce(&mut Waiters)) {
         let mut waiters = self.0.lock().expect("no panic while held");
-        let now = Instant::now();
         let elapsed = now.saturating_duration_since(waiters.since).as_nanos() as u64;
         let waiting = waiters.here.iter().sum::<usize>() + waiters.slow;
         if waiting > 0 {
@@ -76,7 +85,8 @@ impl Stall {
                 stats.add(Counter::StallFullNs, elapsed);
             }
         }
-        waiters.since = now;
+        // Another worker may have been here after `now` was read.
+        waiters.since = waiters.since.max(now);
         change(&mut waiters);
     }
 }

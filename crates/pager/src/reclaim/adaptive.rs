@@ -19,8 +19,12 @@ const BATCH: u64 = Bytes(32 * MIB).pages_floor().0;
 /// The same while the guest touches everything sooner: 1 ms of evicting, so that the last page of a batch was zapped
 /// hardly longer ago than the first.
 const BATCH_SHORT: u64 = 256;
-/// While faults wait for credits, the supply may grow to 1/N of the pages that a VM may hold.
+/// The supply may grow to 1/N of the pages that a VM may hold.
 const SUPPLY_PART: u64 = 4;
+/// The time over which the rate of evictions is averaged, in seconds.
+const RATE_OVER_S: f64 = 1.0;
+/// While faults wait for credits, supply and T change once in 1/N of T: a change shows only after T.
+const STEP_PART: u32 = 8;
 /// The supply loses 1/N in each round within the limit.
 const SUPPLY_LESS: u64 = 8;
 /// T grows by 1/N in each round within the limit. While faults wait now and then, T stays near the value that served
@@ -40,8 +44,13 @@ pub(super) struct Adaptive {
     longest: Duration,
     /// T above the limit, where T is no safety matter.
     wait: Duration,
-    /// Pages in quarantine beyond those of the margin.
+    /// Pages in quarantine beyond those of the margin, because faults waited.
     supply: u64,
+    /// Pages evicted a second, of late, and when that was computed.
+    rate: f64,
+    rated_at: Option<Instant>,
+    /// When supply or T was changed last because faults waited.
+    stepped_at: Option<Instant>,
     is_forced: bool,
     /// Since when the VM has been above its limit but for moments, and when it was last.
     above: Option<(Instant, Instant)>,
@@ -53,7 +62,18 @@ pub(super) struct Adaptive {
 impl Adaptive {
     /// The state of a VM that was never above its limit.
     pub fn new(longest: Duration) -> Self {
-        Self { longest, wait: longest, supply: 0, is_forced: false, above: None, is_above: false, is_urgent: false }
+        Self {
+            longest,
+            wait: longest,
+            supply: 0,
+            rate: 0.0,
+            rated_at: None,
+            stepped_at: None,
+            is_forced: false,
+            above: None,
+            is_above: false,
+            is_urgent: false,
+        }
     }
 
     /// Returns T above the limit, where T is no safety matter.
@@ -68,14 +88,15 @@ impl Adaptive {
             let last = |last| now.saturating_duration_since(last) < UNSEEN;
             let Some((since, _)) = self.above.filter(|above| last(above.1)) else {
                 // What it met so long ago says nothing now. Reclaim does not ask while the VM is far below its limit.
-                *self = Self { above: Some((now, now)), ..Self::new(self.longest) };
+                let (rate, rated_at) = (self.rate, self.rated_at);
+                *self = Self { above: Some((now, now)), rate, rated_at, ..Self::new(self.longest) };
                 return self.begin(is_above, is_short, others_wait, limit_pages, now);
             };
             self.above = Some((since, now));
         }
         (self.is_above, self.is_urgent) = (is_above, is_short || others_wait);
         if is_short {
-            self.faults_wait(limit_pages);
+            self.faults_wait(limit_pages, now);
         } else if !is_above {
             self.relax();
         }
@@ -88,9 +109,19 @@ impl Adaptive {
         if is_over && self.is_above || self.is_urgent { Duration::ZERO } else { UNSEEN }
     }
 
-    /// Returns the number of pages to keep in quarantine beyond those of the margin.
-    pub fn supply(&self) -> u64 {
-        self.supply
+    /// This many pages were evicted in a round that ends now.
+    pub fn evicted(&mut self, pages: u64, now: Instant) {
+        let passed = self.rated_at.map_or(f64::INFINITY, |at| now.saturating_duration_since(at).as_secs_f64());
+        self.rate = self.rate * (1.0 - passed / RATE_OVER_S).max(0.0) + pages as f64 / RATE_OVER_S;
+        self.rated_at = Some(now);
+    }
+
+    /// Returns the number of pages to keep in quarantine beyond those of the margin: as many as are evicted while one
+    /// is in quarantine for `wait`. With fewer, a VM that restores 6,000 pages a second has too few that are due, and
+    /// its faults wait for credits. `limit_pages`: what the VM may hold.
+    pub fn supply(&self, wait: Duration, limit_pages: u64) -> u64 {
+        let flow = (self.rate * wait.as_secs_f64()) as u64;
+        self.supply.max(flow.min(limit_pages / SUPPLY_PART))
     }
 
     /// Returns whether pages are locked while they are copied. Even with no T at all, the guest touched nearly all of
@@ -106,7 +137,11 @@ impl Adaptive {
 
     /// Adapts to faults that wait for credits, in a VM that may hold this many pages. The supply is raised first,
     /// because a larger one still tells hot pages from cold ones; then T is halved.
-    fn faults_wait(&mut self, limit_pages: u64) {
+    fn faults_wait(&mut self, limit_pages: u64, now: Instant) {
+        if self.stepped_at.is_some_and(|at| now.saturating_duration_since(at) < self.wait / STEP_PART) {
+            return;
+        }
+        self.stepped_at = Some(now);
         let most = limit_pages / SUPPLY_PART;
         if self.supply >= most {
             self.halve();
@@ -165,12 +200,12 @@ mod tests {
             adaptive.nearly_all_touched();
         }
         adaptive.begin(true, false, false, 1 << 20, start + UNSEEN / 2);
-        assert!(adaptive.is_forced() && adaptive.wait().is_zero() && adaptive.supply() > 0, "{adaptive:?}");
+        assert!(adaptive.is_forced() && adaptive.wait().is_zero() && adaptive.supply > 0, "{adaptive:?}");
         adaptive.begin(true, false, true, 1 << 20, start + UNSEEN / 2);
         assert!(adaptive.unseen(start + UNSEEN / 2).is_zero(), "others wait");
         // No round asked in between: the VM was far below its limit.
         adaptive.begin(true, false, false, 1 << 20, start + UNSEEN * 2);
-        assert_eq!((adaptive.wait(), adaptive.supply(), adaptive.is_forced()), (T, 0, false));
+        assert_eq!((adaptive.wait(), adaptive.supply, adaptive.is_forced()), (T, 0, false));
     }
 
     #[test]
@@ -186,29 +221,45 @@ mod tests {
 
     #[test]
     fn faults_that_wait_raise_the_supply_to_its_bound_before_they_shorten_the_quarantine() {
-        let mut adaptive = Adaptive::new(T);
+        let (mut adaptive, mut now) = (Adaptive::new(T), Instant::now());
         let limit_pages = 4096;
-        while adaptive.supply() < limit_pages / SUPPLY_PART {
+        while adaptive.supply < limit_pages / SUPPLY_PART {
             assert_eq!(adaptive.wait(), T);
-            adaptive.faults_wait(limit_pages);
+            now += T;
+            adaptive.faults_wait(limit_pages, now);
+            let supply = adaptive.supply;
+            adaptive.faults_wait(limit_pages, now);
+            assert_eq!(adaptive.supply, supply, "no page of the last step can be due yet");
         }
-        adaptive.faults_wait(limit_pages);
-        assert_eq!((adaptive.supply(), adaptive.wait()), (limit_pages / SUPPLY_PART, T / 2));
+        adaptive.faults_wait(limit_pages, now + T);
+        assert_eq!((adaptive.supply, adaptive.wait()), (limit_pages / SUPPLY_PART, T / 2));
         // A VM that may hold next to nothing has no supply, and nothing panics.
         let mut tiny = Adaptive::new(Duration::ZERO);
-        tiny.faults_wait(1);
+        tiny.faults_wait(1, now);
         tiny.relax();
-        assert_eq!((tiny.supply(), tiny.wait()), (0, Duration::ZERO));
+        assert_eq!((tiny.supply, tiny.wait()), (0, Duration::ZERO));
+    }
+
+    #[test]
+    fn the_supply_is_what_is_evicted_in_the_time_of_a_quarantine() {
+        let (mut adaptive, start) = (Adaptive::new(T), Instant::now());
+        let second = Duration::from_secs(1);
+        (0..100).for_each(|round| adaptive.evicted(60, start + second / 10 * round));
+        let supply = adaptive.supply(second, 1 << 20);
+        assert!((580..=620).contains(&supply), "{supply} at 600 pages a second");
+        assert_eq!(adaptive.supply(second, 400), 100, "a quarter of what the VM may hold");
+        adaptive.evicted(0, start + second * 20);
+        assert_eq!(adaptive.supply(second, 1 << 20), 0);
     }
 
     #[test]
     fn within_the_limit_everything_returns_to_its_first_value() {
-        let mut adaptive = Adaptive::new(T);
-        (0..40).for_each(|_| adaptive.faults_wait(1 << 20));
+        let (mut adaptive, now) = (Adaptive::new(T), Instant::now());
+        (0..40).for_each(|step| adaptive.faults_wait(1 << 20, now + T * step));
         (0..2).for_each(|_| adaptive.nearly_all_touched());
-        assert!(adaptive.is_forced() && adaptive.supply() > 0, "{adaptive:?}");
+        assert!(adaptive.is_forced() && adaptive.supply > 0, "{adaptive:?}");
         (0..400).for_each(|_| adaptive.relax());
-        assert_eq!((adaptive.wait(), adaptive.supply(), adaptive.is_forced()), (T, 0, false));
+        assert_eq!((adaptive.wait(), adaptive.supply, adaptive.is_forced()), (T, 0, false));
         assert_eq!(adaptive.batch(), BATCH);
     }
 }

@@ -1,43 +1,43 @@
-//! Candidates: the pages that go into quarantine next. Each guess of the engine proposes some.
+//! Candidates: the pages that go into quarantine next. Heat proposes them, and so does an agent.
 //!
 //! Before: the reclaim worker wants a number of pages. After: it puts those that are returned here into quarantine, and
 //! reports which were evicted.
 //! Threads: the VM's reclaim worker. Units: pages.
-//! Promise: a page of any guess must still stay untouched in quarantine, so a wrong guess costs a fault and no byte.
+//! Promise: a page must still stay untouched in quarantine, so a wrong proposal costs a fault and no byte.
 //!
-//! Three guesses propose pages: the guest's agent, if there is one; heat (the clock, or the oldest of tracking); and
-//! recent refaults ([`refault`](super::refault)), which learns whether its pages or those of heat have the longer
-//! refault interval. What the agent calls cold comes first, until samples show that the guest touches it at once
-//! ([`Trust`]); of these, memory of which it cannot see whether it is used stays in quarantine for longer.
+//! Heat proposes pages: in the order of the clock, or the oldest of tracking. Where the guest has an agent, the pages
+//! that it calls cold come first, until samples show that the guest touches them at once ([`Trust`]). Pages whose
+//! accesses the agent cannot see stay in quarantine for longer.
 //!
 //! | | Below the limit | Above the limit |
 //! |---|---|---|
-//! | the agent reports | its cold pages alone | its cold pages, its least warm ones, then refaults and heat |
-//! | otherwise | refaults and heat's cold pages | refaults and heat |
+//! | the agent reports | its cold pages alone | its cold pages, its least warm ones, then heat's |
+//! | otherwise | heat's cold pages | heat's |
+//!
+//! A page that was restored is a page like any other: it comes up when the clock has gone round. To propose restored
+//! pages first never converges on a load that repeats (`bench real`: 2,600 restores a second for ever, against none).
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use ballast_base::Bytes;
 use ballast_heat::{ColdRun, HeatSource, Pages, Pick};
 
 use crate::agent::hints::Proposed;
 use crate::agent::told::Told;
 use crate::agent::trust::{By, Trust};
-use crate::reclaim::refault::{Guess, Place, RefaultHistory};
+use crate::reclaim::quarantine::Accesses;
 use crate::vm::Vm;
 use crate::vm::table::Table;
 
 /// The candidates of one VM.
 pub(super) struct Candidates {
     vm: Arc<Vm>,
-    guesses: Guesses,
+    proposals: Proposals,
 }
 
-/// The guesses, apart from the VM that they are about.
-struct Guesses {
+/// Who proposes pages, apart from the VM that they are of.
+struct Proposals {
     source: HeatSource,
-    history: RefaultHistory,
     /// Samples of evicted pages; the guest's agent proposed some of them.
     trust: Trust,
 }
@@ -45,33 +45,25 @@ struct Guesses {
 impl Candidates {
     /// The candidates of a VM of which nothing is known yet.
     pub fn new(vm: Arc<Vm>) -> Self {
-        Self { guesses: Guesses::new(HeatSource::new(vm.heat.clone())), vm }
+        Self { proposals: Proposals::new(HeatSource::new(vm.heat.clone())), vm }
     }
 
     /// Returns whether the last pick had to leave heat out, because all of the memory was not sorted yet.
     pub fn is_sorting(&self) -> bool {
-        self.guesses.source.is_sorting()
+        self.proposals.source.is_sorting()
     }
 
-    /// Notes that this page was evicted by this guess, with its neighbours.
-    pub fn evicted(&mut self, guess: Guess, place: Place, now: Instant) {
-        self.guesses.history.guesses.evicted(guess, place, now);
-    }
-
-    /// Takes the refaults since the last call, and judges the guest's agent by them.
-    pub fn take_note(&mut self, limit: Bytes, now: Instant) {
+    /// Judges the guest's agent by the refaults since the last call.
+    pub fn take_note(&mut self, now: Instant) {
         let vm = &self.vm;
-        let (agent, Guesses { history, trust, .. }) = (&vm.mail.agent, &mut self.guesses);
-        // Also one that is ignored: it says which were restored for services of its kernel.
-        let has_port = agent.has_port();
-        history.take_note(&vm.mail.refaults, limit.pages_floor().0, now, |place| {
-            trust.restored(place, now);
-            if has_port {
-                agent.restored(place);
-            }
-        });
-        if !has_port {
+        let (agent, trust) = (&vm.mail.agent, &mut self.proposals.trust);
+        if !agent.has_port() {
             return;
+        }
+        while let Some(place) = vm.mail.refaults.take() {
+            trust.restored(place, now);
+            // Also one that is ignored: it says which were restored for services of its kernel.
+            agent.restored(place);
         }
         let verdict = trust.judge(&Table::of(vm), now);
         let figures = trust.figures();
@@ -87,17 +79,17 @@ impl Candidates {
         agent.judged(figures, verdict.map(|pause| now + pause));
     }
 
-    /// Picks up to about `want` pages, `urgent` of them from any guess that has them. Also returns whether there may be
-    /// more at once: the VM is so large that not all of it was looked at.
-    pub fn pick(&mut self, want: u64, urgent: u64, pick: Pick, now: Instant) -> (Vec<(Guess, ColdRun)>, bool) {
-        self.guesses.pick(&self.vm.mail.agent, &Table::of(&self.vm), want, urgent, pick, now)
+    /// Picks up to about `want` pages. Also returns whether there may be more at once: the VM is so large that not all
+    /// of it was looked at.
+    pub fn pick(&mut self, want: u64, pick: Pick, now: Instant) -> (Vec<(Accesses, ColdRun)>, bool) {
+        self.proposals.pick(&self.vm.mail.agent, &Table::of(&self.vm), want, pick, now)
     }
 }
 
-impl Guesses {
-    /// Guesses that know nothing yet.
+impl Proposals {
+    /// Nothing is known yet.
     fn new(source: HeatSource) -> Self {
-        Self { source, history: RefaultHistory::default(), trust: Trust::default() }
+        Self { source, trust: Trust::default() }
     }
 
     /// [`Candidates::pick`] with this agent, of these pages.
@@ -106,12 +98,11 @@ impl Guesses {
         agent: &Told,
         table: &dyn Pages,
         want: u64,
-        urgent: u64,
         pick: Pick,
         now: Instant,
-    ) -> (Vec<(Guess, ColdRun)>, bool) {
+    ) -> (Vec<(Accesses, ColdRun)>, bool) {
         // If a guest reports, other pages than its cold ones are evicted only if they must be: the least warm ones, and
-        // then those of the host's guesses. The agent knows more of what was restored than that.
+        // then those of heat.
         let (is_reporting, mut of_agent) = (agent.is_reporting(), Proposed::default());
         if is_reporting {
             of_agent = agent.hints().pick(table, want, pick);
@@ -119,26 +110,15 @@ impl Guesses {
         }
         let got = pages(&of_agent.seen) + pages(&of_agent.unseen);
         let want = if is_reporting && pick == Pick::Cold { 0 } else { want.saturating_sub(got) };
-        let urgent = urgent.saturating_sub(got);
-        let asked = self.history.guesses.from_refaults(want, now);
-        let refaulted = self.history.pick(table, asked);
-        let found = pages(&refaulted).min(asked);
-        // The clock makes up for missing refaults, but only for pages that must be evicted now.
-        let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
-        let (warm, mut has_more, mut of_host) = (want - asked + more, false, Vec::new());
-        if warm > 0 {
-            has_more = self.source.pick(table, warm, pick, &mut of_host);
+        let (mut has_more, mut of_host) = (false, Vec::new());
+        if want > 0 {
+            has_more = self.source.pick(table, want, pick, &mut of_host);
             if agent.has_port() {
                 self.trust.picked(By::Host, &of_host, table, now);
             }
         }
-        let all = [
-            (Guess::Clock, of_agent.seen),
-            (Guess::Unseen, of_agent.unseen),
-            (Guess::Clock, of_host),
-            (Guess::Refaulted, refaulted),
-        ];
-        let runs = all.into_iter().flat_map(|(guess, runs)| runs.into_iter().map(move |run| (guess, run)));
+        let all = [(Accesses::Seen, of_agent.seen), (Accesses::Unseen, of_agent.unseen), (Accesses::Seen, of_host)];
+        let runs = all.into_iter().flat_map(|(accesses, runs)| runs.into_iter().map(move |run| (accesses, run)));
         (runs.collect(), has_more)
     }
 }
@@ -153,9 +133,8 @@ mod tests {
     use super::*;
     use crate::agent::hints::Hints;
     use crate::agent::places::Places;
-    use crate::reclaim::refault::Refaults;
     use ballast_base::guest::GuestRange;
-    use ballast_base::{PageIdx, PageRange};
+    use ballast_base::{Bytes, PageIdx, PageRange};
     use ballast_guest::run::{COLD, HOTTEST};
     use ballast_guest::{Kind, Run};
     use ballast_heat::{Settings, VmHeat, touched};
@@ -176,8 +155,8 @@ mod tests {
         }
 
         /// These pages are in quarantine now, or far. Returns them, in order.
-        fn take(&self, picked: Vec<(Guess, ColdRun)>) -> Vec<u64> {
-            let pages = |(_, run): &(Guess, ColdRun)| run.pages.start().0..run.pages.end().0;
+        fn take(&self, picked: Vec<(Accesses, ColdRun)>) -> Vec<u64> {
+            let pages = |(_, run): &(Accesses, ColdRun)| run.pages.start().0..run.pages.end().0;
             let taken: Vec<u64> = picked.iter().flat_map(pages).collect();
             taken.iter().for_each(|page| self.0.borrow_mut()[*page as usize] = None);
             taken
@@ -206,8 +185,8 @@ mod tests {
         }
     }
 
-    fn guesses() -> Guesses {
-        Guesses::new(HeatSource::new(Arc::new(VmHeat::new(Settings::default(), 1))))
+    fn proposals() -> Proposals {
+        Proposals::new(HeatSource::new(Arc::new(VmHeat::new(Settings::default(), 1))))
     }
 
     /// An agent with this report.
@@ -230,8 +209,8 @@ mod tests {
         Run { page: GUEST + page, count, kind, level }
     }
 
-    fn pick(guesses: &mut Guesses, told: &Told, memory: &Memory, want: u64, pick: Pick) -> Vec<u64> {
-        let (picked, has_more) = guesses.pick(told, memory, want, want, pick, Instant::now());
+    fn pick(proposals: &mut Proposals, told: &Told, memory: &Memory, want: u64, pick: Pick) -> Vec<u64> {
+        let (picked, has_more) = proposals.pick(told, memory, want, pick, Instant::now());
         assert!(!has_more, "this memory is small");
         memory.take(picked)
     }
@@ -253,27 +232,23 @@ mod tests {
     }
 
     #[test]
-    fn above_the_limit_the_least_warm_pages_of_a_report_go_before_the_hosts_guesses() {
-        let (mut guesses, told, memory) = (guesses(), agent(levels()), Memory::new());
-        // A page that was restored a moment ago, which the host would take at once.
-        let refaults = Refaults::default();
-        (40..44).for_each(|page| refaults.push((0, PageIdx(page)), 5000));
-        guesses.history.take_note(&refaults, PAGES, Instant::now(), |_| ());
-        let mut pick = |want| pick(&mut guesses, &told, &memory, want, Pick::Any);
+    fn above_the_limit_the_least_warm_pages_of_a_report_go_before_the_hosts() {
+        let (mut proposals, told, memory) = (proposals(), agent(levels()), Memory::new());
+        let mut pick = |want| pick(&mut proposals, &told, &memory, want, Pick::Any);
         assert_eq!(pick(4), pages_of(&[8..10, 6..8]), "cold, in the order of the report");
         assert_eq!(pick(4), pages_of(&[12..14, 4..6]), "then the least warm level");
         assert_eq!(pick(4), pages_of(&[14..16, 2..4]), "to the warmest");
         let of_host = pick(8);
-        assert_eq!(of_host, pages_of(&[0..2, 10..12, 40..44]), "the clock, and what was restored");
+        assert_eq!(of_host, pages_of(&[0..2, 10..12, 16..20]), "the clock");
         assert_eq!(pick(99).len() as u64, PAGES - 20, "in the end all");
     }
 
     #[test]
-    fn below_the_limit_only_what_the_agent_calls_cold_goes_and_without_an_agent_the_hosts_guesses() {
-        let (mut guesses, told, memory) = (guesses(), agent(levels()), Memory::new());
-        let mut pick = |want| pick(&mut guesses, &told, &memory, want, Pick::Cold);
+    fn below_the_limit_only_what_the_agent_calls_cold_goes_and_without_an_agent_the_hosts() {
+        let (mut proposals, told, memory) = (proposals(), agent(levels()), Memory::new());
+        let mut pick = |want| pick(&mut proposals, &told, &memory, want, Pick::Cold);
         assert_eq!(pick(99), pages_of(&[8..10, 6..8, 12..14]));
-        assert_eq!(pick(99), [], "however many are wanted");
+        assert_eq!(pick(99), Vec::<u64>::new(), "however many are wanted");
         told.set_reporting(false);
         assert_eq!(pick(4), [0, 1, 2, 3], "of an agent that is silent or ignored nothing counts");
     }
@@ -281,17 +256,17 @@ mod tests {
     #[test]
     fn the_agents_cold_pages_are_samples_of_its_own_and_its_warm_and_unknown_ones_nobodys() {
         let unknown = [run(10, 2, Kind::Other, COLD)];
-        let (mut guesses, memory) = (guesses(), Memory::new());
+        let (mut proposals, memory) = (proposals(), Memory::new());
         let told = agent(unknown.into_iter().chain(levels()).collect());
-        let (picked, _) = guesses.pick(&told, &memory, 20, 20, Pick::Any, Instant::now());
-        let unseen: Vec<_> = picked.iter().filter(|(guess, _)| *guess == Guess::Unseen).copied().collect();
+        let (picked, _) = proposals.pick(&told, &memory, 20, Pick::Any, Instant::now());
+        let unseen: Vec<_> = picked.iter().filter(|(accesses, _)| *accesses == Accesses::Unseen).copied().collect();
         memory.take(picked);
         assert_eq!(memory.take(unseen), [10, 11]);
         // All are back at once.
         *memory.0.borrow_mut() = vec![Some(touched(0)); PAGES as usize];
         let later = Instant::now() + crate::agent::trust::SOON;
-        assert_eq!(guesses.trust.judge(&memory, later), None);
-        let (by_agent, by_host) = guesses.trust.figures();
+        assert_eq!(proposals.trust.judge(&memory, later), None);
+        let (by_agent, by_host) = proposals.trust.figures();
         assert_eq!((by_agent.judged, by_agent.wrong), (6, 6));
         assert!((1..=6).contains(&by_host.judged) && by_host.wrong == by_host.judged, "{by_host:?}");
     }
@@ -301,13 +276,13 @@ mod tests {
         let whole = Run { page: 0, count: u32::MAX, kind: Kind::Free, level: COLD };
         let foreign = Run { page: 1 << 39, count: 9, kind: Kind::Free, level: COLD };
         let unproved = Run { page: 1000, count: 32, kind: Kind::Free, level: COLD };
-        let (mut guesses, memory) = (guesses(), Memory::new());
+        let (mut proposals, memory) = (proposals(), Memory::new());
         let told = agent(vec![foreign, unproved, whole, run(0, 32, Kind::Anon, HOTTEST), whole]);
         // It was in use in quarantine a moment ago, whatever the guest says.
         memory.0.borrow_mut()[5] = Some(touched(0));
-        assert_eq!(pick(&mut guesses, &told, &memory, 99, Pick::Cold), pages_of(&[0..5, 6..32]));
-        assert_eq!(pick(&mut guesses, &told, &memory, 99, Pick::Cold), []);
-        let mut rest = pick(&mut guesses, &told, &memory, 99, Pick::Any);
+        assert_eq!(pick(&mut proposals, &told, &memory, 99, Pick::Cold), pages_of(&[0..5, 6..32]));
+        assert_eq!(pick(&mut proposals, &told, &memory, 99, Pick::Cold), []);
+        let mut rest = pick(&mut proposals, &told, &memory, 99, Pick::Any);
         rest.sort_unstable();
         assert_eq!(rest, pages_of(&[5..6, 32..64]));
     }
@@ -321,10 +296,10 @@ mod tests {
             let report = runs.iter().map(|(page, count, level)| {
                 Run { page: *page, count: *count, kind: Kind::Anon, level: *level }
             });
-            let (mut guesses, told, memory) = (guesses(), agent(report.collect()), Memory(RefCell::new(ages)));
+            let (mut proposals, told, memory) = (proposals(), agent(report.collect()), Memory(RefCell::new(ages)));
             for want in wants {
                 let there = memory.0.borrow().clone();
-                let (picked, _) = guesses.pick(&told, &memory, want, want, Pick::Any, Instant::now());
+                let (picked, _) = proposals.pick(&told, &memory, want, Pick::Any, Instant::now());
                 let mut taken = memory.take(picked);
                 prop_assert!(taken.iter().all(|page| there[*page as usize].is_some()));
                 taken.sort_unstable();
@@ -334,7 +309,7 @@ mod tests {
                 prop_assert!(!taken.is_empty() || all == 0);
             }
             for _ in 0..3 * PAGES {
-                let (picked, _) = guesses.pick(&told, &memory, 9, 9, Pick::Any, Instant::now());
+                let (picked, _) = proposals.pick(&told, &memory, 9, Pick::Any, Instant::now());
                 memory.take(picked);
             }
             prop_assert!(memory.0.borrow().iter().all(Option::is_none), "all that must go has gone");

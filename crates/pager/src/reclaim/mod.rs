@@ -2,7 +2,7 @@
 //!
 //! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop. `candidates` picks
 //! pages, `quarantine` has them zapped and holds them for T, `adaptive` shortens T above the limit, and `effort` keeps
-//! fewer pages there below it. `refault` and `interval` know which pages refault and how soon, `kept` and `pinned`
+//! fewer pages there below it. `refault` tells the agent what refaulted, `interval` how soon, `kept` and `pinned`
 //! which pages must stay, `growth` that a VM at rest holds more, `pace` whether a client's reply begins a round, and
 //! `failures` which failures are reported.
 //! Threads: one reclaim worker for each VM. Promise: a page is evicted only after its quarantine.
@@ -22,9 +22,11 @@ pub mod refault;
 pub mod worker;
 
 use ballast_base::Bytes;
-use ballast_base::units::{GIB, MIB};
+use ballast_base::units::MIB;
 
-/// Distance between the limit and the low watermark: 1/32 of the limit, between 1 MiB and 256 MiB.
+/// Distance between the limit and the low watermark: 1/256 of the limit, at least 1 MiB. Memory below the limit that
+/// the guest may not use is lost to it: with 1/32, Redis at 80 % of its memory restored 400 to 1,600 pages a second that
+/// it did not restore with 1/256.
 fn margin(limit: Bytes) -> Bytes {
-    Bytes((limit.0 / 32).clamp(MIB, GIB / 4))
+    Bytes((limit.0 / 256).max(MIB))
 }

@@ -17,7 +17,6 @@ use ballast_heat::ColdRun;
 use ballast_page::evict::{quarantine, release};
 use ballast_page::page_state::{State, Ticket, Word};
 
-use crate::reclaim::refault::Guess;
 use crate::run::pool::pause;
 use crate::vm::peer::Zap;
 use crate::vm::region::Region;
@@ -29,20 +28,29 @@ use crate::vm::{Layout, Vm};
 /// one punch of this size, some 20 us.
 const EVICT_RUN: u64 = 64;
 
+/// Whether anybody sees the accesses to a page before it is in quarantine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Accesses {
+    /// The host or the guest's agent saw none for a while.
+    Seen,
+    /// The guest's agent cannot see whether its kernel uses the page.
+    Unseen,
+}
+
 /// Pages zapped together.
 struct Batch {
     ticket: Ticket,
     /// The generation of the VM's views at the zap.
     generation: u64,
     zapped_at: Instant,
-    runs: Vec<(Guess, ColdRun)>,
+    runs: Vec<(Accesses, ColdRun)>,
 }
 
 /// Pages in Quarantine that the clients have been asked to zap.
 struct Zapping {
     ticket: Ticket,
     generation: u64,
-    runs: Vec<(Guess, ColdRun)>,
+    runs: Vec<(Accesses, ColdRun)>,
     /// Clients that have not replied.
     asked: Vec<(Arc<View>, Box<dyn Zap>)>,
 }
@@ -50,7 +58,7 @@ struct Zapping {
 /// Pages whose quarantine is over.
 pub(super) struct Due {
     pub ticket: Ticket,
-    pub guess: Guess,
+    pub accesses: Accesses,
     pub region: Arc<Region>,
     pub run: PageRange,
 }
@@ -59,7 +67,7 @@ pub(super) struct Due {
 pub(super) struct Quarantine {
     vm: Arc<Vm>,
     batches: VecDeque<Batch>,
-    /// Those of [`Guess::Unseen`].
+    /// Those of [`Accesses::Unseen`].
     unseen: VecDeque<Batch>,
     /// Pages that clients are zapping.
     zapping: Option<Zapping>,
@@ -96,7 +104,11 @@ impl Quarantine {
     ///
     /// # Errors
     /// The kernel cannot register memory, or a client cannot be asked. Then none of the pages is in quarantine.
-    pub fn put(&mut self, layout: Layout<'_>, picked: impl Iterator<Item = (Guess, ColdRun)>) -> std::io::Result<u64> {
+    pub fn put(
+        &mut self,
+        layout: Layout<'_>,
+        picked: impl Iterator<Item = (Accesses, ColdRun)>,
+    ) -> std::io::Result<u64> {
         let vm = self.vm.clone();
         let (views, generation) = (vm.views(), vm.generation());
         let ticket = vm.ticket();
@@ -139,12 +151,12 @@ impl Quarantine {
     /// Moves those of these pages that are Resident to Quarantine with this ticket. Called under the lock of `layout`.
     fn mark(
         &self,
-        picked: impl Iterator<Item = (Guess, ColdRun)>,
+        picked: impl Iterator<Item = (Accesses, ColdRun)>,
         ticket: Ticket,
-    ) -> std::io::Result<Vec<(Guess, ColdRun)>> {
+    ) -> std::io::Result<Vec<(Accesses, ColdRun)>> {
         let vm = &self.vm;
-        let mut marked: Vec<(Guess, ColdRun)> = Vec::with_capacity(picked.size_hint().0);
-        for (guess, run) in picked {
+        let mut marked: Vec<(Accesses, ColdRun)> = Vec::with_capacity(picked.size_hint().0);
+        for (accesses, run) in picked {
             let Some(region) = vm.region(run.region) else { continue };
             // Memory is registered before the first word is Quarantine: a page that is not registered must never be
             // zapped or far.
@@ -162,10 +174,12 @@ impl Quarantine {
                     continue;
                 }
                 match marked.last_mut() {
-                    Some((same, last)) if *same == guess && last.region == run.region && last.pages.end() == page => {
+                    Some((same, last))
+                        if *same == accesses && last.region == run.region && last.pages.end() == page =>
+                    {
                         last.pages = PageRange::of(last.pages.start(), last.pages.count() + count);
                     }
-                    _ => marked.push((guess, ColdRun { region: run.region, pages: PageRange::of(page, count) })),
+                    _ => marked.push((accesses, ColdRun { region: run.region, pages: PageRange::of(page, count) })),
                 }
                 vm.ledger().moved(State::Resident, State::Quarantine, count);
             }
@@ -204,7 +218,8 @@ impl Quarantine {
             }
         }
         let Zapping { generation, runs, .. } = zapping;
-        let (unseen, seen): (Vec<_>, Vec<_>) = runs.into_iter().partition(|(guess, _)| *guess == Guess::Unseen);
+        let (unseen, seen): (Vec<_>, Vec<_>) =
+            runs.into_iter().partition(|(accesses, _)| *accesses == Accesses::Unseen);
         for (batches, mut runs) in [(&mut self.batches, seen), (&mut self.unseen, unseen)] {
             if runs.is_empty() {
                 continue;
@@ -284,7 +299,7 @@ fn next_due(vm: &Vm, batches: &mut VecDeque<Batch>, wait: Duration, whole: bool,
         if vm.held().is_some() || in_quarantine < wait {
             return None;
         }
-        let Some((guess, cold)) = batch.runs.pop() else {
+        let Some((accesses, cold)) = batch.runs.pop() else {
             batches.pop_front();
             continue;
         };
@@ -299,14 +314,14 @@ fn next_due(vm: &Vm, batches: &mut VecDeque<Batch>, wait: Duration, whole: bool,
         let run = PageRange::of(start, most).before(cold.pages.end()).before(unit_end);
         let rest = ColdRun { pages: cold.pages.from(run.end()), ..cold };
         if !rest.pages.is_empty() {
-            batch.runs.push((guess, rest));
+            batch.runs.push((accesses, rest));
         }
-        return Some(Due { ticket: batch.ticket, guess, region, run });
+        return Some(Due { ticket: batch.ticket, accesses, region, run });
     }
 }
 
 /// Takes pages out of quarantine again. A minor fault maps those that were already zapped.
-fn unmark(vm: &Vm, runs: &[(Guess, ColdRun)], ticket: Ticket) {
+fn unmark(vm: &Vm, runs: &[(Accesses, ColdRun)], ticket: Ticket) {
     for (_, run) in runs {
         // The words of one that was unplugged have given their memory back: to read them would take some again.
         if let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) {
@@ -350,7 +365,7 @@ mod tests {
         let vm = vm();
         let mut quarantine = Quarantine::new(vm.clone());
         let run = |guess, page| (guess, ColdRun { region: 0, pages: PageRange::of(PageIdx(page), 4) });
-        let runs = vec![run(Guess::Unseen, 0), run(Guess::Clock, 4)];
+        let runs = vec![run(Accesses::Unseen, 0), run(Accesses::Seen, 4)];
         let (ticket, generation, asked) = (vm.ticket(), vm.generation(), Vec::new());
         quarantine.zapping = Some(Zapping { ticket, generation, runs, asked });
         let (t, longer, now) = (Duration::from_millis(10), Duration::from_secs(1), Instant::now());
@@ -359,9 +374,9 @@ mod tests {
         let mut due =
             |after| quarantine.due(t, longer, false, after).map(|due| (due.guess, due.run.start().0, due.run.count()));
         assert_eq!(due(now), None);
-        assert_eq!(due(later + t), Some((Guess::Clock, 4, 4)));
+        assert_eq!(due(later + t), Some((Accesses::Seen, 4, 4)));
         assert_eq!(due(now + longer), None);
-        assert_eq!(due(later + longer), Some((Guess::Unseen, 0, 4)));
+        assert_eq!(due(later + longer), Some((Accesses::Unseen, 0, 4)));
         assert!(due(later + longer).is_none() && !quarantine.is_waiting());
     }
 

@@ -37,8 +37,7 @@ use crate::reclaim::failures::Failures;
 use crate::reclaim::interval;
 use crate::reclaim::pace::Pace;
 use crate::reclaim::pinned::{self, Asked};
-use crate::reclaim::quarantine::{Due, Quarantine};
-use crate::reclaim::refault::Guess;
+use crate::reclaim::quarantine::{Accesses, Due, Quarantine};
 use crate::run::pool::thread::go_first;
 use crate::run::queue::Next;
 use crate::vm::stats::Counter;
@@ -252,8 +251,8 @@ impl ReclaimWorker {
         }
         let low = limit.0.saturating_sub(margin);
         self.is_low = resident <= low;
-        // Also where nothing need be evicted: the refaults of earlier evictions are judged.
-        self.candidates.take_note(limit, now);
+        // Also where nothing need be evicted: the agent is judged by the refaults of earlier evictions.
+        self.candidates.take_note(now);
         if self.is_low {
             if resident + 2 * margin <= low {
                 // Far below: the limit was raised, or the guest freed much. Quarantine is not needed.
@@ -269,14 +268,15 @@ impl ReclaimWorker {
         let others_wait = vm.mail.others_wait.load(Ordering::Relaxed);
         self.adaptive.begin(over_limit, is_short, others_wait, limit.pages_floor().0, now);
         let evicted = self.drain(excess, over_limit, now)?;
-        let all = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.adaptive.supply();
+        self.adaptive.evicted(evicted, now);
+        let supply = self.adaptive.supply(vm.tuning.quarantine, limit.pages_floor().0);
+        let all = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + supply;
         let (watched, hits) = (vm.stats().get(Counter::Quarantined), vm.stats().get(Counter::QuarantineHits));
         let wanted = if over_limit { self.effort.all(all, hits) } else { self.effort.part_of(all, hits, evicted) };
         let (mut zapped, mut is_cut) = (0, false);
         if watched < wanted && !self.quarantine.is_zapping() {
-            let urgent = (excess - evicted.min(excess)).saturating_sub(watched).max(1);
             let pick = if over_limit { Pick::Any } else { Pick::Cold };
-            (zapped, is_cut) = self.top_up((wanted - watched).min(self.adaptive.batch()), urgent, pick)?;
+            (zapped, is_cut) = self.top_up((wanted - watched).min(self.adaptive.batch()), pick)?;
         }
         if self.has_more || is_cut && (over_limit || self.candidates.is_sorting()) {
             self.pace.searched += now.elapsed();
@@ -366,7 +366,7 @@ impl ReclaimWorker {
             // This is computed for each run: the VM may begin to pin pages.
             let wait = self.wait_for(over_limit.then(|| self.adaptive.wait()));
             let due = self.quarantine.due(wait, unseen, !over_limit, now);
-            let Some(Due { ticket, guess, region, run }) = due else { break };
+            let Some(Due { ticket, accesses, region, run }) = due else { break };
             let granule_of = |page| region.granule(page);
             let first = vm.stores.first();
             let to = To { number: first.number, store: &*first.store, since: interval::stamp() };
@@ -380,13 +380,10 @@ impl ReclaimWorker {
             }
             let held = evicted.held.len() as u64 * region.granule_pages();
             vm.ledger().evicted(&evicted, region.granule_pages());
-            if evicted.far == run.count() {
-                self.candidates.evicted(guess, (region.number, run.start()), Instant::now());
-            }
             let went = evicted.far + evicted.zero;
             gone += went;
             // Memory that waited for longer says nothing of T.
-            if guess != Guess::Unseen || unseen.is_zero() {
+            if accesses != Accesses::Unseen || unseen.is_zero() {
                 judged = (judged.0 + run.count() - held, judged.1 + went);
             }
             let refused = evicted.store_full || evicted.store_busy;
@@ -436,14 +433,14 @@ impl ReclaimWorker {
         self.quarantine.release_all();
     }
 
-    /// Puts some `want` more pages into quarantine, `urgent` of any guess. Returns how many, and if there may be more.
-    fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<(u64, bool)> {
+    /// Puts some `want` more pages into quarantine. Returns how many, and whether there may be more.
+    fn top_up(&mut self, want: u64, pick: Pick) -> std::io::Result<(u64, bool)> {
         let vm = self.vm.clone();
         let layout = vm.layout();
         if vm.views().is_empty() || vm.held().is_some() {
             return Ok((0, false));
         }
-        let (picked, is_cut) = self.candidates.pick(want, urgent, pick, Instant::now());
+        let (picked, is_cut) = self.candidates.pick(want, pick, Instant::now());
         Ok((self.quarantine.put(layout, picked.into_iter())?, is_cut))
     }
 }

@@ -1,6 +1,6 @@
 //! Run: the work for all VMs, on few threads.
 //!
-//! Before: a VM has work that no fault waits for (reclaim, prefetch, scans, spill), or that may wait (a disk, an
+//! Before: a VM has work that no fault waits for (reclaim, scans, spill), or that may wait (a disk, an
 //! order). After: a thread of the pool has done a piece of it. Threads: see [`pool`]. Promise: a task with nothing to
 //! do costs no thread and no wake-up. However many tasks of one VM are ready, they delay another VM's by a piece of
 //! work each at most.

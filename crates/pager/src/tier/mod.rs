@@ -5,6 +5,7 @@
 //! slow store.
 //! Promise: moving a copy costs time, never bytes.
 
+mod cluster;
 pub mod live;
 mod overdue;
 pub(crate) mod slow;

@@ -14,7 +14,7 @@
 //! at two nodes where a chunk ends. No page is requested more than 128 pages ahead.
 //!
 //! *Clustered prefetch.* A thread in no order gets the other pages of the same 64 KiB, or 2 MiB, if the engine has
-//! measured that they are wanted together (`fault/cluster.rs`): a guest that was idle wakes up so.
+//! measured that they are wanted together (`cluster.rs`): a guest that was idle wakes up so.
 
 use std::cell::RefCell;
 use std::io;
@@ -69,7 +69,7 @@ struct Waits<'a>(&'a Vm, &'a View);
 
 impl Drop for Waits<'_> {
     fn drop(&mut self) {
-        self.1.stall.update(self.0.stats(), |waiters| waiters.slow = waiters.slow.saturating_sub(1));
+        self.1.stall.update(self.0.stats(), Instant::now(), |waiters| waiters.slow = waiters.slow.saturating_sub(1));
     }
 }
 

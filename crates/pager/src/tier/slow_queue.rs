@@ -6,10 +6,11 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use ballast_base::PageRange;
 
-use crate::fault::cluster::Cluster;
+use super::cluster::Cluster;
 use crate::fault::readahead::Readahead;
 use crate::fault::stall::PendingFault;
 use crate::run::pool::Notifier;
@@ -77,7 +78,7 @@ pub struct SlowQueue {
 
 impl Default for SlowQueue {
     fn default() -> Self {
-        let (readahead, cluster) = (Mutex::new(Readahead::slow()), Mutex::new(Cluster::slow()));
+        let (readahead, cluster) = (Mutex::new(Readahead::slow()), Mutex::<Cluster>::default());
         Self { queue: Mutex::default(), readahead, cluster, notifiers: Default::default() }
     }
 }
@@ -111,7 +112,7 @@ impl Queue {
 impl SlowQueue {
     /// Takes a fault over from its view's fault worker.
     pub(crate) fn take(&self, stats: Stats<'_>, view: &Arc<View>, pending: PendingFault) {
-        view.stall.update(stats, |waiters| waiters.slow += 1);
+        view.stall.update(stats, Instant::now(), |waiters| waiters.slow += 1);
         self.notify_after(|queue| queue.faults.push_back((view.clone(), pending)), |_| true);
     }
 
@@ -128,7 +129,7 @@ impl SlowQueue {
         let Queue { faults, .. } = std::mem::take(&mut *self.lock());
         let mut views = Vec::<Arc<View>>::new();
         for (view, _) in faults {
-            view.stall.update(stats, |waiters| waiters.slow = waiters.slow.saturating_sub(1));
+            view.stall.update(stats, Instant::now(), |waiters| waiters.slow = waiters.slow.saturating_sub(1));
             if !views.iter().any(|known| Arc::ptr_eq(known, &view)) {
                 views.push(view);
             }

@@ -74,13 +74,11 @@ impl Ledger<'_> {
             return Duration::ZERO;
         }
         let took = since.elapsed();
-        stats.record(Latency::Fault, took);
         if matches!(served, Served::Restored | Served::Filled { .. } | Served::Zeroed | Served::Fresh) {
             self.vm.mail.charge(pages);
         }
-        if matches!(served, Served::Restored | Served::Filled { .. }) {
-            stats.record(Latency::Restore, took);
-        }
+        let is_restore = matches!(served, Served::Restored | Served::Filled { .. });
+        stats.record(if is_restore { Latency::Restore } else { Latency::Other }, took);
         match outcome.moved {
             Some(moved) if served == Served::Restored => self.refaulted(region, page, &[moved]),
             _ => Duration::ZERO,
@@ -126,10 +124,13 @@ impl Ledger<'_> {
     /// Neighbouring granules were restored, from `first` on. Returns the sum of their refault intervals.
     fn refaulted(self, region: &Region, first: PageIdx, moves: &[Move]) -> Duration {
         let (now_ms, mut interval_ms, mut milli_hz, mut soon) = (interval::now_ms(), 0, 0, 0);
+        let has_agent = self.vm.mail.agent.has_port();
         for (at, moved) in moves.iter().enumerate() {
             let page = PageIdx(first.0 + at as u64 * region.granule_pages());
             let this_ms = region.departures().refault_ms(page.0, moved.from.age(), now_ms);
-            self.vm.mail.refaults.push((region.number, page), this_ms);
+            if has_agent {
+                self.vm.mail.refaults.push((region.number, page));
+            }
             interval_ms += this_ms;
             milli_hz += interval::milli_hz(this_ms);
             soon += if this_ms < interval::SOON_MS { region.granule_pages() } else { 0 };

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::agent::told::Told;
-use crate::fault::prefetch_queue::PrefetchQueue;
 use crate::fault::throttle::Throttle;
 use crate::reclaim::refault::Refaults;
 use crate::run::pool::Notifier;
@@ -22,9 +21,8 @@ const AWAKE: u64 = 0;
 /// | Mailbox | From | To |
 /// |---|---|---|
 /// | `touches` | fault workers | tracking worker |
-/// | `prefetch` | fault workers | prefetch worker |
 /// | `slow` | fault workers | slow workers |
-/// | `refaults` | fault, slow and prefetch workers | reclaim worker |
+/// | `refaults` | fault and slow workers | reclaim worker |
 /// | `throttle` | reclaim worker | fault workers |
 /// | `over_limit` | reclaim worker | tracking, readahead |
 /// | `spill` | reclaim worker | spill worker |
@@ -38,7 +36,6 @@ const AWAKE: u64 = 0;
 #[derive(Debug, Default)]
 pub(crate) struct Mailboxes {
     pub touches: Arc<Touches>,
-    pub prefetch: PrefetchQueue,
     pub slow: SlowQueue,
     pub refaults: Refaults,
     pub throttle: Throttle,

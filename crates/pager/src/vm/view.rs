@@ -151,10 +151,15 @@ impl View {
 
     /// The region and page at an address.
     pub fn find(&self, addr: Hva) -> Option<(u32, PageIdx)> {
+        self.find_mapped(addr).map(|(region, page, _)| (region, page))
+    }
+
+    /// The region and page at an address, and where the region is mapped here.
+    pub(crate) fn find_mapped(&self, addr: Hva) -> Option<(u32, PageIdx, Hva)> {
         let spans = self.spans.read().expect("no panic while held");
         let at = spans.partition_point(|span| span.0 <= addr).checked_sub(1)?;
         let (start, end, region) = spans[at];
-        (addr < end).then(|| (region, PageIdx::containing(addr.0 - start.0)))
+        (addr < end).then(|| (region, PageIdx::containing(addr.0 - start.0), start))
     }
 
     /// Where a region begins in this view.

@@ -17,7 +17,6 @@ use ballast_sys::clock::cpu_time;
 use super::Vm;
 use super::listened::{DiscardWorker, Input, Listened};
 use crate::agent::worker::AgentWorker;
-use crate::fault::prefetch::PrefetchWorker;
 use crate::reclaim::growth;
 use crate::reclaim::worker::ReclaimWorker;
 use crate::run::pool::{Notifier, Task};
@@ -81,7 +80,6 @@ impl Vm {
         self.life.set_alone();
         self.add_task("reclaim", Some(&mail.reclaim), ReclaimWorker::new, ReclaimWorker::run)?;
         growth::watch(self)?;
-        self.add_task("prefetch", Some(&mail.prefetch.notifier), PrefetchWorker::new, PrefetchWorker::run)?;
         self.add_task("coalesce", Some(&mail.coalesce), CoalesceWorker::new, CoalesceWorker::run)?;
         self.add_task("track", Some(&mail.track), TrackWorker::new, TrackWorker::run)?;
         self.add_task("agent", Some(&mail.agent.notifier), AgentWorker::new, AgentWorker::run)?;

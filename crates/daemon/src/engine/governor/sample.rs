@@ -125,7 +125,7 @@ fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, ela
     let views = vm.views();
     let pids: Vec<u32> = views.iter().map(|view| view.pid).collect();
 
-    // Prefetch saves a guest the faults, not the memory: pages that it reads in order come back nearly without faults.
+    // Readahead saves a guest the faults, not the memory: pages that it reads in order come back nearly without faults.
     let restores = stats.get(Counter::FaultRestore) + stats.get(Counter::Prefetched);
     let mut now =
         Seen { stall_ns: stats.get(Counter::StallSomeNs), kernel_us: kernel_stall::some_us(&pids), ..Seen::default() };

@@ -1,10 +1,11 @@
 //! Clustered prefetch: decides whether to bring back pages together that were evicted together.
 //!
-//! Before: a fault worker restored a page of a near store, or a slow worker one of a disk or a cluster. After: it knows
-//! which pages beside it, of stores of the same kind, to request from the prefetch worker, or from another slow worker.
-//! Threads: each userfaultfd has its own, and all slow workers of a VM share one. Units: a *window* is an aligned group
-//! of [`WINDOW`] pages.
-//! Promise: it reads no page and waits for nothing. (Sequential touches need no guess: see [`super::readahead`].)
+//! Before: a slow worker restored a page of a disk or a cluster. After: it knows which pages beside it, of slow stores,
+//! to request from another slow worker.
+//! Threads: all slow workers of a VM share one. Units: a *window* is an aligned group of [`WINDOW`] pages.
+//! Promise: it reads no page and waits for nothing. (Sequential touches need no guess: see [`crate::fault::readahead`].)
+//! Pages of near stores are never prefetched: a real program in a limit lost by it (`bench real`), because each page that
+//! comes unasked drives out another.
 //!
 //! Pages are evicted in runs, so neighbours left together. The engine measures all the time whether the guest wants
 //! them together: it leaves some windows alone after their first restore, and counts the pages of the window that are
@@ -20,8 +21,10 @@ use std::time::{Duration, Instant};
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 
-use super::prefetch_queue::WINDOW;
 use crate::vm::region::Region;
+
+/// Pages of a window: 64 KiB.
+const WINDOW: u64 = 16;
 
 /// Share of a window's far pages that must be wanted soon for prefetch to pay: bringing one back in a run costs about a
 /// quarter of a fault. From a slow store it costs less, but a page that came for nothing is also written there again.
@@ -111,23 +114,16 @@ pub struct Cluster {
     wide: Gain,
     /// The refault interval, in seconds.
     interval_s: f64,
-    /// Is this page one of those that it is about?
-    is_far: fn(&Region, PageIdx) -> bool,
 }
 
 impl Default for Cluster {
     fn default() -> Self {
         let interval_s = (HORIZON * SOON_PART).as_secs_f64();
-        Self { near: Gain::default(), wide: Gain::default(), interval_s, is_far: Region::is_near_and_free }
+        Self { near: Gain::default(), wide: Gain::default(), interval_s }
     }
 }
 
 impl Cluster {
-    /// The same for pages of slow stores.
-    pub fn slow() -> Self {
-        Self { is_far: Region::is_slow_and_free, ..Self::default() }
-    }
-
     /// A page was restored that had been far for this long; `tight`: the VM is near its limit. Returns what else to
     /// bring back, the most urgent last.
     pub fn restored(
@@ -143,13 +139,12 @@ impl Cluster {
         let soon = if tight { part.clamp(SOONEST, HORIZON) } else { HORIZON };
         let window = page.0 / WINDOW;
         let near = PageRange::of(PageIdx(window * WINDOW), WINDOW).before(region.range().end());
-        let is_far = self.is_far;
-        let far = || near.iter().filter(|page| is_far(region, *page)).count() as u64;
+        let far = || near.iter().filter(|page| region.is_slow_and_free(*page)).count() as u64;
         // A window counts once towards its 2 MiB, however many of its pages are wanted.
         let Some(pays) = self.near.restored((region.number, window), far, soon, now) else { return Vec::new() };
         let unit = page.0 / PAGES_PER_UNIT;
         let all = PageRange::of_unit(unit).before(region.range().end());
-        let windows = || all.step_by(WINDOW).filter(|page| is_far(region, *page)).count();
+        let windows = || all.step_by(WINDOW).filter(|page| region.is_slow_and_free(*page)).count();
         let wide = self.wide.restored((region.number, unit), || windows() as u64, soon, now) == Some(true);
         match (pays, wide) {
             (true, true) => vec![all.before(near.start()), all.from(near.end()), near],
@@ -158,7 +153,7 @@ impl Cluster {
         }
     }
 
-    /// A thread reads the memory around this page in order; [`super::readahead`] brings its pages back.
+    /// A thread reads the memory around this page in order; [`crate::fault::readahead`] brings its pages back.
     pub fn read_in_order(&mut self, region: &Region, page: PageIdx) {
         self.near.give_up((region.number, page.0 / WINDOW));
         self.wide.give_up((region.number, page.0 / PAGES_PER_UNIT));
