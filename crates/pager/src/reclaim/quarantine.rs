@@ -372,7 +372,7 @@ mod tests {
         quarantine.take_answers(now).expect("no client");
         let later = Instant::now();
         let mut due =
-            |after| quarantine.due(t, longer, false, after).map(|due| (due.guess, due.run.start().0, due.run.count()));
+            |after| quarantine.due(t, longer, false, after).map(|due| (due.accesses, due.run.start().0, due.run.count()));
         assert_eq!(due(now), None);
         assert_eq!(due(later + t), Some((Accesses::Seen, 4, 4)));
         assert_eq!(due(now + longer), None);
