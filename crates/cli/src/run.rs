@@ -209,11 +209,6 @@ fn apply(words: &mut Vec<OsString>, edits: Vec<Edit>) {
     }
 }
 
-fn is_qemu(program: &OsStr) -> bool {
-    let name = Path::new(program).file_name().unwrap_or_default().to_string_lossy();
-    name.starts_with("qemu-system-") || matches!(&*name, "qemu-kvm" | "kvm" | "qemu")
-}
-
 /// Refuse a Cloud Hypervisor that filters its system calls: the kernel kills it at the first one of the client library,
 /// and no message says why.
 fn check_filter(program: &OsStr, words: &[OsString]) -> Result<()> {

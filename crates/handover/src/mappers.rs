@@ -22,7 +22,7 @@ use ballast_sys::process::Process;
 use ballast_sys::{clock, kcmp, priority};
 
 pub use crate::maps::Mapped;
-use crate::maps::{mapped, opened};
+use crate::maps::mapped;
 use crate::places::Places;
 use crate::waits::{say_first, wait_for, was_late};
 

@@ -371,8 +371,9 @@ mod tests {
         let (t, longer, now) = (Duration::from_millis(10), Duration::from_secs(1), Instant::now());
         quarantine.take_answers(now).expect("no client");
         let later = Instant::now();
-        let mut due =
-            |after| quarantine.due(t, longer, false, after).map(|due| (due.accesses, due.run.start().0, due.run.count()));
+        let mut due = |after| {
+            quarantine.due(t, longer, false, after).map(|due| (due.accesses, due.run.start().0, due.run.count()))
+        };
         assert_eq!(due(now), None);
         assert_eq!(due(later + t), Some((Accesses::Seen, 4, 4)));
         assert_eq!(due(now + longer), None);
