@@ -206,8 +206,7 @@ fn check_socket(fd: SentFd) -> Result<SentFd, String> {
     if !is_local || sockopt::socket_type(&fd) != Ok(SocketType::SEQPACKET) {
         return Err("the descriptor after the userfaultfds is not a sequenced-packet Unix socket".into());
     }
-    // Nothing that is sent there brings any, and the engine would wait for their close.
-    scm::refuse_descriptors(&fd);
+    // The engine would wait for their close. Later the client may send one, the port of the guest's agent.
     match scm::has_descriptors(&fd) {
         Ok(false) => Ok(fd),
         Ok(true) => Err("descriptors were sent to the control socket".into()),

@@ -99,6 +99,8 @@ impl ClientPeer {
 
     /// Takes the client's reply about the port of its guest's agent.
     fn port_told(&self, port: AgentPort, mut fds: Vec<OwnedFd>) {
+        // The close of a socket that lingers would hold up this thread.
+        fds.iter().for_each(scm::close_at_once);
         let port = match port {
             // It was taken back by the client meanwhile, or did not fit into our table: it is asked for again.
             AgentPort::Here if fds.is_empty() => return,
