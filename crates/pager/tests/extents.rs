@@ -219,6 +219,15 @@ fn extents_that_cannot_be_ram_are_refused_by_name() {
     assert!(said.contains("pages of different sizes"), "{said}");
 }
 
+/// Far pages of the second file beyond its end and before it, of a VM whose second file is made shorter now. That file
+/// has the pages from 3001 on; its first 7 pages are nobody's.
+fn far_around_a_new_end(rig: &Rig) -> (usize, usize) {
+    let region = rig.vm.region(0).expect("region");
+    rustix::fs::ftruncate(&region.files()[1], PageCount(7 + 1000).bytes().0).expect("truncate");
+    let is_far = |from: u64, pages: u64| (from..from + pages).filter(|page| region.is_far(PageIdx(*page))).count();
+    (is_far(4001, 1191), is_far(0, 4001) + is_far(5192, 3000))
+}
+
 #[test]
 fn write_back_into_a_file_that_was_made_shorter_ends_and_brings_the_rest_back() {
     let rig = Rig::of_extents(four(), AMPLE, QUICK);
@@ -226,15 +235,24 @@ fn write_back_into_a_file_that_was_made_shorter_ends_and_brings_the_rest_back() 
     rig.squeeze(Bytes(2 * MIB));
     rig.vm.remove_view(std::process::id());
     rig.vm.stop();
-    let regions = rig.vm.regions();
-    let region = regions[0].clone();
-    // The second file has the pages from 3001 on; its first 7 pages are nobody's.
-    let file = &region.files()[1];
-    rustix::fs::ftruncate(file, PageCount(7 + 1000).bytes().0).expect("truncate");
-    let is_far = |from: u64, pages: u64| (from..from + pages).filter(|page| region.is_far(PageIdx(*page))).count();
-    assert!(is_far(4001, 1191) > 0 && is_far(0, 4001) > 0);
-    let error = rig.vm.write_back(&regions, &mut || true).expect_err("some pages have no place");
+    let (beyond, others) = far_around_a_new_end(&rig);
+    assert!(beyond > 0 && others > 0);
+    let error = rig.vm.write_back(&rig.vm.regions(), &mut || true).expect_err("some pages have no place");
     assert!(error.to_string().contains("shorter"), "{error}");
-    assert_eq!(is_far(0, 4001) + is_far(5192, 3000), 0, "all others are back");
-    assert!(is_far(4001, 1191) > 0);
+    assert_eq!(far_around_a_new_end(&rig), (beyond, 0), "all others are back");
+}
+
+#[test]
+fn restoring_a_vm_whose_file_was_made_shorter_ends_and_brings_the_rest_back() {
+    let rig = Rig::of_extents(four(), AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(Bytes(2 * MIB));
+    let (beyond, others) = far_around_a_new_end(&rig);
+    assert!(beyond > 0 && others > 0);
+    for _ in 0..2 {
+        let error = rig.vm.restore_for(Hold::Shared, "a test".into()).expect_err("some pages have no place");
+        assert!(error.to_string().contains("shorter"), "{error}");
+        let (still, others) = far_around_a_new_end(&rig);
+        assert!(still >= beyond && others == 0, "all others are back: {still} of {beyond}, {others}");
+    }
 }

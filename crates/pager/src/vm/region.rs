@@ -140,6 +140,12 @@ impl Region {
         self.ram.is_beyond(first, lengths)
     }
 
+    /// The error of a page for which [`Region::is_beyond`] is true.
+    pub(crate) fn is_shorter(&self) -> io::Error {
+        let text = format!("a RAM file of region {} was made shorter than its RAM", self.number);
+        io::Error::new(io::ErrorKind::UnexpectedEof, text)
+    }
+
     /// Its files.
     pub fn files(&self) -> &[RamFile] {
         self.ram.files()

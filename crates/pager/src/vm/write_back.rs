@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use ballast_base::stripes::PAGES_PER_CHUNK;
 use ballast_base::wire::Span;
-use ballast_base::{Bytes, Hva, PageCount, PageIdx, PageRange};
+use ballast_base::{Bytes, Hva, PageCount, PageRange};
 use ballast_sys::Uffd;
 use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 
@@ -59,32 +59,14 @@ impl Vm {
             let completed = self.far_chunks(region, |chunk, far| {
                 own.cover(region, chunk)?;
                 let mut stopped = false;
-                let beyond = loop {
-                    // A page beyond the end of its file has no place to go to, however often it is tried.
-                    let lengths = region.lengths()?;
-                    let is_lost = |page: &PageIdx| region.is_far(*page) && region.is_beyond(*page, &lengths);
-                    let (lost, rest): (Vec<_>, Vec<_>) = region.granules(chunk).partition(is_lost);
-                    let beyond = lost.len() as u64 * region.granule_pages();
-                    let mut is_shorter = false;
-                    let restored = self.restore_through(region, rest.into_iter(), &|| views.clone(), &mut || {
-                        is_shorter = is_shorter || region.lengths().is_ok_and(|now| is_any_less(&now, &lengths));
-                        stopped = stopped || !go_on();
-                        !stopped && !is_shorter
-                    });
-                    if stopped || !is_shorter {
-                        failed = std::mem::replace(&mut failed, Ok(())).and(restored);
-                        break beyond;
-                    }
-                };
-                if beyond > 0 && failed.is_ok() {
-                    failed = Err(io::Error::new(
-                        io::ErrorKind::UnexpectedEof,
-                        format!("a RAM file of region {} was made shorter than its RAM", region.number),
-                    ));
-                }
+                let restored = self.restore_through(region, region.granules(chunk), &|| views.clone(), &mut || {
+                    stopped = stopped || !go_on();
+                    !stopped
+                });
+                failed = std::mem::replace(&mut failed, Ok(())).and(restored);
                 // Its page tables are not needed any more, and this process must not appear to use the memory.
                 own.uncover(chunk)?;
-                done.pages.0 += far.saturating_sub(beyond) * u64::from(!stopped);
+                done.pages.0 += far.saturating_sub(far_of(region, chunk)) * u64::from(!stopped);
                 Ok(!stopped)
             })?;
             if !completed {
@@ -133,8 +115,7 @@ impl Vm {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(true) };
         for written in self.state.written_words(&record)? {
             for chunk in written.pieces(PAGES_PER_CHUNK) {
-                let far =
-                    region.granules(chunk).filter(|page| region.is_far(*page)).count() as u64 * region.granule_pages();
+                let far = far_of(region, chunk);
                 if far > 0 && !each(chunk, far)? {
                     return Ok(false);
                 }
@@ -144,9 +125,9 @@ impl Vm {
     }
 }
 
-/// Is any file shorter than before?
-fn is_any_less(now: &[Bytes], before: &[Bytes]) -> bool {
-    now.iter().zip(before).any(|(now, before)| now < before)
+/// Pages of these whose bytes are in a store only.
+fn far_of(region: &Region, pages: PageRange) -> u64 {
+    region.granules(pages).filter(|page| region.is_far(*page)).count() as u64 * region.granule_pages()
 }
 
 /// A mapping of a region in this process, under a userfaultfd of its own. No thread touches it.
