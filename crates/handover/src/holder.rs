@@ -7,10 +7,10 @@ use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
 
-use ballast_sys::memfd::FileId;
 use ballast_sys::process::Process;
 
-use crate::mappers::{Mapped, READ_TIMEOUT, Read, entries, of_these, scan_these, stuck};
+use crate::known::Files;
+use crate::mappers::{Mapped, READ_TIMEOUT, Read, entries, scan_these, stuck};
 use crate::maps::{mapped, opened};
 
 /// A process other than those that may still reach these files, because it has one of them open, or maps one.
@@ -20,14 +20,14 @@ use crate::maps::{mapped, opened};
 /// # Errors
 ///
 /// If not all processes could be examined because we lack something: somebody may hold them.
-pub fn find(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> io::Result<Option<Process>> {
+pub fn find(files: &Files, but: &HashSet<u32>, suspects: &[u32]) -> io::Result<Option<Process>> {
     let [opening, mapping] = [files.clone(), files.clone()];
     let readers: [Arc<Read>; 2] = [
         Arc::new(move |pid| {
             let files = opened(pid, &opening)?.into_iter().map(|file| (file, 0, u64::MAX)).collect();
             Ok(Mapped { files, ..Mapped::default() })
         }),
-        Arc::new(move |pid| of_these(&|pid| mapped(pid, None), pid, &mapping)),
+        Arc::new(move |pid| mapped(pid, None, Some(&mapping), &mut 0)),
     ];
     for read in readers {
         let pids = entries()?.into_iter().map(|(pid, _)| pid).collect();
@@ -48,24 +48,37 @@ pub fn find(files: &HashSet<FileId>, but: &HashSet<u32>, suspects: &[u32]) -> io
 mod tests {
     use super::*;
     use ballast_base::Bytes;
-    use ballast_sys::{Mapping, memfd};
+    use ballast_sys::Mapping;
+    use ballast_sys::file_ranges::FileRanges;
+    use ballast_sys::memfd::{self, FileId};
 
     #[test]
     fn who_has_a_file_open_or_maps_it_holds_it_and_nobody_else() {
-        let fd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        let [fd, other] =
+            [(); 2].map(|()| Arc::new(std::fs::File::from(memfd::create("ballast-test", Bytes(4096)).expect("memfd"))));
+        let theirs = fd.try_clone().expect("duplicate");
         let file = memfd::file_id(&fd).expect("stat");
-        let files = HashSet::from([file]);
+        let files = Files::from([(file, Arc::downgrade(&fd))]);
         let me = Process::this().expect("this process");
-        let nobody = HashSet::new();
-        assert_eq!(opened(me.pid, &files).expect("read"), files);
+        let [nobody, mine] = [HashSet::new(), HashSet::from([me.pid])];
         assert_eq!(find(&files, &nobody, &[]).expect("readable"), Some(me));
-        assert_eq!(find(&files, &HashSet::from([me.pid]), &[]).expect("readable"), None);
+        assert_eq!(find(&files, &mine, &[]).expect("readable"), None);
+        let mut child = std::process::Command::new("sleep").arg("1000").stdin(theirs).spawn().expect("sleep");
+        let holder = Process::find(child.id()).expect("readable");
+        assert!(holder.is_some() && find(&files, &mine, &[]).expect("readable") == holder);
+        let forged = Files::from([(file, Arc::downgrade(&other))]);
+        assert_eq!(find(&forged, &mine, &[]).expect("readable"), None, "a file that only has its numbers");
+        child.kill().and_then(|()| child.wait()).expect("end it");
+        assert_eq!(find(&files, &mine, &[]).expect("readable"), None);
+        let maps = || mapped(me.pid, None, Some(&files), &mut 0).expect("read").files.overlap(&all_of(file));
+        assert!(maps().is_none());
         let mapping = Mapping::shared(&fd, 0, 4096).expect("map");
-        drop(fd);
-        assert_eq!(opened(me.pid, &files).expect("read"), HashSet::new());
-        assert_eq!(find(&files, &nobody, &[]).expect("readable"), Some(me), "it is mapped");
+        assert!(maps().is_some());
         drop(mapping);
-        assert_eq!(find(&files, &nobody, &[]).expect("readable"), None);
-        assert_eq!(opened(me.pid, &HashSet::from([FileId { dev: 0, ..file }])).expect("read"), HashSet::new());
+        assert!(maps().is_none());
+    }
+
+    fn all_of(file: FileId) -> FileRanges {
+        [(file, 0, u64::MAX)].into_iter().collect()
     }
 }

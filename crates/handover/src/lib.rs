@@ -11,14 +11,16 @@
 //! [`kept`] is the whole state of a keeper, for the next program in the same process. [`orders`] are the messages
 //! between keeper and engine, [`upgrading`] what they say of an upgrade. Both also examine other processes: [`mappers`]
 //! finds those that map a VM's RAM where they are not served ([`places`]), [`holder`] those
-//! that may reach a file, [`sleep`] finds what a thread sleeps over.
+//! that may reach a file, [`known`] proves which file it is, [`sleep`] finds what a thread sleeps over.
 #![forbid(unsafe_code)]
 
 pub mod arena;
 mod beside;
+mod budget;
 mod guest;
 pub mod holder;
 pub mod kept;
+pub mod known;
 mod listed;
 pub mod mappers;
 mod maps;

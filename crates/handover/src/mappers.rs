@@ -21,6 +21,8 @@ use ballast_sys::memfd::FileId;
 use ballast_sys::process::Process;
 use ballast_sys::{clock, kcmp, priority};
 
+use crate::budget::Budget;
+use crate::known::Files;
 pub use crate::maps::Mapped;
 use crate::maps::mapped;
 use crate::places::Places;
@@ -43,6 +45,8 @@ pub struct Scan {
     pub mapping: HashMap<Process, Mapped>,
     /// Processes that could not be read in time.
     pub unreadable: Vec<Process>,
+    /// Processes that were not read, because enough was read of their user.
+    pub left: Vec<u32>,
     /// We lack what a scan needs (descriptors, memory, a thread): processes that map a file may be missing here.
     pub failed: bool,
 }
@@ -52,7 +56,11 @@ pub(crate) type Read = dyn Fn(u32) -> io::Result<Mapped> + Send + Sync;
 
 /// The processes of the host, and what each of them maps.
 #[derive(Debug, Default)]
-pub struct Processes(HashMap<u32, Known>);
+pub struct Processes {
+    known: HashMap<u32, Known>,
+    /// Those that the last scan left, because it had read enough of their user: they come first in the next.
+    left: Vec<u32>,
+}
 
 /// A process as it was when its map was read.
 #[derive(Debug)]
@@ -71,14 +79,15 @@ pub type Announced = Arc<HashMap<u32, Places>>;
 
 impl Processes {
     /// Scan all processes. Those we may not read are skipped, as are those that end meanwhile. If one could not be read
-    /// for any other reason (no descriptors left, say), or if `/proc` could not, the scan has failed.
-    pub fn scan(&mut self, files: &HashSet<FileId>, announced: &Announced) -> Scan {
+    /// for any other reason (no descriptors left, say), or if `/proc` could not, the scan has failed. Of each user's
+    /// processes it reads maps of `most` bytes; the next scans read the rest, each in its turn.
+    pub fn scan(&mut self, files: &HashSet<FileId>, announced: &Announced, most: u64) -> Scan {
         // What they had announced when they were read last may not be what they have announced now.
         for pid in announced.keys() {
-            self.0.entry(*pid).and_modify(|known| known.ran = Duration::MAX);
+            self.known.entry(*pid).and_modify(|known| known.ran = Duration::MAX);
         }
         match entries() {
-            Ok(entries) => self.scan_these(entries, files, &reader(announced)),
+            Ok(entries) => self.scan_these(entries, files, &reader(announced, most)),
             Err(error) => {
                 tracing::error!("Reading /proc: {error}");
                 Scan { failed: true, ..Scan::default() }
@@ -86,52 +95,61 @@ impl Processes {
         }
     }
 
-    fn scan_these(&mut self, entries: Vec<(u32, u64)>, files: &HashSet<FileId>, read: &Arc<Read>) -> Scan {
-        let mut before = std::mem::take(&mut self.0);
+    pub(crate) fn scan_these(&mut self, entries: Vec<(u32, u64)>, files: &HashSet<FileId>, read: &Arc<Read>) -> Scan {
+        let mut before = std::mem::take(&mut self.known);
         // Its CPU time is read before its map, so that a change in between is seen next time.
         let mut changed = HashMap::new();
         for (pid, entry) in entries {
             let ran = clock::process_time(pid);
             match before.remove(&pid) {
-                Some(known) if known.entry == entry && Some(known.ran) == ran => drop(self.0.insert(pid, known)),
+                Some(known) if known.entry == entry && Some(known.ran) == ran => drop(self.known.insert(pid, known)),
                 known => drop(changed.insert(pid, (entry, ran, known.filter(|known| known.entry == entry)))),
             }
         }
-        let pids = changed.keys().copied().collect();
-        let Scan { mut mapping, unreadable, failed } = scan_these(pids, read, READ_TIMEOUT);
-        for process in &unreadable {
+        let mut pids: Vec<u32> = self.left.drain(..).filter(|pid| changed.contains_key(pid)).collect();
+        let first: HashSet<u32> = pids.iter().copied().collect();
+        pids.extend(changed.keys().filter(|pid| !first.contains(pid)));
+        let Scan { mut mapping, unreadable, left, failed } = scan_these(pids, read, READ_TIMEOUT);
+        for pid in unreadable.iter().map(|process| &process.pid).chain(&left) {
             // What it mapped when it could be read still counts. Its time then is not its time now: it is read again.
-            let known = changed.remove(&process.pid).and_then(|(_, _, known)| known);
-            self.0.extend(known.map(|known| (process.pid, known)));
+            let known = changed.remove(pid).and_then(|(_, _, known)| known);
+            self.known.extend(known.map(|known| (*pid, known)));
         }
+        self.left.clone_from(&left);
         let mut found: HashMap<u32, _> =
             mapping.drain().map(|(process, files)| (process.pid, (process, files))).collect();
         for (pid, (entry, ran, known)) in changed {
             if failed && !found.contains_key(&pid) {
-                self.0.extend(known.map(|known| (pid, known)));
+                self.known.extend(known.map(|known| (pid, known)));
                 continue;
             }
             let files = found.remove(&pid);
-            self.0.extend(ran.map(|ran| (pid, Known { entry, ran, files })));
+            self.known.extend(ran.map(|ran| (pid, Known { entry, ran, files })));
         }
         // One that ended at once, or has no clock, is not remembered, but its files count.
         mapping.extend(found.into_values());
-        mapping.extend(self.0.values().filter_map(|known| known.files.clone()));
+        mapping.extend(self.known.values().filter_map(|known| known.files.clone()));
         mapping.values_mut().for_each(|found| found.retain(|file| files.contains(&file)));
         mapping.retain(|_, found| !found.files.is_empty());
-        Scan { mapping, unreadable, failed }
+        Scan { mapping, unreadable, left, failed }
+    }
+
+    /// As if each had run.
+    #[cfg(test)]
+    pub(crate) fn forget_times(&mut self) {
+        self.known.values_mut().for_each(|known| known.ran = Duration::MAX);
     }
 }
 
 /// Scan all processes once.
 pub fn scan(files: &HashSet<FileId>) -> Scan {
-    Processes::default().scan(files, &Announced::default())
+    Processes::default().scan(files, &Announced::default(), u64::MAX)
 }
 
 /// Reads what a process maps, and what of that it has not announced.
-fn reader(announced: &Announced) -> Arc<Read> {
-    let announced = announced.clone();
-    Arc::new(move |pid| mapped(pid, announced.get(&pid)))
+fn reader(announced: &Announced, most: u64) -> Arc<Read> {
+    let (announced, budget) = (announced.clone(), Budget::new(most));
+    Arc::new(move |pid| budget.read(pid, |bytes| mapped(pid, announced.get(&pid), None, bytes)))
 }
 
 /// The numbers of all processes, and the inodes of their directories.
@@ -146,37 +164,35 @@ pub(crate) fn entries() -> io::Result<Vec<(u32, u64)>> {
 
 /// The same, and a second reading of those processes that are outside `known`: only a process seen twice is a foreign
 /// mapper. Another process that runs in the address space of one of `attached` (a child that QEMU keeps to tear its
-/// memory down) touches memory as that one does, through the same userfaultfds, so it is none.
+/// memory down) touches memory as that one does, through the same userfaultfds, so it is none. Nor is one whose file
+/// only has the numbers of one of these. `most`: see [`Processes::scan`].
 pub fn foreign_mappers(
     processes: &mut Processes,
-    files: &HashSet<FileId>,
+    files: &Files,
     attached: HashSet<u32>,
     announced: &Announced,
+    most: u64,
     known: impl Fn(&Process, &Mapped) -> bool,
 ) -> Scan {
-    let first = processes.scan(files, announced);
-    let (files, reads) = (files.clone(), reader(announced));
+    let first = processes.scan(&files.keys().copied().collect(), announced, most);
+    let (files, announced) = (files.clone(), announced.clone());
     let again = |suspects| {
         std::thread::sleep(SECOND_SCAN);
         // If the kernel cannot tell, it stays suspect.
         let read = move |pid| {
             let is_same = |other: &u32| *other != pid && kcmp::same_memory(*other, pid).unwrap_or(false);
-            if attached.iter().any(is_same) { Ok(Mapped::default()) } else { of_these(&*reads, pid, &files) }
+            if attached.iter().any(is_same) {
+                return Ok(Mapped::default());
+            }
+            mapped(pid, announced.get(&pid), Some(&files), &mut 0)
         };
         scan_these(suspects, &(Arc::new(read) as Arc<Read>), READ_TIMEOUT)
     };
     confirm(first, known, again)
 }
 
-/// Reads a process, and keeps these files only.
-pub(crate) fn of_these(read: &Read, pid: u32, files: &HashSet<FileId>) -> io::Result<Mapped> {
-    let mut found = read(pid)?;
-    found.retain(|file| files.contains(&file));
-    Ok(found)
-}
-
 fn confirm(first: Scan, known: impl Fn(&Process, &Mapped) -> bool, again: impl FnOnce(Vec<u32>) -> Scan) -> Scan {
-    let Scan { mut mapping, unreadable, mut failed } = first;
+    let Scan { mut mapping, unreadable, left, mut failed } = first;
     mapping.retain(|process, files| !known(process, files));
     if !mapping.is_empty() {
         let second = again(mapping.keys().map(|process| process.pid).collect());
@@ -186,7 +202,7 @@ fn confirm(first: Scan, known: impl Fn(&Process, &Mapped) -> bool, again: impl F
         failed |= second.failed;
         mapping.retain(|process, _| failed || is_there(process));
     }
-    Scan { mapping, unreadable, failed }
+    Scan { mapping, unreadable, left, failed }
 }
 
 pub(crate) fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
@@ -251,6 +267,7 @@ pub(crate) fn scan_these(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration
                 answer
             });
             match (answer, process) {
+                (Some(Err(error)), _) if error.kind() == io::ErrorKind::QuotaExceeded => scan.left.push(*pid),
                 (Some(Err(error)), process) => {
                     say_first(scan.failed, *pid, "Reading the memory map of this process", &error);
                     scan.unreadable.extend(process);
@@ -299,14 +316,14 @@ mod tests {
 
     #[test]
     fn a_process_that_maps_the_file_is_found_unless_it_is_known() {
-        let fd = memfd::create("ballast-test", Bytes(3 * 4096)).expect("memfd");
+        let fd = Arc::new(std::fs::File::from(memfd::create("ballast-test", Bytes(3 * 4096)).expect("memfd")));
         let file = memfd::file_id(&fd).expect("stat");
-        let files = HashSet::from([file]);
+        let files = Files::from([(file, Arc::downgrade(&fd))]);
         let me = Process::this().expect("this process");
         let nobody = |_: &Process, _: &Mapped| false;
         let mut processes = Processes::default();
         let mut foreign_mappers = |known: &dyn Fn(&Process, &Mapped) -> bool| {
-            foreign_mappers(&mut processes, &files, HashSet::new(), &Announced::default(), known)
+            foreign_mappers(&mut processes, &files, HashSet::new(), &Announced::default(), u64::MAX, known)
         };
         assert!(foreign_mappers(&nobody).mapping.is_empty(), "holding a descriptor is not mapping");
         let _mapping = Mapping::shared(&fd, 4096, 4096).expect("map");
@@ -375,10 +392,10 @@ mod tests {
         let entry = vec![(me.pid, 1)];
         let maps: Arc<Read> = Arc::new(|_| Ok(its_bytes()));
         assert!(!processes.scan_these(entry.clone(), &one_file(), &maps).failed);
-        processes.0.values_mut().for_each(|known| known.ran = Duration::MAX);
+        processes.forget_times();
         let scan = processes.scan_these(entry, &one_file(), &read);
         assert!(scan.failed && scan.mapping.contains_key(&me), "what it was known to map still counts");
-        assert!(mapped(u32::MAX, None).expect("gone, which is no error").files.is_empty());
+        assert!(mapped(u32::MAX, None, None, &mut 0).expect("gone, which is no error").files.is_empty());
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The files in memory that a process maps, and the files it has open, from `/proc`.
 //!
-//! Before: `mappers` chose a process. After: parts of files, by the device and inode that the kernel says.
+//! Before: `mappers` chose a process. After: parts of files, by the device and inode that the kernel
+//! says; of known files only if that is proven.
 //! Threads: those of `mappers` that may hang: reading a map needs a lock of that process.
 //! Promise: a process that has ended, or that we may not read, has nothing; every other failure is an error.
 
@@ -9,14 +10,15 @@ use std::io::{self, BufRead, BufReader};
 
 use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::FileId;
-use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, major, makedev, statx};
+use rustix::fs::major;
 
+use crate::known::{Files, names};
 use crate::places::{Place, Places};
 
 /// The files among these that the process has open. The kernel tells a descriptor's inode number without asking the
 /// file's own file system, which may not respond; only a file with a matching number is queried, in a way that does not
 /// wait.
-pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<FileId>> {
+pub(crate) fn opened(pid: u32, files: &Files) -> io::Result<HashSet<FileId>> {
     let mut found = HashSet::new();
     let there = passing_over(std::fs::read_dir(format!("/proc/{pid}/fdinfo")))?;
     for descriptor in there.into_iter().flatten() {
@@ -29,12 +31,9 @@ pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<Fi
         };
         let ino = info.lines().find_map(|line| line.strip_prefix("ino:")?.trim().parse().ok());
         let path = format!("/proc/{pid}/fd/{}", descriptor.file_name().to_string_lossy());
-        let same_number = files.iter().filter(|file| ino.is_none_or(|ino: u64| ino == file.ino));
-        for file in same_number {
-            let stat = statx(CWD, &path, AtFlags::STATX_DONT_SYNC, StatxFlags::BASIC_STATS);
-            let is_it =
-                |stat: Statx| makedev(stat.stx_dev_major, stat.stx_dev_minor) == file.dev && stat.stx_ino == file.ino;
-            found.extend(stat.is_ok_and(is_it).then_some(*file));
+        for file in files.keys().filter(|file| ino.is_none_or(|ino: u64| ino == file.ino)) {
+            let is_it = passing_over(names(files, *file, &path))?.unwrap_or(false);
+            found.extend(is_it.then_some(*file));
         }
     }
     Ok(found)
@@ -80,14 +79,26 @@ impl Mapped {
 }
 
 /// What the process maps, if it has announced these places. RAM of a VM is a memfd, or a file in a tmpfs or a
-/// hugetlbfs, none of which is on a device. (Some other files are not either; they do no harm here.)
-pub(crate) fn mapped(pid: u32, places: Option<&Places>) -> io::Result<Mapped> {
-    let read = || -> io::Result<Mapped> {
+/// hugetlbfs, none of which is on a device. (Some other files are not either; they do no harm here.) With `known`, only
+/// what it maps of these files. Adds the bytes that were read.
+pub(crate) fn mapped(pid: u32, places: Option<&Places>, known: Option<&Files>, bytes: &mut u64) -> io::Result<Mapped> {
+    // The first proof of a file is enough: the rest may be others that have its numbers, which does no harm then.
+    let mut proven = HashSet::new();
+    let mut is_known = |at: &Place| {
+        let Some(files) = known.filter(|_| !proven.contains(&at.file)) else { return true };
+        let path = format!("/proc/{pid}/map_files/{:x}-{:x}", at.start, at.end);
+        let is_it = files.contains_key(&at.file) && names(files, at.file, &path).unwrap_or(true);
+        proven.extend(is_it.then_some(at.file));
+        is_it
+    };
+    let mut read = || -> io::Result<Mapped> {
         let mut maps = BufReader::new(std::fs::File::open(format!("/proc/{pid}/maps"))?);
         let (mut found, mut elsewhere, mut line) = (Vec::new(), Vec::new(), Vec::new());
         // As bytes: a path may be anything.
         while maps.read_until(b'\n', &mut line)? > 0 {
+            *bytes += line.len() as u64;
             let mapping = mapping_of(&line).filter(|(at, _)| at.file.ino != 0 && major(at.file.dev) == 0);
+            let mapping = mapping.filter(|(at, _)| is_known(at));
             if let Some((at, is_shared)) = mapping {
                 found.push((at.file, at.offset, at.offset.saturating_add(at.end - at.start)));
                 match places {
@@ -121,7 +132,32 @@ fn mapping_of(line: &[u8]) -> Option<(Place, bool)> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::sync::Arc;
+
+    use ballast_base::Bytes;
+    use ballast_sys::{Mapping, memfd};
+
     use super::*;
+
+    #[test]
+    fn a_file_that_only_has_the_numbers_of_a_known_one_is_neither_open_nor_mapped() {
+        let [one, impostor] = [(); 2].map(|()| File::from(memfd::create("ballast-test", Bytes(4096)).expect("memfd")));
+        let [one, impostor] = [one, impostor].map(|file| (memfd::file_id(&file).expect("stat"), Arc::new(file)));
+        let me = std::process::id();
+        let _maps = [&one, &impostor].map(|(_, file)| Mapping::shared(file, 0, 4096).expect("map"));
+        let found = |known: &Files| {
+            let mapped = mapped(me, None, Some(known), &mut 0).expect("read");
+            (opened(me, known).expect("read").len(), mapped.files.files().count())
+        };
+        assert_eq!(found(&Files::from([(one.0, Arc::downgrade(&one.1))])), (1, 1));
+        // As if it had the numbers of the file.
+        let forged = Files::from([(impostor.0, Arc::downgrade(&one.1))]);
+        let at = _maps[1].addr();
+        let link = format!("/proc/self/map_files/{at:x}-{:x}", at + 4096);
+        let may_look = std::fs::metadata(link).is_ok();
+        assert_eq!(found(&forged), (0, usize::from(!may_look)), "what cannot be told counts");
+    }
 
     #[test]
     fn odd_lines_of_maps_are_passed_over() {

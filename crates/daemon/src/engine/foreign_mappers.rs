@@ -5,13 +5,15 @@
 //! Threads: one, which other processes may delay; restoring pages has a thread of the VM's own.
 //! Promise: a VM is not reclaimed from before a scan that began after its view or its first limit was known. All
 //! requests made meanwhile share one scan, so its cost does not depend on their number. Processes that cannot be
-//! examined are reported once. A scan that failed releases no VM; the next is 5 s later. Nor does one release a VM that
-//! was changing: whose RAM was being unplugged, or a process of which was about to be served.
+//! examined are reported once. A scan that failed releases no VM; the next is 5 s later. Nor does one that left
+//! processes to the next, which begins at once, because it had read enough of their user; nor one for a VM that was
+//! changing: whose RAM was being unplugged, or a process of which was about to be served.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use ballast_handover::known::Files;
 use ballast_handover::mappers::{self, Mapped, Processes, Scan};
 use ballast_handover::places::{Place, Places};
 use ballast_pager::vm::Hold;
@@ -33,14 +35,21 @@ const EVERY: Duration = Duration::from_secs(5);
 /// after the other share scans as well.
 const REST: u32 = 4;
 const LONGEST_REST: Duration = Duration::from_millis(250);
+/// Bytes of memory maps that a scan reads of one user's processes. While a VM waits for a scan that leaves none, each
+/// scan reads twice as much as the one before.
+const MOST_OF_A_USER: u64 = 32 << 20;
+/// After these, a scan reads all.
+const MOST_DOUBLINGS: u32 = 20;
 
 /// Start the thread that scans; when a VM is sent to it, it scans at once.
 pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
     let (sender, asked) = mpsc::channel::<Arc<Served>>();
-    let mut scanner = Scanner { host, processes: Processes::default(), unreadable: HashSet::new(), failed: false };
+    let mut scanner =
+        Scanner { host, processes: Processes::default(), unreadable: HashSet::new(), failed: false, doublings: 0 };
     std::thread::Builder::new().name("mapper-scan".into()).spawn(move || {
         loop {
-            match asked.recv_timeout(EVERY) {
+            let every = if scanner.doublings > 0 { Duration::ZERO } else { EVERY };
+            match asked.recv_timeout(every) {
                 Ok(_) => asked.try_iter().for_each(drop),
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,
@@ -60,6 +69,8 @@ struct Scanner {
     unreadable: HashSet<Process>,
     /// The last scan failed, as reported.
     failed: bool,
+    /// Scans in a row that left processes, while a VM waited for one that leaves none.
+    doublings: u32,
 }
 
 impl Scanner {
@@ -79,7 +90,13 @@ impl Scanner {
             run_beside()
         }
         let owners: Vec<Owner> = wanted.iter().map(|(served, _)| Owner::of(served)).collect();
-        let scan = scan_for_foreign_mappers(&mut self.processes, &owners);
+        let most = MOST_OF_A_USER << self.doublings.min(MOST_DOUBLINGS);
+        let scan = scan_for_foreign_mappers(&mut self.processes, &owners, most);
+        let is_held = |(served, _): &(Arc<Served>, u64)| {
+            [Hold::Unchecked, Hold::Shared].into_iter().any(|hold| served.vm.is_held_for(hold))
+        };
+        let is_unfinished = !scan.left.is_empty() && wanted.iter().any(is_held);
+        self.doublings = if is_unfinished { self.doublings + 1 } else { 0 };
         if scan.failed != self.failed {
             let (kind, text) = if scan.failed {
                 (
@@ -126,14 +143,14 @@ fn wants_scan(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
 }
 
 /// The bytes of files that are a VM's RAM.
-fn ram_of(served: &Served) -> FileRanges {
-    let regions: Vec<_> = served.vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
-    regions.iter().flat_map(|region| region.places()).collect()
+fn ram_of(regions: &[Arc<Region>]) -> FileRanges {
+    regions.iter().filter(|region| !region.is_removed()).flat_map(|region| region.places()).collect()
 }
 
 /// The RAM of a VM, and which processes may map which of it.
 struct Owner {
     ram: FileRanges,
+    files: Files,
     /// Its processes, and the RAM that each must not map: a region that the keeper did not take from it, say.
     outside: HashMap<u32, FileRanges>,
     /// Where its processes map what of it, as they have announced, if that is known. Anywhere else they are not served.
@@ -145,10 +162,14 @@ struct Owner {
 
 impl Owner {
     fn of(served: &Served) -> Self {
-        let (ram, vm) = (ram_of(served), &served.vm);
+        let vm = &served.vm;
         // First: one that ends meanwhile counts.
         let is_unplugging = vm.is_held_for(Hold::Unplug);
-        let (regions, views) = (vm.regions(), vm.views());
+        // Before the RAM: of a region that is unplugged meanwhile neither counts.
+        let regions = vm.regions();
+        let files = regions.iter().flat_map(|region| region.files()).map(|file| (file.id, file.handle())).collect();
+        let ram = ram_of(&regions);
+        let views = vm.views();
         let mut places = HashMap::new();
         let mut outside = |pid| {
             let view = views.iter().find(|view| view.pid == pid && !is_unplugging)?;
@@ -161,7 +182,7 @@ impl Owner {
         let pids = pids.into_iter().map(|(pid, outside)| (pid, outside.unwrap_or_default()));
         // This engine queries the pages of a file of hugetlbfs through a mapping that is never touched.
         let outside = pids.chain([(std::process::id(), FileRanges::default())]).collect();
-        Self { ram, outside, places, is_changing }
+        Self { ram, files, outside, places, is_changing }
     }
 
     /// Does this process map what it may not, or what it may, but elsewhere, if it maps `found`?
@@ -189,12 +210,12 @@ fn places_of(region: &Region, view: &View) -> Vec<Place> {
 }
 
 /// Scan twice for processes that map RAM of one of these VMs where they are not served.
-fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner]) -> Scan {
+fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner], most: u64) -> Scan {
     let mut of_file: HashMap<FileId, Vec<&Owner>> = HashMap::new();
     for owner in owners {
         owner.ram.files().for_each(|file| of_file.entry(file).or_default().push(owner));
     }
-    let all = of_file.keys().copied().collect();
+    let all = owners.iter().flat_map(|owner| owner.files.clone()).collect();
     let attached = owners.iter().flat_map(|owner| owner.outside.keys()).copied().collect();
     let mut announced: HashMap<u32, Vec<Place>> = HashMap::new();
     for (pid, places) in owners.iter().flat_map(|owner| &owner.places) {
@@ -203,7 +224,7 @@ fn scan_for_foreign_mappers(processes: &mut Processes, owners: &[Owner]) -> Scan
     let announced = announced.into_iter().map(|(pid, places)| (pid, places.into_iter().collect())).collect();
     // A process is known if it is served wherever it maps RAM of a VM; of a file that several VMs share, only their
     // parts count.
-    mappers::foreign_mappers(processes, &all, attached, &Arc::new(announced), |process, found| {
+    mappers::foreign_mappers(processes, &all, attached, &Arc::new(announced), most, |process, found| {
         let mut owners = found.files.files().filter_map(|file| of_file.get(&file)).flatten();
         owners.all(|owner| !owner.is_foreign(process, found))
     })
@@ -220,7 +241,7 @@ fn conclude(served: &Arc<Served>, asked: u64, before: &Owner, scan: &Scan) {
         owner.is_changing = true;
     }
     let found = foreign_mapper(served, &owner, scan);
-    let releases = !scan.failed && !before.is_changing && !owner.is_changing;
+    let releases = !scan.failed && scan.left.is_empty() && !before.is_changing && !owner.is_changing;
     if found.is_some() || releases {
         judge(served, Hold::Shared, "ram-shared", found, "no other process maps this VM's RAM any more");
     }
@@ -327,6 +348,9 @@ mod tests {
         assert_eq!(concludes(&calm), [true; 2], "a process has no view at its end");
         served.forget_pid(7);
         assert_eq!(concludes(&before), [true; 2], "it had none at its beginning");
+        let left = Scan { left: vec![1], ..Scan::default() };
+        conclude(&served, served.asked(), &calm, &left);
+        assert_eq!(holds(&served), [true; 2], "not all processes were read");
         assert_eq!(concludes(&calm), [false; 2]);
         let unplugging = served.vm.begin_unplug();
         served.set_unserved(7, "not all of it is served".into());

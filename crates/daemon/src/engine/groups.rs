@@ -15,7 +15,8 @@ use ballast_sys::memfd::{self, FileId};
 /// A group, once it is open and as long as it has members here.
 type Entry = Arc<Mutex<Weak<Group>>>;
 
-/// The groups that have members here.
+/// The groups that have members here. Numbers are enough to tell arenas: each is a memfd that a keeper made, whose
+/// inode number is never used again, and the keeper takes back none that another user could make.
 #[derive(Debug, Default)]
 pub struct Groups(Mutex<Vec<(FileId, Entry)>>);
 

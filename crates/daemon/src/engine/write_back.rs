@@ -287,7 +287,7 @@ impl Engine {
         // The number of a keeper that died may be another process's by now.
         let keeper = Some(self.host.begin.keeper_pid).filter(|keeper| is_parent(*keeper));
         let ours = keeper.into_iter().chain([self.me.pid]).chain(but.iter().copied()).collect();
-        let files = regions.iter().flat_map(|region| region.files()).map(|file| file.id).collect();
+        let files = regions.iter().flat_map(|region| region.files()).map(|file| (file.id, file.handle())).collect();
         holder::find(&files, &ours, suspects).unwrap_or(Some(self.me))
     }
 

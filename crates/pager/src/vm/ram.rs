@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use ballast_base::extents::Piece;
 use ballast_base::store::PageBytes;
@@ -38,6 +38,11 @@ impl RamFile {
     pub fn new(file: OwnedFd) -> io::Result<Self> {
         let id = memfd::file_id(&file)?;
         Ok(Self { file: Arc::new(file.into()), id })
+    }
+
+    /// A handle of it that does not keep it open.
+    pub fn handle(&self) -> Weak<File> {
+        Arc::downgrade(&self.file)
     }
 
     /// Is it a memfd? Such a file is in no file system that is mounted anywhere.
