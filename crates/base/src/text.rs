@@ -36,7 +36,18 @@ pub fn shown(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
-/// The same in printable ASCII.
+/// Lines of texts in which names are escaped already: only what a terminal obeys or does not show is escaped, except
+/// the ends of lines.
+pub fn lines_shown(text: &str) -> Cow<'_, str> {
+    let escapes = |c| c != '\n' && is_hidden(c);
+    if !text.contains(escapes) {
+        return Cow::Borrowed(text);
+    }
+    let escape = |c: char| if escapes(c) { c.escape_unicode().to_string() } else { c.to_string() };
+    Cow::Owned(text.chars().map(escape).collect())
+}
+
+/// The same as [`shown`] in printable ASCII.
 pub fn ascii(text: &str) -> String {
     let escape = |c: char| if c.is_ascii() { c.to_string() } else { c.escape_unicode().to_string() };
     shown(text).chars().map(escape).collect()
@@ -54,6 +65,7 @@ mod tests {
         assert_eq!(shown("a\u{1b}[2Jb\n\u{202e}c"), "a\\u{1b}[2Jb\\u{a}\\u{202e}c");
         assert_ne!(shown("\u{1b}"), shown("\\u{1b}"), "two names are two");
         assert_eq!(shown("\\u{1b}"), "\\u{5c}u{1b}");
+        assert_eq!(lines_shown("web\\u{1b}\n\u{1b}[2Jb\u{9b}\n"), "web\\u{1b}\n\\u{1b}[2Jb\\u{9b}\n");
         assert_eq!(ascii("ü\r"), "\\u{fc}\\u{d}");
     }
 }

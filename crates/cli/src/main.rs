@@ -33,7 +33,7 @@ use exit::Exit;
 fn main() -> ExitCode {
     let cli = Cli::parse();
     run(cli).unwrap_or_else(|error| {
-        eprintln!("ballast: {}", exit::chain(&error));
+        show::say(&exit::chain(&error));
         exit::code_of(&error).into()
     })
 }
@@ -60,7 +60,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "ballast", &mut script);
-            show::print(&String::from_utf8_lossy(&script))?;
+            show::print_as_it_is(&String::from_utf8_lossy(&script))?;
         }
     }
     Ok(Exit::Ok.into())

@@ -126,7 +126,7 @@ pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
     ];
     let said = parts.into_iter().filter(|(pages, _)| changed.is_none_or(|changed| changed == *pages));
     for note in said.filter_map(|(_, part)| part).flat_map(|part| &part.notes) {
-        eprintln!("ballast: {note}");
+        show::say(note);
     }
     if json { show::json(&pool) } else { Ok(show::print(&describe(&pool))?) }
 }

@@ -102,7 +102,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         };
         let plan = inspect(&words, backing, &is_ram_file).map_err(|reason| anyhow!(reason))?;
         for note in &plan.notes {
-            eprintln!("ballast: {note}");
+            crate::show::say(note);
         }
         apply(&mut rest, plan.edits);
         name = name.or(plan.name);
@@ -112,7 +112,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         }
         match free_pages(&args, &args.command[qemu].to_string_lossy(), &words, plan.is_pinned)? {
             Reporting::Add(edits) => apply(&mut rest, edits.into()),
-            Reporting::Advise(note) => eprintln!("ballast: {note}"),
+            Reporting::Advise(note) => crate::show::say(&note),
             Reporting::Leave => {}
         }
     } else {

@@ -3,6 +3,7 @@
 use std::io::{self, IsTerminal, Write};
 
 use ballast_api::{VmClass, VmStat};
+use ballast_base::text::lines_shown;
 use ballast_base::{Bytes, KIB};
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use ratatui::crossterm::terminal;
@@ -125,13 +126,19 @@ pub fn lines(table: &Table) -> String {
     table.lines().map(|line| format!("{}\n", line.trim_end())).collect()
 }
 
-/// Print text. A reader that has ended (`| head`) is no error.
+/// Print text for people, some of which others chose: no terminal obeys it. A reader that has ended (`| head`) is no
+/// error.
 pub fn print(text: &str) -> io::Result<()> {
-    print_to_reader(text).map(drop)
+    print_as_it_is(&lines_shown(text)).map(drop)
 }
 
-/// Print text and return whether the output is still read.
-pub fn print_to_reader(text: &str) -> io::Result<bool> {
+/// The same on standard error, as this command's.
+pub fn say(text: &str) {
+    eprintln!("ballast: {}", lines_shown(text));
+}
+
+/// Print text for programs and return whether the output is still read.
+pub fn print_as_it_is(text: &str) -> io::Result<bool> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Ok(()) => Ok(true),
@@ -142,7 +149,8 @@ pub fn print_to_reader(text: &str) -> io::Result<bool> {
 
 /// Print a value as indented JSON.
 pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
-    Ok(print(&(serde_json::to_string_pretty(value)? + "\n"))?)
+    print_as_it_is(&(serde_json::to_string_pretty(value)? + "\n"))?;
+    Ok(())
 }
 
 #[cfg(test)]

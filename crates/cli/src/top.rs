@@ -77,7 +77,7 @@ pub fn run(client: Client, args: TopArgs, json: bool) -> Result<()> {
     match (json, args.once) {
         (true, true) => show::json(&screen.look),
         (true, false) => loop {
-            if !show::print_to_reader(&(serde_json::to_string(&screen.look)? + "\n"))? {
+            if !show::print_as_it_is(&(serde_json::to_string(&screen.look)? + "\n"))? {
                 return Ok(());
             }
             std::thread::sleep(args.interval_s);

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ballast_api::{Client, UpgradeRequest, UpgradeStage, UpgradeStat};
+use ballast_base::text::lines_shown;
 
 use crate::show;
 
@@ -28,7 +29,7 @@ pub fn run(client: Client, program: Option<PathBuf>, json: bool) -> Result<()> {
     while !matches!(now.stage, UpgradeStage::Done | UpgradeStage::Failed) {
         if !json && shown != Some((now.stage, now.checked, now.moved)) {
             shown = Some((now.stage, now.checked, now.moved));
-            eprintln!("{}", progress(&now));
+            eprintln!("{}", lines_shown(&progress(&now)));
         }
         std::thread::sleep(POLL_EVERY);
         now = client.upgrade().context("Asking for the state of the upgrade")?;

@@ -122,7 +122,7 @@ impl Backend for Canned {
         }
     }
     fn events(&self) -> Vec<Event> {
-        let message = "QEMU attached with 2 regions".into();
+        let message = "QEMU attached\u{1b}[2J\u{9b}2J with 2 regions".into();
         vec![Event { at_unix_ms: 1_798_761_599_999, vm: Some("web-1".into()), kind: "attached".into(), message }]
     }
     fn fault_histogram(&self, _: &str) -> Option<Histogram> {
@@ -438,6 +438,22 @@ fn a_recording_is_replayed_without_a_daemon() {
     assert!(json.contains("\"snapshots\": 3"), "{json}");
     let (code, _, err) = ballast(nowhere, &["replay", path, "--policy", "pressure", "--threshold", "7"]);
     assert!(code == 1 && err.contains("threshold of 7"), "{err}");
+}
+
+#[test]
+fn no_terminal_obeys_what_others_have_written() {
+    let daemon = daemon();
+    let events = fine(&daemon.socket, &["events"]);
+    assert!(events.contains(r"attached\u{1b}[2J\u{9b}2J with") && events.lines().count() == 2, "{events:?}");
+    let missing = daemon.socket.with_file_name("\u{1b}[2J.sock");
+    let (_, _, err) = ballast(&missing, &["host"]);
+    assert!(err.contains(r"\u{1b}[2J.sock"), "{err:?}");
+    for text in [events, err] {
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
+    }
+    let json = fine(&daemon.socket, &["events", "--json"]);
+    let parsed: Vec<Event> = serde_json::from_str(&json).expect("JSON as it is");
+    assert!(parsed[0].message.contains('\u{1b}'));
 }
 
 #[test]
