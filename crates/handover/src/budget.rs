@@ -97,7 +97,11 @@ mod tests {
     #[test]
     fn what_is_read_counts_for_its_user_only() {
         let (budget, me) = (Budget::new(100), std::process::id());
-        budget.read(me, |bytes| Ok(*bytes = 100)).expect("it had read nothing");
+        let reads_all = |bytes: &mut u64| {
+            *bytes = 100;
+            Ok(())
+        };
+        budget.read(me, reads_all).expect("it had read nothing");
         let error = budget.read(me, |_| Ok(())).expect_err("all is spent");
         assert_eq!(error.kind(), io::ErrorKind::QuotaExceeded);
         budget.read(u32::MAX, |_| Ok(())).expect("of another user");
