@@ -1,7 +1,7 @@
 //! How much of the memory maps of one user's processes a scan reads: maps are as long as their owner likes.
 //!
-//! Before: a scan begins. After: each user's processes were read up to so many bytes; the next scan begins with the
-//! rest.
+//! Before: a scan begins. After: each user's processes were read up to a number of bytes; the next scan begins with
+//! the rest.
 //! Threads: those of `mappers` that may hang. Units: bytes of `/proc/PID/maps`.
 //! Promise: at least one process of each user is read by each scan, and that one to its end.
 

@@ -2,8 +2,8 @@
 //!
 //! Before: memory is about to be pinned, or a foreign mapper was seen; or an engine took over. After: no page is far:
 //! each is in its file, or zeros, or known to be lost. Threads: any; it takes seconds for millions of pages.
-//! Promise: no page is evicted meanwhile. It ends: a page beyond the end of its file, which somebody made shorter, is an
-//! error, and all others come back. Pages of a disk or a cluster are asked for by up to 64 at once, and what does
+//! Promise: no page is evicted meanwhile. It ends: a page beyond the end of its file, which somebody made shorter, is
+//! an error, and all others come back. Pages of a disk or a cluster are asked for by up to 64 at once, and what does
 //! not come so, one by one.
 
 use std::collections::VecDeque;
