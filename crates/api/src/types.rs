@@ -221,7 +221,7 @@ pub struct ReclaimCounts {
     pub quarantine_hit_pages: u64,
     /// Touched while being evicted: kept, the copy dropped.
     pub aborted_pages: u64,
-    /// Discarded by the guest; far copies were dropped.
+    /// Discarded by the guest; far copies were dropped. Memory that was never watched is not counted.
     pub discarded_pages: u64,
     /// Times reclaim stopped because the store had no room.
     pub store_full_events: u64,

@@ -308,6 +308,8 @@ pub enum KeeperToClient {
         vm: VmId,
         /// How many files of which store there are.
         stores: Vec<StoreFiles>,
+        /// No other process of the VM was attached. Without `resume` before it: the VM is new.
+        is_first: bool,
     },
     /// Done.
     Ok,

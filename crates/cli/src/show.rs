@@ -16,10 +16,11 @@ pub fn size(bytes: u64) -> String {
 
 /// What it costs that a guest has given nothing back, if that is so.
 pub fn keeps_free_memory(vm: &VmStat) -> Option<String> {
-    let is_asked = vm.class != VmClass::Pinned && vm.reclaim.discarded_pages == 0;
+    // What it gives back before any of its memory was watched is not counted.
+    let is_asked = vm.class != VmClass::Pinned && vm.reclaim.zapped_pages > 0 && vm.reclaim.discarded_pages == 0;
     is_asked.then(|| {
         format!(
-            "{}: its guest has given back no memory so far. Without a balloon that has free page reporting \
+            "{}: its guest has given back no watched memory so far. Without a balloon that has free page reporting \
              (`ballast run --balloon`) its free memory is stored, not discarded.",
             vm.name
         )

@@ -23,6 +23,7 @@ use crate::link::Link;
 use crate::ram::Ram;
 use crate::regions::{Region, Table};
 use crate::shared::{FailStop, Shared, Timing, announce, cut};
+use crate::zapped::ZapGate;
 use crate::{fault_workers, service, thread, visit};
 
 /// The keeper's default attach socket.
@@ -162,6 +163,7 @@ impl Builder {
             uffds,
             features,
             table: Mutex::new(table),
+            gate: ZapGate::default(),
             link: Link::new(self.pinned.map(cut), self.may_pin),
             control: ControlSocket::default(),
             fail_stop: Mutex::new(self.fail_stop),

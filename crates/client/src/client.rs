@@ -24,6 +24,7 @@ use crate::ram::Ram;
 use crate::regions::Region;
 use crate::shared::{Shared, announce, cut};
 use crate::visit;
+use crate::zapped::Freeing;
 
 /// An attachment. Dropping it does not detach; see the crate's documentation.
 #[derive(Clone, Debug)]
@@ -283,6 +284,21 @@ impl Client {
         let waiting_on =
             || announce("an engine has read a discard and does not reply; for safety the VMM thread keeps waiting");
         self.shared.control.discard(ranges.to_vec(), self.shared.timing.answer, waiting_on)
+    }
+
+    /// The same, for a VMM that frees the memory while it holds what this returns, and drops it then. Memory that is
+    /// known to be in DRAM, without a copy anywhere, is freed without asking an engine (see `zapped.rs`).
+    pub fn freeing(&self, ranges: &[Range]) -> Result<Freeing<'_>, DiscardError> {
+        if ranges.is_empty() {
+            return Ok(Freeing(None));
+        }
+        let _quiet = visit::enter();
+        let gate = self.shared.gate.free();
+        if self.shared.link.phase() == link::Phase::Up && lock(&self.shared.table).is_never_zapped(ranges) {
+            return Ok(Freeing(Some(gate)));
+        }
+        drop(gate);
+        self.discard(ranges).map(|()| Freeing(None))
     }
 
     /// The parts of `[hva, hva + len)` that are announced RAM.

@@ -43,6 +43,7 @@ pub mod thread;
 mod unmanaged;
 #[doc(hidden)]
 pub mod visit;
+mod zapped;
 
 pub use agent_port::{AGENT_VARIABLE, AgentPort};
 pub use ballast_base::guest::GuestRange;
@@ -59,3 +60,4 @@ pub use ram::{Ram, RamExtent};
 pub use shared::{Timing, announce};
 #[doc(hidden)]
 pub use unmanaged::report_unmanaged;
+pub use zapped::Freeing;

@@ -14,6 +14,7 @@ use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use ballast_sys::memfd::{self, FileId};
 
 use crate::ram::{Checked, Ram};
+use crate::zapped::{MOST, Record};
 
 /// One announced region.
 #[derive(Debug)]
@@ -25,12 +26,14 @@ pub(crate) struct Region {
     confirmed: bool,
     /// The VMM was told that it is not managed, and may do with it what it likes.
     failed: bool,
+    /// Which of it was zapped. Without it, an engine must hear of all that is freed.
+    record: Option<Record>,
 }
 
 impl Region {
     /// Check the RAM that the VMM has given, and make it a region.
     pub fn checked(ram: Ram) -> Result<Self, String> {
-        Ok(Self { ram: Checked::new(ram)?, holes: Vec::new(), confirmed: false, failed: false })
+        Ok(Self { ram: Checked::new(ram)?, holes: Vec::new(), confirmed: false, failed: false, record: None })
     }
 
     /// Is its RAM of huge pages?
@@ -84,9 +87,44 @@ impl Table {
         self.regions.iter_mut().filter(|region| region.hva() == hva).for_each(|region| region.confirmed = true);
     }
 
-    /// A keeper has confirmed all regions.
-    pub fn confirm_all(&mut self) {
-        self.regions.iter_mut().for_each(|region| region.confirmed = true);
+    /// A keeper has confirmed all regions: for the first time, and this process is the first of its VM there.
+    pub fn attached(&mut self, for_the_first_time: bool, is_first: bool) {
+        for region in &mut self.regions {
+            region.confirmed = true;
+            if !is_first {
+                region.record = None;
+            } else if for_the_first_time && !region.is_huge() && !region.ram.is_on_demand {
+                region.record = Some(Record::new(region.ram.span.len));
+            }
+        }
+    }
+
+    /// These ranges are about to be zapped, as far as they may be.
+    pub fn note_zapped(&mut self, ranges: &[Range]) {
+        for region in &mut self.regions {
+            let (from, to) = region.span();
+            let Some(record) = &mut region.record else { continue };
+            for (hva, len) in ranges {
+                let (start, end) = (hva.0.max(from), hva.0.saturating_add(*len).min(to));
+                if start < end {
+                    record.note((start - from, end - from));
+                }
+            }
+        }
+    }
+
+    /// May all of this be discarded, and is it known that nothing of it was ever zapped, and is it not much?
+    pub fn is_never_zapped(&self, ranges: &[Range]) -> bool {
+        let is_small = ranges.iter().fold(0u64, |sum, (_, len)| sum.saturating_add(*len)) <= MOST;
+        is_small
+            && ranges.iter().all(|range| {
+                let of = |region: &&Region| (region.span().0..region.span().1).contains(&range.0.0);
+                let region = self.regions.iter().find(of).filter(|region| !region.failed && self.allows(*range));
+                region.is_some_and(|region| {
+                    let from = range.0.0 - region.span().0;
+                    region.record.as_ref().is_some_and(|record| !record.has_any((from, from + range.1)))
+                })
+            })
     }
 
     /// The VMM is told that this region is not managed: it is never zapped from now on.

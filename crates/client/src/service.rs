@@ -250,7 +250,7 @@ impl Service<'_> {
             };
         };
         match message {
-            Ok(KeeperToClient::Attached { vm, stores }) => {
+            Ok(KeeperToClient::Attached { vm, stores, is_first }) => {
                 let whole = received.fds.len() == 1 + wire::count_files(&stores) && wire::check_stores(&stores).is_ok();
                 let escrow = (whole && !stores.is_empty()).then_some(Escrow { stores, files: received.fds });
                 let known = self.shared.link.vm();
@@ -270,7 +270,7 @@ impl Service<'_> {
                 if pending.in_part {
                     self.leave_out();
                 }
-                lock(&self.shared.table).confirm_all();
+                lock(&self.shared.table).attached(known.is_none(), is_first);
                 self.shared.control.replace(pending.pair);
                 self.shared.link.up(pending.socket, vm, escrow);
                 if self.told_gone || self.told_refused {
@@ -403,7 +403,11 @@ fn zap(shared: &Shared, ranges: &[wire::Range]) -> Result<Vec<wire::Range>, i32>
     if ranges.len() > MAX_RANGES {
         return Err(libc::EINVAL);
     }
-    let table = lock(&shared.table);
+    // In this order: see `zapped.rs`.
+    let gate = shared.gate.zap();
+    let mut table = lock(&shared.table);
+    table.note_zapped(ranges);
+    drop(gate);
     // `left`: the parts of each range that must not be zapped. `ours`, `of`: each part to zap, and the number of its
     // range.
     let (mut left, mut ours, mut of) = (Vec::new(), Vec::new(), Vec::new());

@@ -1,7 +1,7 @@
 //! State shared by VMM threads and the service thread, and the messages to the operator.
 //!
 //! Before: `builder` has made the userfaultfds. After: `client` and `service` use it as long as the process lives.
-//! Threads: any. Units: in the types. Promise: locks are taken in the order link, table; `control` is apart.
+//! Threads: any. Units: in the types. Promise: locks are taken in the order gate, link, table; `control` is apart.
 
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -14,6 +14,7 @@ use crate::agent_port::AgentPort;
 use crate::control::ControlSocket;
 use crate::link::Link;
 use crate::regions::Table;
+use crate::zapped::ZapGate;
 
 pub(crate) type FailStop = Arc<dyn Fn(&str) + Send + Sync>;
 
@@ -46,7 +47,8 @@ impl Default for Timing {
     }
 }
 
-/// State shared by VMM threads and the service thread. Locks are taken in the order link, table; `control` is separate.
+/// State shared by VMM threads and the service thread. Locks are taken in the order gate, link, table; `control` is
+/// separate.
 pub(crate) struct Shared {
     pub socket: PathBuf,
     pub name: String,
@@ -56,6 +58,7 @@ pub(crate) struct Shared {
     pub uffds: Vec<Uffd>,
     pub features: u64,
     pub table: Mutex<Table>,
+    pub gate: ZapGate,
     pub link: Link,
     pub control: ControlSocket,
     pub fail_stop: Mutex<FailStop>,

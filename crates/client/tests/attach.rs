@@ -149,7 +149,7 @@ fn garbage_on_either_socket_is_survived() {
         scm::send(&session.control, bytes, &[]).expect("send");
         scm::send(&session.socket, bytes, &[]).expect("send");
     }
-    session.answer(&KeeperToClient::Attached { vm: VmId([9; 16]), stores: Vec::new() });
+    session.answer(&KeeperToClient::Attached { vm: VmId([9; 16]), stores: Vec::new(), is_first: false });
     session.answer(&KeeperToClient::Refused("nobody asked".into()));
     session.tell(&EngineToClient::DiscardDone { seq: 12345, error: None });
     // One thread reads both sockets in turn: once nothing is unread here, a reply there means that all was handled.
@@ -328,7 +328,7 @@ fn a_refused_resume_is_tried_again_until_it_is_taken() {
     let (client, session) = attached(&keeper, &fd, &map);
     drop(session);
     keeper.client().answer(&KeeperToClient::Refused("still thinking".into()));
-    keeper.client().answer(&KeeperToClient::Attached { vm: VmId([3; 16]), stores: Vec::new() });
+    keeper.client().answer(&KeeperToClient::Attached { vm: VmId([3; 16]), stores: Vec::new(), is_first: false });
     drop(keeper.client());
     scm::send(&keeper.client().socket, b"nonsense", &[]).expect("send");
     let session = keeper.client();
@@ -354,9 +354,10 @@ fn a_first_attach_that_fails_says_why() {
     assert!(matches!(hung_up, AttachError::NoAnswer(_)), "{hung_up}");
     let garbage = attempt(|session| scm::send(&session.socket, b"HTTP/1.1", &[]).expect("send"));
     assert!(matches!(garbage, AttachError::Protocol(_)), "{garbage}");
-    let bare = attempt(|session| session.answer(&KeeperToClient::Attached { vm: VM, stores: Vec::new() }));
+    let bare =
+        attempt(|session| session.answer(&KeeperToClient::Attached { vm: VM, stores: Vec::new(), is_first: false }));
     assert!(matches!(bare, AttachError::NoAnswer(_)), "{bare}");
-    let named = builder(&keeper, &fd, &map).name("../etc").attach().expect_err("bad name");
+    let named = builder(&keeper, &fd, &map).name("").attach().expect_err("bad name");
     assert!(matches!(named, AttachError::Config(_)), "{named}");
     let (_, path) = keeper.die();
     let nobody = Client::builder()

@@ -34,7 +34,10 @@ fn a_client_without_room_for_the_files_that_a_next_keeper_sends_keeps_its_own_an
     let usual = getrlimit(Resource::Nofile);
     let lowest = std::fs::File::open("/dev/null").expect("a descriptor").as_raw_fd();
     setrlimit(Resource::Nofile, Rlimit { current: Some(lowest as u64), ..usual }).expect("a limit");
-    session.answer_with(&KeeperToClient::Attached { vm: VM, stores }, &[files[0].as_fd(), files[1].as_fd()]);
+    session.answer_with(
+        &KeeperToClient::Attached { vm: VM, stores, is_first: false },
+        &[files[0].as_fd(), files[1].as_fd()],
+    );
     while unread(&session.socket) > 0 {
         std::thread::yield_now();
     }

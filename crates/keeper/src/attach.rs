@@ -175,7 +175,7 @@ impl Keeper {
             // A new VM has no far page. Far pages of a returning VM are registered, and their faults wait.
             self.search_or_hand_over(vm);
             let stores = Files::counts(&self.vms[index].stores);
-            self.give_escrow(key, vm, stores, &escrow);
+            self.give_escrow(key, &KeeperToClient::Attached { vm, stores, is_first: true }, &escrow);
         } else if !self.vms[index].is_handed_over() {
             // That may take a minute or more, and no fault is served meanwhile.
             if attach.resume.is_some() {

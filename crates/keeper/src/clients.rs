@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
 use ballast_base::text::ascii;
-use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, StoreFiles, VmId};
+use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, VmId};
 use ballast_handover::orders::Order;
 use ballast_sys::{meminfo, peer, process, scm};
 use rustix::io::Errno;
@@ -348,16 +348,17 @@ impl Keeper {
         let escrow =
             self.entry_of(key).and_then(|entry| Ok((entry.state.id(), Files::counts(&entry.stores), entry.escrow()?)));
         match escrow {
-            Ok((vm, stores, escrow)) => self.give_escrow(key, vm, stores, &escrow),
+            Ok((vm, stores, escrow)) => {
+                self.give_escrow(key, &KeeperToClient::Attached { vm, stores, is_first: false }, &escrow);
+            }
             // Without escrow it could not come back after this keeper's death.
             Err(reason) => self.refuse_attached(key, &reason),
         }
     }
 
     /// Tell a client that it is attached.
-    pub(crate) fn give_escrow(&mut self, key: u64, vm: VmId, stores: Vec<StoreFiles>, escrow: &[OwnedFd]) {
-        let files: Vec<_> = escrow.iter().map(AsFd::as_fd).collect();
-        self.send(key, &KeeperToClient::Attached { vm, stores }, &files);
+    pub(crate) fn give_escrow(&mut self, key: u64, attached: &KeeperToClient, escrow: &[OwnedFd]) {
+        self.send(key, attached, &escrow.iter().map(AsFd::as_fd).collect::<Vec<_>>());
     }
 
     /// It passed the checks when it attached, and failed after all.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
-use ballast_client::{Client, DiscardError, Ram, Range, RequestError, chain, visit};
+use ballast_client::{Client, DiscardError, Freeing, Ram, Range, RequestError, chain, visit};
 use ballast_sys::memfd::{self, FileId};
 
 use crate::announce::announce;
@@ -264,48 +264,59 @@ pub fn locking(range: Option<(*const c_void, usize)>, future: bool) -> Result<()
     }
 }
 
-/// Prepare for a call that frees or fills a piece of a file: if that is guest RAM, the engine must be told first.
-pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Result<(), c_int> {
-    let Some(client) = client() else { return Ok(()) };
+/// Held while the VMM frees a piece of guest RAM, if this process has attached.
+pub type Held = Option<Freeing<'static>>;
+
+/// Prepare for a call that frees or fills a piece of a file: if that is guest RAM, the engine must be told first. The
+/// caller holds the result during the call.
+pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Result<Held, c_int> {
+    let Some(client) = client() else { return Ok(None) };
     if fd < 0 || offset < 0 || len <= 0 {
-        return Ok(());
+        return Ok(None);
     }
     let visit = visit::enter();
     // SAFETY: borrowed for `fstat` only, which returns EBADF if it is not open.
-    let Ok(file) = memfd::file_id(unsafe { BorrowedFd::borrow_raw(fd) }) else { return Ok(()) };
+    let Ok(file) = memfd::file_id(unsafe { BorrowedFd::borrow_raw(fd) }) else { return Ok(None) };
     drop(visit);
     let ranges = client.of_file(file, offset as u64, len as u64);
     if ranges.is_empty() {
-        return Ok(());
+        return Ok(None);
     }
     if mode & libc::FALLOC_FL_PUNCH_HOLE == 0 {
         announce("refusing to fill guest RAM with fallocate: it would put zeros where pages are far");
         return Err(libc::EOPNOTSUPP);
     }
-    discard(client, &ranges)
+    freeing(client, &ranges)
 }
 
-/// Prepare for a call that frees a piece of the address space (`MADV_REMOVE`).
-pub fn removing(addr: *mut c_void, len: usize) -> Result<(), c_int> {
-    let Some(client) = client() else { return Ok(()) };
+/// Prepare for a call that frees a piece of the address space (`MADV_REMOVE`). The caller holds the result during the
+/// call.
+pub fn removing(addr: *mut c_void, len: usize) -> Result<Held, c_int> {
+    let Some(client) = client() else { return Ok(None) };
     let ranges = client.overlap(Hva(addr as u64), (len as u64).next_multiple_of(PAGE_SIZE as u64));
-    discard(client, &ranges)
+    freeing(client, &ranges)
 }
 
 /// Tell the engine that the VMM is about to free these ranges.
 pub fn discarding(ranges: &[Range]) -> Result<(), c_int> {
-    client().map_or(Ok(()), |client| discard(client, ranges))
+    client().map_or(Ok(()), |client| client.discard(ranges).map_err(refused))
 }
 
-fn discard(client: &Client, ranges: &[Range]) -> Result<(), c_int> {
-    client.discard(ranges).map_err(|error| {
-        announce(&error);
-        match error {
-            DiscardError::Invalid(_) => libc::EINVAL,
-            DiscardError::NoAnswer(_) => libc::EAGAIN,
-            DiscardError::Failed(_) => libc::EIO,
-        }
-    })
+fn freeing(client: &'static Client, ranges: &[Range]) -> Result<Held, c_int> {
+    // The pool counts what a VM gives back.
+    if pool::is_used() {
+        return client.discard(ranges).map(|()| None).map_err(refused);
+    }
+    client.freeing(ranges).map(Some).map_err(refused)
+}
+
+fn refused(error: DiscardError) -> c_int {
+    announce(&error);
+    match error {
+        DiscardError::Invalid(_) => libc::EINVAL,
+        DiscardError::NoAnswer(_) => libc::EAGAIN,
+        DiscardError::Failed(_) => libc::EIO,
+    }
 }
 
 /// Tell the client and the pool that these addresses are about to be unmapped. A call that the kernel refuses for its

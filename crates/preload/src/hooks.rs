@@ -212,9 +212,9 @@ pub unsafe extern "C" fn fallocate(fd: c_int, mode: c_int, offset: off_t, len: o
     if let Some(done) = quietly(None, || pool::punching(fd, mode, offset, len, decide::discarding)) {
         return done.map_or_else(|errno| refuse(errno, -1), |()| 0);
     }
-    match quietly(Ok(()), || decide::punching(fd, mode, offset, len)) {
+    match quietly(Ok(None), || decide::punching(fd, mode, offset, len)) {
         // SAFETY: the caller's promise.
-        Ok(()) => unsafe { next::fallocate(fd, mode, offset, len) },
+        Ok(_held) => unsafe { next::fallocate(fd, mode, offset, len) },
         Err(errno) => refuse(errno, -1),
     }
 }
@@ -234,9 +234,9 @@ pub unsafe extern "C" fn posix_fallocate(fd: c_int, offset: off_t, len: off_t) -
     if let Some(Err(errno)) = quietly(None, || pool::punching(fd, 0, offset, len, decide::discarding)) {
         return errno;
     }
-    match quietly(Ok(()), || decide::punching(fd, 0, offset, len)) {
+    match quietly(Ok(None), || decide::punching(fd, 0, offset, len)) {
         // SAFETY: the caller's promise.
-        Ok(()) => unsafe { next::posix_fallocate(fd, offset, len) },
+        Ok(_held) => unsafe { next::posix_fallocate(fd, offset, len) },
         Err(errno) => errno,
     }
 }
@@ -253,13 +253,15 @@ pub unsafe extern "C" fn posix_fallocate64(fd: c_int, offset: off_t, len: off_t)
 /// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(addr: *mut c_void, len: size_t, advice: c_int) -> c_int {
-    if advice == libc::MADV_REMOVE
-        && let Err(errno) = quietly(Ok(()), || decide::removing(addr, len))
-    {
-        return refuse(errno, -1);
+    let held = match advice {
+        libc::MADV_REMOVE => quietly(Ok(None), || decide::removing(addr, len)),
+        _ => Ok(None),
+    };
+    match held {
+        // SAFETY: the caller's promise.
+        Ok(_held) => unsafe { next::madvise(addr, len, advice) },
+        Err(errno) => refuse(errno, -1),
     }
-    // SAFETY: the caller's promise.
-    unsafe { next::madvise(addr, len, advice) }
 }
 
 /// # Safety

@@ -47,6 +47,11 @@ fn stage() -> Option<Stage> {
 
 /// The host program under this name, attached.
 fn stage_as(name: &str) -> Option<Stage> {
+    stage_that(name, |session| drop(session.accept()))
+}
+
+/// The same, attached so.
+fn stage_that(name: &str, accept: fn(&Session)) -> Option<Stage> {
     let dir = tempfile::tempdir().expect("tempdir");
     let program = compile(dir.path(), name)?;
     let keeper = Keeper::start();
@@ -55,7 +60,7 @@ fn stage_as(name: &str) -> Option<Stage> {
     assert_eq!(session.attach.regions.len(), 1);
     assert!(session.attach.may_pin, "a VMM that nobody taught of Ballast promises nothing");
     assert_eq!(session.attach.regions[0].span.len, Bytes(4 * MIB));
-    session.accept();
+    accept(&session);
     assert_eq!(host.next(), "ready");
     Some(Stage { _dir: dir, keeper, host, session })
 }
@@ -121,6 +126,24 @@ fn freeing_ram_is_announced_before_it_happens_and_filling_it_is_refused() {
         assert_eq!((said.as_str(), heard.len(), asked.len()), (answer, 0, 0), "{line}");
     }
     assert_eq!(stage.resident(), 1021, "refused calls change nothing");
+}
+
+#[test]
+fn ram_of_a_new_vm_that_was_never_zapped_is_freed_without_a_message() {
+    let Some(mut stage) = stage_that("host", Session::accept_first) else { return };
+    for (line, resident) in [("punch", 1022), ("remove", 1021)] {
+        let (said, heard, _) = stage.deed(line);
+        assert_eq!((said.as_str(), heard.len(), stage.resident()), ("ok", 0, resident), "{line}");
+    }
+    for (line, answer) in [("punch-odd", "EINVAL"), ("fill", "EOPNOTSUPP"), ("fill-posix", "EOPNOTSUPP")] {
+        assert_eq!(stage.deed(line).0, answer, "{line}");
+    }
+    let page = (stage.session.whole(0).0 + 9 * 4096, 4096);
+    assert_eq!(stage.session.zap(1, vec![page]), None, "no call that is over holds it up");
+    for line in ["punch", "remove"] {
+        let (said, heard, _) = stage.deed(line);
+        assert!(said == "ok" && matches!(heard[..], [ClientToEngine::Discard { .. }]), "{line}: {said}, {heard:?}");
+    }
 }
 
 #[test]

@@ -123,13 +123,22 @@ impl Session {
         self.accept_with(&[(RAM_STORE, 1)])
     }
 
+    /// The same, and no other process of the VM is there.
+    pub fn accept_first(&self) {
+        self.accept_as(&[(RAM_STORE, 1)], true);
+    }
+
     /// The same with files of these stores after the state file: their numbers, and how many.
     pub fn accept_with(&self, stores: &[(u8, u8)]) -> Vec<memfd::FileId> {
+        self.accept_as(stores, false)
+    }
+
+    fn accept_as(&self, stores: &[(u8, u8)], is_first: bool) -> Vec<memfd::FileId> {
         let stores: Vec<_> = stores.iter().map(|(store, count)| StoreFiles { store: *store, count: *count }).collect();
         let files: Vec<_> =
             (0..1 + wire::count_files(&stores)).map(|_| memfd::create("escrow", Bytes(4096)).expect("memfd")).collect();
         let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        self.answer_with(&KeeperToClient::Attached { vm: VM, stores }, &fds);
+        self.answer_with(&KeeperToClient::Attached { vm: VM, stores, is_first }, &fds);
         files.iter().map(|file| memfd::file_id(file).expect("stat")).collect()
     }
 

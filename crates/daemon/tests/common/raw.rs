@@ -241,7 +241,7 @@ impl RawClient {
     /// The second.
     pub fn hear_of_attach(&mut self, socket: OwnedFd) -> Option<KeeperToClient> {
         let (answer, fds) = hear(&socket)?;
-        if let KeeperToClient::Attached { vm, stores } = &answer {
+        if let KeeperToClient::Attached { vm, stores, .. } = &answer {
             self.socket = Some(socket);
             self.escrow = Some((*vm, stores.clone(), fds));
         }

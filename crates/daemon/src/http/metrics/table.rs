@@ -254,9 +254,12 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
             by("reason", &reasons)
         },
     ),
-    metric("ballast_vm_discarded_bytes_total", Kind::Counter, "Guest RAM given back by the guest.", |vm| {
-        one(pages(vm.reclaim.discarded_pages))
-    }),
+    metric(
+        "ballast_vm_discarded_bytes_total",
+        Kind::Counter,
+        "Guest RAM given back by the guest, of what was watched before.",
+        |vm| one(pages(vm.reclaim.discarded_pages)),
+    ),
     metric("ballast_vm_store_full_total", Kind::Counter, "Times reclaim stopped because the store was full.", |vm| {
         one(vm.reclaim.store_full_events)
     }),
