@@ -8,7 +8,7 @@ use std::fmt;
 use std::time::Duration;
 
 use ballast_heat::ages::{BUCKETS_S, PERCENTS};
-use ballast_heat::source::{Ability, Granularity};
+use ballast_heat::source::Ability;
 use ballast_heat::{Heat, ages};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -149,10 +149,7 @@ impl VmHeat {
             track,
             source: source.map(|ability| HeatSource {
                 name: ability.name.to_owned(),
-                granularity_bytes: match ability.granularity {
-                    Granularity::Page => Some(ballast_base::PAGE_SIZE as u64),
-                    Granularity::Range => None,
-                },
+                granularity_bytes: Some(ballast_base::PAGE_SIZE as u64),
             }),
             cycles: heat.cycles,
             fine_cycles: heat.fine_cycles,

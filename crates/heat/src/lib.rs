@@ -20,7 +20,6 @@
 mod age;
 pub mod ages;
 pub mod chance;
-pub mod damon;
 mod entry;
 pub mod generations;
 pub mod inside;

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::time::Duration;
 
-use crate::source::{Ability, AccessSource, Cost, CycleReport, Granularity, PageMap, Seen, UnitId, Watch};
+use crate::source::{Ability, AccessSource, Cost, CycleReport, PageMap, Seen, UnitId, Watch};
 
 /// The source.
 #[derive(Debug, Default)]
@@ -33,7 +33,7 @@ impl Scripted {
 
 impl AccessSource for Scripted {
     fn ability(&self) -> Ability {
-        Ability { name: "scripted", granularity: Granularity::Page }
+        Ability { name: "scripted" }
     }
 
     fn start(&mut self, watch: &Watch) -> io::Result<()> {

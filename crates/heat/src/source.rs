@@ -4,7 +4,7 @@
 //! what was touched between [`AccessSource::start`] and [`AccessSource::end`].
 //! Threads: one tracking worker per VM owns its source; it may block in `start` and `end`, and sleeps between them.
 //! Units: a unit is 2 MiB; a cycle is the time between a start and its end. The source of the product is the pager's
-//! `scans`; the others are [`crate::damon`] and, for tests, [`crate::scripted`].
+//! `scans`; another one, for tests, is [`crate::scripted`].
 //! Promise: a source changes nothing that the guest can see but time, and at the end of a cycle every unit that was
 //! mapped huge is mapped huge again.
 //!
@@ -198,22 +198,11 @@ pub struct CycleReport {
     pub cost: Cost,
 }
 
-/// The finest that a source can see.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Granularity {
-    /// 4 KiB.
-    Page,
-    /// Ranges that the source chooses itself.
-    Range,
-}
-
 /// Abilities of a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ability {
     /// Its name in the API and in recordings: lower case, hyphens.
     pub name: &'static str,
-    /// The finest it can see.
-    pub granularity: Granularity,
 }
 
 /// Finds out what a guest touched.

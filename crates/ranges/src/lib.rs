@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Read the files in this order: `roots` (what is classified), `range` (ranges, the trait, the order), `published` (the
-//! paper's rule), `histogram` and `fitted` (ours), [`relocate`], [`trace`].
+//! paper's rule), `histogram` and `fitted` (ours), [`relocate`].
 //!
 //! Before: a source samples accesses with their *virtual* addresses. Data that is used together is often adjacent in
 //! virtual memory, but not in physical memory. After: an agent moves pages between the nodes of its guest. Threads:
@@ -35,7 +35,6 @@ mod published;
 mod range;
 pub mod relocate;
 mod roots;
-pub mod trace;
 
 pub use fitted::Fitted;
 pub use published::{Parameters, Published};

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use ballast_base::stripes::PAGES_PER_CHUNK;
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
-use ballast_heat::source::{Ability, BLOCK, Cost, Granularity};
+use ballast_heat::source::{Ability, BLOCK, Cost};
 use ballast_heat::{PageMap, Seen, UnitId};
 
 use crate::vm::Vm;
@@ -35,7 +35,7 @@ const PIECE: u64 = PAGES_PER_CHUNK;
 const MOST_UNITS: usize = 512;
 
 /// The ability of this scan.
-pub(crate) const ABILITY: Ability = Ability { name: "rwp-scan", granularity: Granularity::Page };
+pub(crate) const ABILITY: Ability = Ability { name: "rwp-scan" };
 
 /// The scan of one VM.
 #[derive(Debug)]

@@ -22,7 +22,7 @@ use std::time::Instant;
 
 use ballast_base::wire::Range;
 use ballast_base::{HUGE_SIZE, PageIdx, PageRange};
-use ballast_heat::source::{Ability, Cost, Granularity};
+use ballast_heat::source::{Ability, Cost};
 use ballast_heat::{PageMap, Seen, UnitId};
 
 use crate::run::pool::pause;
@@ -39,7 +39,7 @@ use ballast_page::unit::{Mapping, Stage};
 const RUN: usize = 32;
 
 /// The ability of this scan.
-pub(crate) const ABILITY: Ability = Ability { name: "zap-scan", granularity: Granularity::Page };
+pub(crate) const ABILITY: Ability = Ability { name: "zap-scan" };
 
 /// The scan of one VM.
 #[derive(Debug)]
