@@ -30,6 +30,8 @@ const SUPPLY_LESS: u64 = 8;
 /// T grows by 1/N in each round within the limit. While faults wait now and then, T stays near the value that served
 /// them.
 const LONGER: u32 = 16;
+/// See [`Adaptive::calm`].
+const CALM: Duration = Duration::from_secs(1);
 /// T of memory of which a guest's agent cannot see whether it is used: as long as memory that it sees must be idle
 /// before it is cold. In a Linux of 320 MiB whose limit takes 80, some 350 pages of the kernel are used within this
 /// time, half of them in the first 3 s.
@@ -99,6 +101,8 @@ impl Adaptive {
             self.faults_wait(limit_pages, now);
         } else if !is_above {
             self.relax();
+        } else {
+            self.calm(now);
         }
     }
 
@@ -147,6 +151,16 @@ impl Adaptive {
             self.halve();
         }
         self.supply = (self.supply * 2).clamp(BATCH_SHORT.min(most), most);
+    }
+
+    /// Doubles T once in [`CALM`] without a fault that waits, in a VM that stays above its limit: one moment of pressure
+    /// must not end all looks for ever.
+    fn calm(&mut self, now: Instant) {
+        let is_calm = self.stepped_at.is_none_or(|at| now.saturating_duration_since(at) >= CALM);
+        if is_calm && !self.is_forced && self.wait < self.longest {
+            self.stepped_at = Some(now);
+            self.wait = (self.wait * 2).clamp(SHORTEST.min(self.longest), self.longest);
+        }
     }
 
     /// Returns a step towards the first values: the VM is within its limit, and no fault waits.
@@ -238,6 +252,21 @@ mod tests {
         tiny.faults_wait(1, now);
         tiny.relax();
         assert_eq!((tiny.supply, tiny.wait()), (0, Duration::ZERO));
+    }
+
+    #[test]
+    fn t_grows_again_above_the_limit_when_no_fault_waits_any_more() {
+        let (mut adaptive, mut now) = (Adaptive::new(T), Instant::now());
+        for _ in 0..40 {
+            adaptive.begin(true, true, false, 1 << 20, now);
+            now += T;
+        }
+        assert!(adaptive.wait().is_zero());
+        for _ in 0..20 {
+            adaptive.begin(true, false, false, 1 << 20, now);
+            now += CALM;
+        }
+        assert_eq!(adaptive.wait(), T);
     }
 
     #[test]
