@@ -1,9 +1,9 @@
 /* realmem: puts the large memory of an unmodified program into one shared memfd, and attaches it to Ballast.
  *
- * Before: `ballast bench real` starts a program of the distribution with this library in LD_PRELOAD. After: every
- * anonymous private mapping of LARGE bytes or more is a piece of one memfd that is mapped shared, as guest RAM is. So is
- * every malloc() of that size, with REALMEM_MALLOC: for programs that use the C library's malloc(), whose own mappings
- * no preload library sees. So the program is a VM's guest that runs natively: one process, one VM.
+ * Before: `ballast bench real` starts a program with this library in LD_PRELOAD. After: every anonymous private mapping
+ * of LARGE bytes or more is a piece of one memfd that is mapped shared, as guest RAM is. So is every malloc() of that
+ * size, with REALMEM_MALLOC: for programs that use the C library's malloc(), whose own mappings no preload library
+ * sees. So the program is a VM's guest that runs natively: one process, one VM.
  * Threads: any; one lock guards the map of free pages. Units: bytes, and pages of 4 KiB where a name says so.
  * Promise: a piece that is handed out reads as zeros, as a fresh mapping does. A program that needs more than the memfd
  * has gets ordinary memory, and realmem says so once.
@@ -165,7 +165,8 @@ void *mremap(void *at, size_t len, size_t new_len, int flags, ...) {
         return (void *)syscall(SYS_mremap, at, len, new_len, flags, to);
     }
     if (new_len <= len) {
-        if (pages_of(new_len) < pages_of(len)) munmap((char *)at + pages_of(new_len) * PAGE, len - pages_of(new_len) * PAGE);
+        size_t kept = pages_of(new_len) * PAGE;
+        if (kept < pages_of(len) * PAGE) munmap((char *)at + kept, len - kept);
         return at;
     }
     if (!(flags & MREMAP_MAYMOVE)) {

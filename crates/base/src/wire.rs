@@ -22,8 +22,8 @@ use crate::units::{Bytes, Hva, PAGE_SIZE};
 /// The client's link. Version 2: file stores in escrow. Version 3: several userfaultfds. Version 4: an attach that must
 /// wait. Version 5: a zap answered part by part. Version 6: each message states its least reader. Version 7: regions of
 /// extents, guest-physical addresses, counted descriptors; nothing older is read, but a client of version 6 can read
-/// why. Version 8: guest-physical ranges, told later. Version 9: the port of the guest's agent, RAM that is not managed,
-/// names of any letters.
+/// why. Version 8: guest-physical ranges, told later. Version 9: the port of the guest's agent, RAM that is not
+/// managed, names of any letters.
 pub const FORMAT: Format = Format { version: 9, least_reader: 7, oldest: 7 };
 /// Most RAM regions one VM may have.
 pub const MAX_REGIONS: usize = 32;

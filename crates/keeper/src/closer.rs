@@ -9,6 +9,7 @@
 //! same. The closer knows the users whose descriptors do not close ([`Closer::stuck`]).
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ops::Bound;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -24,6 +25,9 @@ const MOST_UNCHECKED: usize = MOST_THREADS - 8;
 /// Threads that close what was not checked and is one user's. As many descriptors of a user have to hang before the
 /// user's connections are refused, so six hostile users would be needed to keep the rest of what is not checked open.
 pub const MOST_STUCK: usize = 4;
+/// Descriptors and connections of a user that may wait to be closed. A user with more is treated as one whose
+/// descriptors hang.
+const MOST_WAITING: usize = 512;
 
 type Thing = Box<dyn Send>;
 
@@ -41,6 +45,8 @@ struct State {
     checked: VecDeque<Thing>,
     /// By number of the thread: since when, and the user, unless it was checked.
     closing: HashMap<u64, (Option<u32>, Instant)>,
+    /// The user who had the last turn: each has one after the other.
+    last: u32,
     threads: u64,
     next_thread: u64,
 }
@@ -55,7 +61,9 @@ impl State {
         if self.unchecked.is_empty() || closing(None) >= MOST_UNCHECKED {
             return None;
         }
-        self.unchecked.keys().copied().find(|uid| closing(Some(*uid)) < MOST_STUCK)
+        let after = (Bound::Excluded(self.last), Bound::Unbounded);
+        let users = self.unchecked.range(after).chain(self.unchecked.range(..=self.last));
+        users.map(|(uid, _)| *uid).find(|uid| closing(Some(*uid)) < MOST_STUCK)
     }
 
     fn has_work(&self) -> bool {
@@ -67,6 +75,7 @@ impl State {
             return Some((None, thing));
         }
         let uid = self.turn()?;
+        self.last = uid;
         let queue = self.unchecked.get_mut(&uid)?;
         let thing = queue.pop_front();
         if queue.is_empty() {
@@ -115,9 +124,12 @@ impl Closer {
         }
     }
 
-    /// How many closings of this user's descriptors hang.
+    /// How many closings of this user's descriptors hang; [`MOST_STUCK`] as well if very many wait.
     pub fn stuck(&self, uid: u32, hangs_after: Duration) -> usize {
         let state = self.state();
+        if state.unchecked.get(&uid).is_some_and(|queue| queue.len() >= MOST_WAITING) {
+            return MOST_STUCK;
+        }
         state.closing.values().filter(|(whose, since)| *whose == Some(uid) && since.elapsed() >= hangs_after).count()
     }
 
@@ -209,9 +221,12 @@ impl SentFd {
         Self::new(fd, self.uid, self.closer.clone()).checked()
     }
 
-    /// End this connection, for every process that has it.
+    /// End this connection, for every process that has it. One without descriptors in it is closed at once, so that a
+    /// user whose descriptors hang fills no table with connections that are refused.
     pub fn hang_up(mut self) {
-        if let Some(fd) = self.fd.take() {
+        if let Some(fd) = self.fd.take()
+            && !scm::shut_and_empty(&fd)
+        {
             self.closer.close(Some(self.uid), Connection(fd, self.uid, self.closer.clone()));
         }
     }
@@ -290,6 +305,39 @@ mod tests {
         drop(ends);
         closer.close(Some(9), Says(closed, 99));
         assert_eq!(closes.recv(), Ok(99));
+    }
+
+    #[test]
+    fn a_user_of_whom_very_much_waits_counts_as_stuck_and_others_have_their_turns() {
+        let closer = Closer::new();
+        let (begun, begins) = mpsc::channel();
+        let (end, ended) = mpsc::channel();
+        closer.close(Some(7), Hangs(begun, ended));
+        begins.recv().expect("the only thread is busy");
+        let (closed, closes) = mpsc::channel();
+        for _ in 0..MOST_WAITING {
+            assert_eq!(closer.stuck(7, Duration::from_secs(3600)), 0);
+            closer.close(Some(7), Says(closed.clone(), 7));
+        }
+        closer.close(Some(9), Says(closed, 9));
+        assert_eq!([7, 9].map(|uid| closer.stuck(uid, Duration::from_secs(3600))), [MOST_STUCK, 0]);
+        drop(end);
+        let order: Vec<_> = closes.iter().collect();
+        assert_eq!(order.len(), MOST_WAITING + 1);
+        assert!(order[..2].contains(&9), "it waits for all of another user");
+    }
+
+    #[test]
+    fn a_connection_without_descriptors_is_closed_at_once_and_another_one_waits() {
+        let closer = Closer::new();
+        let (ours, theirs) = scm::pair().expect("a pair");
+        scm::send(&theirs, b"words", &[]).expect("send");
+        SentFd::new(ours, 7, closer.clone()).hang_up();
+        assert_eq!(closer.idle(), Some(0), "no thread was needed");
+        let (ours, theirs) = scm::pair().expect("a pair");
+        scm::send(&theirs, b"", &[]).expect("an empty message");
+        scm::send(&theirs, b"words", &[theirs.as_fd()]).expect("send");
+        assert!(!scm::shut_and_empty(&ours), "a descriptor is behind an empty message");
     }
 
     #[test]

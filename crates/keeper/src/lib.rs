@@ -17,6 +17,7 @@
 mod admit;
 mod again;
 mod attach;
+mod bounds;
 mod checker;
 mod client;
 mod clients;

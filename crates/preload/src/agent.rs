@@ -12,7 +12,7 @@ use ballast_client::{AgentPort, Builder};
 
 pub use ballast_client::AGENT_VARIABLE as VARIABLE;
 
-use crate::shape;
+use crate::{guest, shape};
 
 static PORT: Mutex<Option<AgentPort>> = Mutex::new(None);
 
@@ -31,7 +31,9 @@ fn take(value: &str) {
         Some([ours, theirs]) => {
             // Programs that the VMM starts have neither.
             // SAFETY: changes a flag of a descriptor, or returns EBADF.
-            let open = [*ours, *theirs].map(|fd| unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0);
+            let set = |fd| unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
+            // The program that started the VMM may have closed them, and opened other files.
+            let open = [*ours, *theirs].map(|fd| guest::is_socket(fd) && set(fd));
             // SAFETY: it is open, and `ballast run` made it for this library alone.
             (open == [true, true]).then(|| AgentPort::Connected(unsafe { OwnedFd::from_raw_fd(*ours) }))
         }

@@ -55,7 +55,7 @@ pub fn take_named() {
     }
 }
 
-fn is_socket(fd: RawFd) -> bool {
+pub fn is_socket(fd: RawFd) -> bool {
     // SAFETY: zeros are a `stat`, which the call fills; or it returns EBADF.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: as above.

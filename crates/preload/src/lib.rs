@@ -30,8 +30,8 @@
 //!   because the other process's touches raise no faults here.
 //! - `execve`, `execv`, `execvp`, `execvpe`, `execl`, `execlp`, `execle`, `fexecve`, `execveat`, and `syscall` with the
 //!   number of `execve` or `execveat`: the VMM may hand its RAM to the program that takes its place (QEMU's
-//!   `cpr-exec`). Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes through. On the way
-//!   to the VMM (`ballast run -- env ... qemu-system-x86_64`) they fail if they lose the library (`through`).
+//!   `cpr-exec`). Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes through. On the
+//!   way to the VMM (`ballast run -- env ... qemu-system-x86_64`) they fail if they lose the library (`through`).
 //! - `ppoll`: under TCG no call starts a vCPU; QEMU's main loop shows that the machine is made (`main_loop`).
 //!
 //! # Memory of the pool

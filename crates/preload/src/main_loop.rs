@@ -19,6 +19,10 @@ static TOLD: AtomicU64 = AtomicU64::new(0);
 
 /// QEMU's main thread waits for events: the machine is made, and its guest may run. Under TCG no call begins a vCPU.
 fn waits() {
+    let may_start = SEEN.load(Ordering::Relaxed) && mode::is_waiting();
+    if !may_start && PRIVATE.load(Ordering::Relaxed) == TOLD.load(Ordering::Relaxed) {
+        return;
+    }
     // SAFETY: neither has arguments or effects.
     let is_main = unsafe { libc::gettid() == libc::getpid() };
     if is_main && SEEN.load(Ordering::Relaxed) && mode::is_waiting() {

@@ -131,6 +131,33 @@ pub fn close_at_once(fd: impl AsFd) {
     let _ = rustix::net::sockopt::set_socket_linger(fd, None);
 }
 
+/// Shut a socket, and drop what is in it up to the first message with descriptors. Returns whether there is none: then
+/// the close of the socket waits for nothing.
+pub fn shut_and_empty(socket: impl AsFd) -> bool {
+    let _ = rustix::net::shutdown(&socket, Shutdown::Both);
+    let is_stream = rustix::net::sockopt::socket_type(&socket) == Ok(SocketType::STREAM);
+    // An empty message looks like the end. No more messages can be in the queue than this, and none comes any more.
+    let most = if is_stream { 0 } else { longest_queue() };
+    let (mut empty, mut bytes) = (0, [0; 4096]);
+    while empty <= most {
+        if plain(&socket, RecvFlags::DONTWAIT).is_err() {
+            return false;
+        }
+        match rustix::net::recv(&socket, &mut bytes[..], RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => empty += 1,
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return false,
+        }
+    }
+    true
+}
+
+/// The most messages that wait in a socket of this system.
+fn longest_queue() -> usize {
+    let read = std::fs::read_to_string("/proc/sys/net/unix/max_dgram_qlen");
+    read.ok().and_then(|text| text.trim().parse::<usize>().ok()).unwrap_or(4096) + 1
+}
+
 /// Shut a socket, and give each descriptor in it that was not received to `close`: the close of the socket would wait
 /// for each of them.
 pub fn take_descriptors(socket: impl AsFd, mut close: impl FnMut(OwnedFd)) {

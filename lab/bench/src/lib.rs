@@ -79,10 +79,9 @@ use anyhow::{Result, bail};
 use serde_json::Value;
 
 pub use machine::is_release;
-pub use options::{Options, Part, Which};
+pub use options::{Options, Part, RealOptions, RealOrder, RealProgram, RealSide, Which};
 pub use order::{Data, GuestKind};
 pub use plot::run as plot;
-pub use real::{Order as RealOrder, Program as RealProgram, RealOptions, Side as RealSide};
 pub use report::Row;
 pub use role::run as run_role;
 pub use worker::ROLE_COMMAND;

@@ -7,7 +7,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::order::{Data, GuestKind};
-use crate::real::RealOptions;
 
 /// What to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -145,6 +144,54 @@ impl Part {
             Self::Files | Self::Redis | Self::Memcached | Self::Bfs | Self::Kmeans | Self::Compiler => Which::Guest,
         }
     }
+}
+
+/// The program whose memory it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum RealProgram {
+    /// Redis, 1 KiB values, Zipf 0.99, 1 write in 20.
+    Redis,
+    /// memcached with the Redis load.
+    Memcached,
+}
+
+/// The side that pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum RealSide {
+    /// Ballast.
+    Ballast,
+    /// The kernel, the program's memory private.
+    Kernel,
+    /// The kernel, the program's memory in one shared memfd, as that of a VM.
+    Shared,
+}
+
+/// The order of the keys, on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum RealOrder {
+    /// Fresh random numbers for ever.
+    Random,
+    /// One sequence again and again, which never names a quarter of the pages.
+    Repeat,
+    /// Other keys become popular each minute.
+    Moving,
+    /// A tenth of the requests reads all keys in order.
+    ScanBeside,
+}
+
+/// The words of the command line that are only for this bench.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RealOptions {
+    /// The program; Redis if none is named.
+    pub program: Option<RealProgram>,
+    /// The order of its keys; all but the slow ones if none is named.
+    pub order: Option<RealOrder>,
+    /// One side alone.
+    pub side: Option<RealSide>,
+    /// Seconds under the limit before its figures are taken.
+    pub settle: Option<Duration>,
+    /// Rounds.
+    pub rounds: Option<usize>,
 }
 
 /// The options.

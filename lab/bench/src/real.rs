@@ -1,10 +1,9 @@
 //! `bench real`: a real program at full speed, with part of its memory far, beside the kernel's swap.
 //!
-//! Before: `scripts/real-programs.sh` has unpacked the programs; this is root; the kernel's side needs zram and a memory
-//! cgroup. After: a row for each level of memory.
-//! Threads: the bench's one is the load, on one CPU; the program has the other one, and so has the engine whatever it
-//! takes. Units: in every key. Promise: a side's speed under a limit is compared with its own speed without one, just
-//! before, on the clock of each moment; every byte is checked.
+//! Before: `scripts/real-programs.sh` has unpacked the programs; this is root; the kernel's side needs zram and a
+//! memory cgroup. After: a row for each level of memory. Threads: the bench's one is the load, on one CPU; the program
+//! has the other one, and so has the engine whatever it takes. Units: in every key. Promise: a side's speed under a
+//! limit is compared with its own speed without one, just before, on the clock of each moment; every byte is checked.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,6 +17,7 @@ use ballast_realmem::protocol::Protocol;
 use ballast_realmem::server::{self, Memory, Server};
 
 use crate::cgroup;
+use crate::options::{RealOrder as Order, RealProgram as Program, RealSide as Side};
 use crate::report::Row;
 use crate::rig::Bench;
 
@@ -37,54 +37,6 @@ const SETTLE_QUICK: Duration = Duration::from_secs(3);
 const LIMITED: Duration = Duration::from_secs(20);
 const LIMITED_QUICK: Duration = Duration::from_secs(3);
 const SEED: u64 = 42;
-
-/// The program whose memory it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Program {
-    /// Redis, 1 KiB values, Zipf 0.99, 1 write in 20.
-    Redis,
-    /// memcached with the Redis load.
-    Memcached,
-}
-
-/// Who pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Side {
-    /// Ballast.
-    Ballast,
-    /// The kernel, the program's memory private.
-    Kernel,
-    /// The kernel, the program's memory in one shared memfd, as that of a VM.
-    Shared,
-}
-
-/// The order of the keys, on the command line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Order {
-    /// Fresh random numbers for ever.
-    Random,
-    /// One sequence again and again, which never names a quarter of the pages.
-    Repeat,
-    /// Other keys become popular each minute.
-    Moving,
-    /// A tenth of the requests reads all keys in order.
-    ScanBeside,
-}
-
-/// The words of the command line that are only for this bench.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RealOptions {
-    /// The program; Redis if none is named.
-    pub program: Option<Program>,
-    /// The order of its keys; all but the slow ones if none is named.
-    pub order: Option<Order>,
-    /// One side alone.
-    pub side: Option<Side>,
-    /// Seconds under the limit before its figures are taken.
-    pub settle: Option<Duration>,
-    /// Rounds.
-    pub rounds: Option<usize>,
-}
 
 /// The figures of one turn.
 #[derive(Clone, Debug, Default)]
@@ -299,7 +251,7 @@ impl Counters {
         })
     }
 
-    /// Of the whole machine, on which nothing else swaps.
+    /// The counters of the whole machine, on which nothing else swaps.
     fn of_kernel() -> Result<Self> {
         let text = std::fs::read_to_string("/proc/vmstat").context("Reading /proc/vmstat")?;
         let of = |key: &str| {

@@ -4,9 +4,9 @@
 //! Threads: the load's. Units: keys; a request is one step. Promise: `Repeat` begins the very sequence again, writes
 //! included, after [`PERIOD`] requests.
 //!
-//! Keys follow Zipf's law with an exponent of 0.99, the law of YCSB, by the inversion of Gray et al., *Quickly Generating
-//! Billion-Record Synthetic Databases* (SIGMOD 1994), section 3.2. Ranks are scattered over the keys, so that popular
-//! keys do not lie side by side.
+//! Keys follow Zipf's law with an exponent of 0.99, the law of YCSB, by the inversion of Gray et al., *Quickly
+//! Generating Billion-Record Synthetic Databases* (SIGMOD 1994), section 3.2. Ranks are scattered over the keys, so
+//! that popular keys do not lie side by side.
 
 /// Requests after which [`Sequence::Repeat`] begins again: some 20 s of a server at full speed.
 pub const PERIOD: u64 = 1_500_000;

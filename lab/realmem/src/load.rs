@@ -4,9 +4,9 @@
 //! Threads: the caller's, which stays on [`LOAD_CPU`]. Units: requests, microseconds.
 //! Promise: a value of another key or version than the last one written is a wrong value, and so is a missing one.
 //!
-//! [`DEPTH`] requests are sent at once, and then the replies of the batch before are read, on another connection: so the
-//! server always has work. A load that waits for each reply measures how soon the kernel wakes two processes (6,000 or
-//! 25,000 requests a second, by the placement of the threads). A key belongs to one connection, so each read has one
+//! [`DEPTH`] requests are sent at once, and then the replies of the batch before are read, on another connection: so
+//! the server always has work. A load that waits for each reply measures how soon the kernel wakes two processes (6,000
+//! or 25,000 requests a second, by the placement of the threads). A key belongs to one connection, so each read has one
 //! right answer.
 
 use std::io::{Read, Write};

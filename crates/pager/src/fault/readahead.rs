@@ -4,12 +4,12 @@
 //! Threads: each fault worker has its own. Units: pages of a region. Promise: it reads no page and waits for nothing; a
 //! wrong guess costs time and space, never bytes.
 //!
-//! A stream begins with the third fault in order, each on the next far page after the pages that were restored last. That
-//! fault brings two more pages, the next fault four, and so on. (With the second fault it began for each value that lies
-//! across two pages, as a quarter of all values of 1 KiB do in jemalloc: Redis under a limit restored 500 to 1,600 pages a
-//! second that it did not want.) Each page of a stream would be a fault of its own, which costs two thread switches; a
-//! page that comes with another one costs only its decompression. It is also in time: where CPUs are short, a worker of
-//! its own is too late.
+//! A stream begins with the third fault in order, each on the next far page after the pages that were restored last.
+//! That fault brings two more pages, the next fault four, and so on. (With the second fault it began for each value
+//! that lies across two pages, as a quarter of all values of 1 KiB do in jemalloc: Redis under a limit restored 500 to
+//! 1,600 pages a second that it did not want.) Each page of a stream would be a fault of its own, which costs two
+//! thread switches; a page that comes with another one costs only its decompression. It is also in time: where CPUs are
+//! short, a worker of its own is too late.
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 

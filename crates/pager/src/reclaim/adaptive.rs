@@ -48,7 +48,7 @@ pub(super) struct Adaptive {
     wait: Duration,
     /// Pages in quarantine beyond those of the margin, because faults waited.
     supply: u64,
-    /// Pages evicted a second, of late, and when that was computed.
+    /// Pages evicted a second, and when that was computed.
     rate: f64,
     rated_at: Option<Instant>,
     /// When supply or T was changed last because faults waited.
@@ -153,8 +153,8 @@ impl Adaptive {
         self.supply = (self.supply * 2).clamp(BATCH_SHORT.min(most), most);
     }
 
-    /// Doubles T once in [`CALM`] without a fault that waits, in a VM that stays above its limit: one moment of pressure
-    /// must not end all looks for ever.
+    /// Doubles T once in [`CALM`] without a fault that waits, in a VM that stays above its limit: one moment of
+    /// pressure must not end all looks for ever.
     fn calm(&mut self, now: Instant) {
         let is_calm = self.stepped_at.is_none_or(|at| now.saturating_duration_since(at) >= CALM);
         if is_calm && !self.is_forced && self.wait < self.longest {

@@ -35,7 +35,7 @@ pub(super) struct Candidates {
     proposals: Proposals,
 }
 
-/// Who proposes pages, apart from the VM that they are of.
+/// The sources of proposals, apart from the VM.
 struct Proposals {
     source: HeatSource,
     /// Samples of evicted pages; the guest's agent proposed some of them.

@@ -22,11 +22,11 @@ pub mod refault;
 pub mod worker;
 
 use ballast_base::Bytes;
-use ballast_base::units::MIB;
+use ballast_base::units::{GIB, MIB};
 
-/// Distance between the limit and the low watermark: 1/256 of the limit, at least 1 MiB. Memory below the limit that
-/// the guest may not use is lost to it: with 1/32, Redis at 80 % of its memory restored 400 to 1,600 pages a second that
-/// it did not restore with 1/256.
+/// Distance between the limit and the low watermark: 1/256 of the limit, between 1 MiB and 256 MiB. Memory below the
+/// limit that the guest may not use is lost to it: with 1/32, Redis at 80 % of its memory restored 400 to 1,600 pages a
+/// second that it did not restore with 1/256.
 fn margin(limit: Bytes) -> Bytes {
-    Bytes((limit.0 / 256).max(MIB))
+    Bytes((limit.0 / 256).clamp(MIB, GIB / 4))
 }

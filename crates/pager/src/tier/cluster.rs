@@ -1,11 +1,10 @@
 //! Clustered prefetch: decides whether to bring back pages together that were evicted together.
 //!
 //! Before: a slow worker restored a page of a disk or a cluster. After: it knows which pages beside it, of slow stores,
-//! to request from another slow worker.
-//! Threads: all slow workers of a VM share one. Units: a *window* is an aligned group of [`WINDOW`] pages.
-//! Promise: it reads no page and waits for nothing. (Sequential touches need no guess: see [`crate::fault::readahead`].)
-//! Pages of near stores are never prefetched: a real program in a limit lost by it (`bench real`), because each page that
-//! comes unasked drives out another.
+//! to request from another slow worker. Threads: all slow workers of a VM share one. Units: a *window* is an aligned
+//! group of [`WINDOW`] pages. Promise: it reads no page and waits for nothing. (Sequential touches need no guess: see
+//! [`crate::fault::readahead`].) Pages of near stores are never prefetched: a real program in a limit lost by it
+//! (`bench real`), because each page that comes unasked drives out another.
 //!
 //! Pages are evicted in runs, so neighbours left together. The engine measures all the time whether the guest wants
 //! them together: it leaves some windows alone after their first restore, and counts the pages of the window that are

@@ -92,15 +92,16 @@ impl ClientPeer {
     /// Its next message, and descriptors beside it, if it was asked for one.
     fn receive(&self) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
         if self.wants_port.load(Ordering::Acquire) {
-            return Ok(scm::try_receive(&self.control)?.map(|received| (received.bytes, received.fds)));
+            let Some(received) = scm::try_receive(&self.control)? else { return Ok(None) };
+            // The close of a socket that lingers would hold up this thread.
+            received.fds.iter().for_each(scm::close_at_once);
+            return Ok(Some((received.bytes, received.fds)));
         }
         Ok(scm::try_receive_bytes(&self.control)?.map(|bytes| (bytes, Vec::new())))
     }
 
     /// Takes the client's reply about the port of its guest's agent.
     fn port_told(&self, port: AgentPort, mut fds: Vec<OwnedFd>) {
-        // The close of a socket that lingers would hold up this thread.
-        fds.iter().for_each(scm::close_at_once);
         let port = match port {
             // It was taken back by the client meanwhile, or did not fit into our table: it is asked for again.
             AgentPort::Here if fds.is_empty() => return,

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use ballast_handover::state_file::{COUNTERS, HISTOGRAM_WORDS, StateFile};
 
-/// The counters. The first five are gauges of memory in a state; the others only grow. Those that a restore changes come
-/// first, in two cache lines: a busy guest has evicted them from the cache since its last fault.
+/// The counters. The first five are gauges of memory in a state; the others only grow. Those that a restore changes
+/// come first, in two cache lines: a busy guest has evicted them from the cache since its last fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Counter {

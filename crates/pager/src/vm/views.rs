@@ -45,7 +45,8 @@ impl Vm {
 
     /// Have all of its processes ended?
     fn has_ended(&self) -> bool {
-        self.views().iter().all(|view| Process::has_ended(view.pid))
+        let views = self.views();
+        !views.is_empty() && views.iter().all(|view| Process::has_ended(view.pid))
     }
 
     /// Serves one more process that maps this VM's RAM. If that fails, it can be tried again, without spans: they are
