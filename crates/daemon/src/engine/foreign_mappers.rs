@@ -258,15 +258,15 @@ fn foreign_mapper(served: &Served, owner: &Owner, scan: &Scan) -> Option<String>
     let foreign_mappers = scan.mapping.iter().filter(|(process, found)| owner.is_foreign(process, found));
     let (process, mapped) = foreign_mappers.min_by_key(|(process, _)| process.pid)?;
     let who = mappers::name(*process);
+    if owner.outside.get(&process.pid).is_some_and(|outside| outside.overlap(&mapped.files).is_some()) {
+        return Some(format!(
+            "process {who} maps RAM of this VM that it is not served in, so no page may leave the VM"
+        ));
+    }
     if owner.maps_elsewhere(process, mapped) {
         return Some(format!(
             "process {who} maps RAM of this VM at other addresses than it has announced, where it is not served, so no \
              page may leave the VM"
-        ));
-    }
-    if owner.outside.contains_key(&process.pid) {
-        return Some(format!(
-            "process {who} maps RAM of this VM that it is not served in, so no page may leave the VM"
         ));
     }
     let unknown = if kcmp::is_available() {
