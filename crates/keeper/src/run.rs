@@ -75,7 +75,7 @@ fn lock(path: &Path, at_most: Duration) -> anyhow::Result<std::fs::File> {
         match presence::alone(&file, 0) {
             Ok(true) => return Ok(file),
             Ok(false) if begun.elapsed() < at_most => std::thread::sleep(SOON),
-            Ok(false) => bail!("Locking {}: another ballastd has it", path.display()),
+            Ok(false) => bail!("Locking {}: is another ballastd running?", path.display()),
             Err(error) => return Err(error).with_context(|| format!("Locking {}", path.display())),
         }
     }
