@@ -731,20 +731,3 @@ fn where_memory_may_be_pinned_no_page_goes_before_the_full_quarantine() {
     hammer(&rig, || rig.vm.stats().get(Counter::Zapped) > 4 * rig.pages);
     assert_eq!(rig.vm.stats().get(Counter::Evicted) + rig.vm.stats().get(Counter::EvictedZero), 0);
 }
-
-#[test]
-fn a_guest_that_goes_round_and_round_finds_most_of_what_fits_in_memory() {
-    const ROUNDS: u64 = 12;
-    let rig = Rig::new(RAM, AMPLE, QUICK);
-    rig.fill_all();
-    rig.squeeze(Bytes(24 * MIB));
-    let back = || rig.vm.stats().get(Counter::FaultRestore) + rig.vm.stats().get(Counter::Prefetched);
-    let round = || assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
-    // Until it is known which pages had better stay.
-    (0..ROUNDS).for_each(|_| round());
-    let before = back();
-    (0..ROUNDS).for_each(|_| round());
-    // A quarter does not fit. By age, every page would be gone just before its turn.
-    let (came, all) = (back() - before, ROUNDS * rig.pages);
-    assert!(came * 2 < all, "{came} of {all} touches met a page that was far");
-}

@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 
 use ballast_handover::state_file::{COUNTERS, HISTOGRAM_WORDS, StateFile};
 
-/// The counters. The first five are gauges of memory in a state; the others only grow. Those that a restore changes
-/// come first, in two cache lines: a busy guest has evicted them from the cache since its last fault.
+/// The counters. The first six are gauges of pages in a state; the others only grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Counter {
@@ -29,26 +28,10 @@ pub enum Counter {
     FaultMinor,
     /// Faults: the page was far.
     FaultRestore,
-    /// Pages that faults restored: more than faults where 2 MiB is paged as one.
-    RestoredPages,
-    /// The sum of the refault intervals of all restored pages, milliseconds.
-    RefaultMs,
-    /// The sum of the reciprocals of their refault intervals: thousandths of 1/s.
-    RefaultMilliHz,
-    /// Pages restored within [`SOON_MS`](crate::reclaim::interval::SOON_MS) of their eviction.
-    RestoredSoon,
-    /// Time that fault workers spent on its faults, nanoseconds of wall-clock time: a visit hardly ever sleeps.
-    FaultWorkNs,
-    /// Nanoseconds some thread of the VM waited.
-    StallSomeNs,
-    /// Nanoseconds all threads of the VM waited.
-    StallFullNs,
-    /// Quarantine hits: pages touched in quarantine or while being evicted.
-    QuarantineHits,
-    /// Faults: never touched or discarded.
-    FaultFresh,
     /// Faults: the page was known to be zero.
     FaultZero,
+    /// Faults: never touched or discarded.
+    FaultFresh,
     /// Faults put back to be served again.
     FaultDeferred,
     /// Pages put into quarantine.
@@ -57,7 +40,9 @@ pub enum Counter {
     Evicted,
     /// Pages found zero and freed.
     EvictedZero,
-    /// Part of the quarantine hits: touched while being evicted; a copy was dropped.
+    /// Quarantine hits: pages touched in quarantine or while being evicted.
+    QuarantineHits,
+    /// Part of those: touched while being evicted; a copy was dropped.
     Aborted,
     /// Pages the guest gave back.
     Discarded,
@@ -65,6 +50,10 @@ pub enum Counter {
     StoreFull,
     /// Pages that could not be zapped, read, stored or punched; they stay resident.
     Failed,
+    /// Nanoseconds some thread of the VM waited.
+    StallSomeNs,
+    /// Nanoseconds all threads of the VM waited.
+    StallFullNs,
     /// Longest time the VM was without an engine, nanoseconds.
     LongestGapNs,
     /// Times an engine took over from one that died.
@@ -83,8 +72,16 @@ pub enum Counter {
     Throttled,
     /// How long they waited for credits, nanoseconds.
     ThrottledNs,
-    /// Pages that faults on zero pages filled.
+    /// The sum of the refault intervals of all restored pages, milliseconds.
+    RefaultMs,
+    /// The sum of the reciprocals of their refault intervals: thousandths of 1/s.
+    RefaultMilliHz,
+    /// Pages that faults restored: more than faults where 2 MiB is paged as one.
+    RestoredPages,
+    /// The same of faults on zero pages.
     ZeroedPages,
+    /// Time that fault workers spent on its faults, nanoseconds of wall-clock time: a visit hardly ever sleeps.
+    FaultWorkNs,
     /// CPU time that its tasks took, nanoseconds.
     TaskCpuNs,
     /// Gauge: pages that were last seen on the slow node of the host.
@@ -101,8 +98,10 @@ pub enum Counter {
     SplitFailed,
     /// Units joined again.
     Joined,
+    /// Pages restored within [`SOON_MS`](crate::reclaim::interval::SOON_MS) of their eviction.
+    RestoredSoon,
 }
-const _: () = assert!((Counter::Joined as usize) < COUNTERS);
+const _: () = assert!((Counter::RestoredSoon as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
