@@ -26,7 +26,7 @@ echo "newer kernel: Linux $(cat "$out/kernel-release")"
 programs=$(cargo test --workspace --no-run 2>&1 | sed -n 's/^ *Executable .*(\(.*\))$/\1/p')
 program() { echo "$programs" | grep "/$1-[0-9a-f]*$" | head -n 1; }
 export FILES=${CARGO_TARGET_DIR:-target}/debug/ballastd
-native='--skip store --skip limit --skip panics --skip round_and_round'
+native='--skip store --skip limit --skip panics'
 shard='each_stripe huge_pages units'
 [ -z "${ALL:-}" ] || native='' shard=''
 QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=rwp,uffd,collapse,hwpoison scripts/in-qemu.sh "$out/vmlinuz" \
