@@ -157,7 +157,8 @@ impl Quarantine {
         let vm = &self.vm;
         let mut marked: Vec<(Accesses, ColdRun)> = Vec::with_capacity(picked.size_hint().0);
         for (accesses, run) in picked {
-            let Some(region) = vm.region(run.region) else { continue };
+            // One that was unplugged since the VM's memory was counted has given the memory of its words back.
+            let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
             // Memory is registered before the first word is Quarantine: a page that is not registered must never be
             // zapped or far.
             match vm.register_or_keep(&region, run.pages) {

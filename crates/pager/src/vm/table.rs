@@ -40,6 +40,10 @@ impl Pages for Table<'_> {
     }
 
     fn next_present(&self, region: u32, pages: PageRange) -> Option<PageRange> {
+        // To read the words of one that was unplugged would allocate their memory again.
+        if self.regions[region as usize].is_removed() {
+            return None;
+        }
         self.regions[region as usize].next_present(pages).unwrap_or_else(|error| {
             tracing::warn!(vm = self.vm.state.name(), region, "Looking for present pages: {error}");
             None
@@ -59,6 +63,9 @@ impl Pages for Table<'_> {
             return None;
         }
         let region = &self.regions[region as usize];
+        if region.is_removed() {
+            return None;
+        }
         let word = region.word(page);
         let can_go = word.state() == State::Resident && !word.is_locked() && !region.is_set_aside(page);
         can_go.then(|| word.age())
