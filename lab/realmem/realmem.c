@@ -221,7 +221,6 @@ void *calloc(size_t count, size_t each) {
 
 void *realloc(void *at, size_t len) {
     if (!is_ours(at)) {
-        if (base == NULL || len < LARGE) return __libc_realloc(at, len);
         /* A small one that becomes large stays the C library's: its old length is not known here. */
         return __libc_realloc(at, len);
     }

@@ -7,6 +7,7 @@
 
 mod agent_port;
 mod command_line;
+mod ends;
 mod free_pages;
 mod monitor;
 mod options;
