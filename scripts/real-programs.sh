@@ -1,5 +1,6 @@
 #!/bin/sh
-# Get the real programs of `ballast bench real` in target/real/: bin/, and lib/ with the libraries that they need.
+# Get the real programs of `ballast bench real` in target/real/: bin/, lib/ with the libraries that they need, and
+# python/ with DuckDB, NumPy, SciPy and scikit-learn (bin/python3 is a link to the Python that they are for).
 #
 # Before: scripts/setup.sh. After: lab/realmem starts them. Packages are downloaded and unpacked, never installed: no
 # service starts, nothing changes outside target/real. Does nothing when they are there and this script is unchanged.
@@ -19,11 +20,11 @@ if [ "$(cat "$out/stamp" 2>/dev/null)" = "$want" ]; then
     say "up to date"
     exit 0
 fi
-for tool in apt-get apt-cache dpkg awk; do
+for tool in apt-get apt-cache dpkg awk python3; do
     command -v $tool >/dev/null || die "needs $tool: the programs come from Debian packages (Debian 12 or newer)"
 done
 work=$out/work
-rm -rf "$work" "$out/bin" "$out/lib"
+rm -rf "$work" "$out/bin" "$out/lib" "$out/python"
 mkdir -p "$work" "$out/bin" "$out/lib"
 
 # Libraries only: packages that are no library belong to scripts of their maintainers, which never run here.
@@ -57,5 +58,10 @@ for program in redis-server memcached; do
 done
 cd "$out"
 rm -rf "$work"
+say "downloading packages of Python"
+ln -s "$(python3 -c 'import os, sys; print(os.path.realpath(sys.executable))')" bin/python3
+bin/python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --only-binary :all: \
+    --target python duckdb==1.5.5 duckdb-extension-tpch==1.5.5 numpy==2.3.5 scipy==1.16.3 scikit-learn==1.7.2 ||
+    die "pip could not install the packages of Python"
 printf '%s\n' "$want" >"$out/stamp"
-say "ready: redis-server, memcached"
+say "ready: redis-server, memcached, DuckDB, NumPy, SciPy, scikit-learn"

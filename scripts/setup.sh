@@ -22,6 +22,8 @@ want jq jq
 want awk mawk
 want busybox busybox-static
 want cpio cpio
+want python3 python3
+python3 -m pip --version >/dev/null 2>&1 || missing="$missing python3-pip"
 want pkg-config pkg-config
 want /usr/include/zstd.h libzstd-dev
 want /usr/include/stdio.h libc6-dev

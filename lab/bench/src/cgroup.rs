@@ -14,6 +14,8 @@ use crate::setting::warn;
 
 /// Longest time until the processes in it have ended.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest time until the kernel has brought the memory below a new limit.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Beginning of the names of a bench's cgroups; its process id follows.
 pub(crate) const NAME: &str = "ballast-bench-";
@@ -80,11 +82,16 @@ impl Cgroup {
     }
 }
 
-/// Cap the memory of a cgroup made by [`Cgroup::new`].
+/// Cap the memory of a cgroup made by [`Cgroup::new`]. Version 1 gives up while the pages are in use: it is asked again.
 pub fn limit(cgroup: &Path, bytes: u64) -> Result<()> {
     let (_, file) = root()?;
-    let file = cgroup.join(file);
-    fs::write(&file, bytes.to_string()).with_context(|| format!("Writing {bytes} to {}", file.display()))
+    let (file, start) = (cgroup.join(file), Instant::now());
+    loop {
+        match fs::write(&file, bytes.to_string()) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) && start.elapsed() < LIMIT => {}
+            other => return other.with_context(|| format!("Writing {bytes} to {}", file.display())),
+        }
+    }
 }
 
 /// Memory charged to a cgroup made by [`Cgroup::new`].

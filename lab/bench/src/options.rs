@@ -153,6 +153,14 @@ pub enum RealProgram {
     Redis,
     /// memcached with the Redis load.
     Memcached,
+    /// TPC-H, scale factor 1, in DuckDB.
+    Tpch,
+    /// BFS and PageRank on a Kronecker graph.
+    Graph,
+    /// A product of matrices that streams over 1 GiB.
+    Dgemm,
+    /// k-means in mini-batches over 1 GiB.
+    Kmeans,
 }
 
 /// The side that pages.
@@ -184,7 +192,7 @@ pub enum RealOrder {
 pub struct RealOptions {
     /// The program; Redis if none is named.
     pub program: Option<RealProgram>,
-    /// The order of its keys; all but the slow ones if none is named.
+    /// The order of a server's keys; all but the slow ones if none is named.
     pub order: Option<RealOrder>,
     /// One side alone.
     pub side: Option<RealSide>,

@@ -6,11 +6,12 @@
 //! limit is compared with its own speed without one, just before, on the clock of each moment; every byte is checked.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ballast_api::VmStat;
 use ballast_base::MIB;
+use ballast_realmem::batch::{self, Batch};
 use ballast_realmem::keys::Sequence;
 use ballast_realmem::load::{Load, Window};
 use ballast_realmem::protocol::Protocol;
@@ -60,11 +61,16 @@ struct Turn {
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let options = bench.options.clone();
     let program = options.real.program.unwrap_or(Program::Redis);
-    if let Some(why) = server::missing(protocol(program)) {
+    let why = match runs(program) {
+        Runs::Server(protocol) => server::missing(protocol),
+        Runs::Batch(_) => batch::missing(),
+    };
+    if let Some(why) = why {
         bail!("{why}");
     }
     let orders = match (options.real.order, options.quick) {
         (Some(order), _) => vec![order],
+        _ if matches!(runs(program), Runs::Batch(_)) => vec![Order::Repeat],
         (None, true) => vec![Order::Repeat],
         (None, false) => vec![Order::Repeat, Order::Random],
     };
@@ -116,9 +122,11 @@ fn measure(bench: &mut Bench, program: Program, order: Order, level: u64, sides:
         figure("speed", |turn| turn.speed);
         figure("requests_per_s_without_limit", |turn| turn.free_per_s);
         figure("requests_per_s", |turn| turn.limited.per_s);
-        figure("p50_us_of_16", |turn| turn.limited.p50_us);
-        figure("p95_us_of_16", |turn| turn.limited.p95_us);
-        figure("p99_us_of_16", |turn| turn.limited.p99_us);
+        if matches!(runs(program), Runs::Server(_)) {
+            figure("p50_us_of_16", |turn| turn.limited.p50_us);
+            figure("p95_us_of_16", |turn| turn.limited.p95_us);
+            figure("p99_us_of_16", |turn| turn.limited.p99_us);
+        }
         figure("restores_per_s", |turn| turn.restores_per_s);
         figure("evictions_per_s", |turn| turn.evictions_per_s);
         figure("wrong_bytes", |turn| turn.wrong);
@@ -151,16 +159,26 @@ fn turn(bench: &mut Bench, program: Program, sequence: Sequence, level: u64, sid
         Side::Ballast => None,
         _ => Some(bench.guard.cgroup()?),
     };
-    let server = Server::start(protocol(program), &memory, |pid| match &cgroup {
+    let place = |pid: u32| match &cgroup {
         None => Ok(()),
         Some(cgroup) => std::fs::write(cgroup.join("cgroup.procs"), pid.to_string())
             .with_context(|| format!("Moving {pid} to {}", cgroup.display())),
-    })?;
-    bench.guard.end_process(server.pid())?;
+    };
     let keys = if quick { KEYS_QUICK } else { KEYS };
-    let mut load = Load::begin(&server, protocol(program), sequence, keys, seed)?;
-    let warm = load.run(if quick { SETTLE_QUICK } else { WARM })?;
-    let free = load.run(if quick { LIMITED_QUICK } else { FREE })?;
+    let mut work = match runs(program) {
+        Runs::Server(protocol) => {
+            let server = Server::start(protocol, &memory, place)?;
+            bench.guard.end_process(server.pid())?;
+            Work::Server { load: Load::begin(&server, protocol, sequence, keys, seed)?, _server: server }
+        }
+        Runs::Batch(kind) => {
+            let batch = Batch::start(kind, &memory, place)?;
+            bench.guard.end_process(batch.pid())?;
+            Work::Batch(batch)
+        }
+    };
+    let warm = work.run(if quick { SETTLE_QUICK } else { WARM })?;
+    let free = work.run(if quick { LIMITED_QUICK } else { FREE })?;
     let held = match &cgroup {
         Some(cgroup) => cgroup::usage(cgroup)?,
         None => bench.daemon.api().vm(&name)?.resident_bytes,
@@ -175,7 +193,7 @@ fn turn(bench: &mut Bench, program: Program, sequence: Sequence, level: u64, sid
     let (step, mut left, mut wrong) = (Duration::from_secs(20), settle, warm.wrong + free.wrong);
     while !left.is_zero() {
         let part = left.min(step);
-        let (window, turn) = watched(bench, &name, &cgroup, &mut load, part)?;
+        let (window, turn) = watched(bench, &name, &cgroup, &mut work, part)?;
         wrong += window.wrong;
         if std::env::var_os("BALLAST_BENCH_COURSE").is_some() {
             eprintln!(
@@ -195,12 +213,12 @@ fn turn(bench: &mut Bench, program: Program, sequence: Sequence, level: u64, sid
         }
         left -= part;
     }
-    let (limited, mut turn) = watched(bench, &name, &cgroup, &mut load, if quick { LIMITED_QUICK } else { LIMITED })?;
+    let (limited, mut turn) = watched(bench, &name, &cgroup, &mut work, if quick { LIMITED_QUICK } else { LIMITED })?;
     turn.speed = limited.speed / free.speed;
     turn.free_per_s = free.per_s;
-    turn.wrong = (wrong + limited.wrong + load.check_all()?) as f64;
+    turn.wrong = (wrong + limited.wrong + work.check_all()?) as f64;
     turn.limited = limited;
-    drop((load, server));
+    drop(work);
     match side {
         Side::Ballast => bench.daemon.wait_until_gone(&name)?,
         _ => drop(cgroup),
@@ -213,7 +231,7 @@ fn watched(
     bench: &Bench,
     name: &str,
     cgroup: &Option<PathBuf>,
-    load: &mut Load,
+    work: &mut Work,
     time: Duration,
 ) -> Result<(Window, Turn)> {
     let counters = || match cgroup {
@@ -221,9 +239,10 @@ fn watched(
         Some(_) => Counters::of_kernel(),
     };
     let before = counters()?;
-    let window = load.run(time)?;
+    let start = Instant::now();
+    let window = work.run(time)?;
     let after = counters()?;
-    Ok((window, after.since(&before, time.as_secs_f64())))
+    Ok((window, after.since(&before, start.elapsed().as_secs_f64())))
 }
 
 /// Counters of a side, since its start.
@@ -278,10 +297,46 @@ impl Counters {
     }
 }
 
-fn protocol(program: Program) -> Protocol {
+/// What a program is.
+enum Runs {
+    /// A server, with a load on the other CPU.
+    Server(Protocol),
+    /// A program that repeats a unit of work.
+    Batch(batch::Kind),
+}
+
+fn runs(program: Program) -> Runs {
     match program {
-        Program::Redis => Protocol::Redis,
-        Program::Memcached => Protocol::Memcached,
+        Program::Redis => Runs::Server(Protocol::Redis),
+        Program::Memcached => Runs::Server(Protocol::Memcached),
+        Program::Tpch => Runs::Batch(batch::Kind::Tpch),
+        Program::Graph => Runs::Batch(batch::Kind::Graph),
+        Program::Dgemm => Runs::Batch(batch::Kind::Dgemm),
+        Program::Kmeans => Runs::Batch(batch::Kind::Kmeans),
+    }
+}
+
+/// A running program.
+enum Work {
+    /// The server ends with this.
+    Server { load: Load, _server: Server },
+    Batch(Batch),
+}
+
+impl Work {
+    fn run(&mut self, time: Duration) -> Result<Window> {
+        match self {
+            Self::Server { load, .. } => load.run(time),
+            Self::Batch(batch) => batch.run(time),
+        }
+    }
+
+    /// Reads everything once; returns the number of wrong values. A unit of a batch has read all there is.
+    fn check_all(&mut self) -> Result<u64> {
+        match self {
+            Self::Server { load, .. } => load.check_all(),
+            Self::Batch(_) => Ok(0),
+        }
     }
 }
 

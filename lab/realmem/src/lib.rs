@@ -15,7 +15,9 @@
 //! | `protocol.rs` | the requests and replies of Redis and memcached |
 //! | `keys.rs` | which key a request names: Zipf, repeated, moving, in order |
 //! | `load.rs` | pipelined requests from the other CPU; checks every byte |
+//! | `batch.rs` | a program without a load (`programs/`): TPC-H, a graph, dgemm, k-means |
 
+pub mod batch;
 pub mod keys;
 pub mod load;
 pub mod protocol;

@@ -196,7 +196,7 @@ impl Load {
 }
 
 /// Nanoseconds of a step of a fixed loop: it tells the clock at which this CPU runs now.
-fn clock_ns() -> f64 {
+pub(crate) fn clock_ns() -> f64 {
     let start = Instant::now();
     let mut state = 1u64;
     for _ in 0..LOOP {

@@ -17,9 +17,9 @@ use crate::protocol::Protocol;
 
 /// The preload library, as a file: for a program with an allocator of its own, and for one with the C library's.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem.so"));
-const LIBRARY_MALLOC: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem-malloc.so"));
-/// Memory of the memfd in MiB: for a million values of 1 KiB and what the server has beside them, with room.
-pub const MEMFD_MIB: u64 = 2048;
+pub(crate) const LIBRARY_MALLOC: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem-malloc.so"));
+/// Memory of the memfd in MiB: more than any of the programs needs, since it is sparse.
+pub const MEMFD_MIB: u64 = 4096;
 /// Longest time until a server listens.
 const START: Duration = Duration::from_secs(20);
 /// The CPU of the server. The load has [`LOAD_CPU`].
@@ -54,7 +54,7 @@ pub struct Server {
 }
 
 /// The directory with the unpacked servers, by `BALLAST_REAL_DIR` or `target/real` of this checkout.
-fn programs() -> PathBuf {
+pub(crate) fn programs() -> PathBuf {
     std::env::var_os("BALLAST_REAL_DIR")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/real"), PathBuf::from)
 }
@@ -78,7 +78,11 @@ impl Server {
         let dir = tempfile::Builder::new().prefix("realmem-").tempdir().context("Making a directory")?;
         let (programs, socket) = (programs(), dir.path().join("socket"));
         let loader = "/lib64/ld-linux-x86-64.so.2";
-        let mut command = Command::new(loader);
+        let library = match protocol {
+            Protocol::Redis => LIBRARY,
+            Protocol::Memcached => LIBRARY_MALLOC,
+        };
+        let mut command = command(Path::new(loader), dir.path(), memory, library)?;
         command.arg("--library-path").arg(programs.join("lib")).arg(programs.join("bin").join(program_of(protocol)));
         match protocol {
             Protocol::Redis => {
@@ -89,21 +93,6 @@ impl Server {
                 command.args(["-U", "0", "-u", "root", "-t", "1", "-m", "1600", "-s"]).arg(&socket);
             }
         }
-        if !matches!(memory, Memory::Private) {
-            let library = dir.path().join("librealmem.so");
-            let bytes = match protocol {
-                Protocol::Redis => LIBRARY,
-                Protocol::Memcached => LIBRARY_MALLOC,
-            };
-            fs::write(&library, bytes).with_context(|| format!("Writing {}", library.display()))?;
-            command.env("LD_PRELOAD", &library).env("REALMEM_MIB", MEMFD_MIB.to_string());
-        }
-        if let Memory::Attached { client, socket, name } = memory {
-            command.env("REALMEM_CLIENT", client).env("REALMEM_NAME", name).env("BALLAST_SOCKET", socket);
-        }
-        command.current_dir(dir.path()).stdin(Stdio::null()).stdout(Stdio::null());
-        // SAFETY: sched_setaffinity is async-signal-safe, and nothing is allocated.
-        unsafe { command.pre_exec(|| Ok(stay_on(SERVER_CPU)?)) };
         let child = command.spawn().with_context(|| format!("Starting {}", program_of(protocol)))?;
         let mut server = Self { child, socket, _dir: dir };
         place(server.pid())?;
@@ -141,6 +130,23 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// A command on [`SERVER_CPU`] in this directory, without input and output, whose large memory is where `memory` says.
+pub(crate) fn command(program: &Path, dir: &Path, memory: &Memory, library: &[u8]) -> Result<Command> {
+    let mut command = Command::new(program);
+    if !matches!(memory, Memory::Private) {
+        let path = dir.join("librealmem.so");
+        fs::write(&path, library).with_context(|| format!("Writing {}", path.display()))?;
+        command.env("LD_PRELOAD", &path).env("REALMEM_MIB", MEMFD_MIB.to_string());
+    }
+    if let Memory::Attached { client, socket, name } = memory {
+        command.env("REALMEM_CLIENT", client).env("REALMEM_NAME", name).env("BALLAST_SOCKET", socket);
+    }
+    command.current_dir(dir).stdin(Stdio::null()).stdout(Stdio::null());
+    // SAFETY: sched_setaffinity is async-signal-safe, and nothing is allocated.
+    unsafe { command.pre_exec(|| Ok(stay_on(SERVER_CPU)?)) };
+    Ok(command)
 }
 
 /// The calling thread stays on this CPU.

@@ -1,0 +1,125 @@
+//! A program that repeats a unit of work: TPC-H, a graph, dgemm, k-means. Its large memory is in one memfd or its own.
+//!
+//! Before: `scripts/real-programs.sh` has unpacked the packages of Python. After: [`Batch::run`] has the time of each
+//! unit; a drop ends the program. Threads: the program has one, on one CPU; a reader thread gets its lines.
+//! Units: seconds. Promise: units are equal, and a unit whose checksum is not that of the first one is wrong.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::load::{Window, clock_ns};
+use crate::server::{LIBRARY_MALLOC, Memory, command, programs};
+
+/// Longest time until a unit ends.
+const LONGEST: Duration = Duration::from_secs(600);
+/// The directory of these programs has this module, which they share.
+const SHARED: &str = include_str!("../programs/unit.py");
+
+/// The program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The 22 queries of TPC-H, scale factor 1, in DuckDB.
+    Tpch,
+    /// BFS and PageRank on a Kronecker graph of scale 21, by SciPy.
+    Graph,
+    /// Products of a tall matrix of 1 GiB, by OpenBLAS.
+    Dgemm,
+    /// k-means in mini-batches, 1 GiB of points, by scikit-learn.
+    Kmeans,
+}
+
+impl Kind {
+    fn text(self) -> &'static str {
+        match self {
+            Self::Tpch => include_str!("../programs/tpch.py"),
+            Self::Graph => include_str!("../programs/graph.py"),
+            Self::Dgemm => include_str!("../programs/dgemm.py"),
+            Self::Kmeans => include_str!("../programs/kmeans.py"),
+        }
+    }
+}
+
+/// A running program.
+#[derive(Debug)]
+pub struct Batch {
+    child: Child,
+    lines: Receiver<String>,
+    first: Option<String>,
+    _dir: tempfile::TempDir,
+}
+
+/// Why these programs cannot run here, if so.
+pub fn missing() -> Option<String> {
+    let packages = programs().join("python");
+    (!packages.join("duckdb").exists())
+        .then(|| format!("there is no {}/duckdb (scripts/real-programs.sh gets it)", packages.display()))
+}
+
+impl Batch {
+    /// Starts a program, and waits for its first unit. `place` gets its process id before it has touched memory.
+    pub fn start(kind: Kind, memory: &Memory, place: impl FnOnce(u32) -> Result<()>) -> Result<Self> {
+        let dir = tempfile::Builder::new().prefix("realmem-").tempdir().context("Making a directory")?;
+        for (name, text) in [("unit.py", SHARED), ("program.py", kind.text())] {
+            fs::write(dir.path().join(name), text).with_context(|| format!("Writing {name}"))?;
+        }
+        let python = fs::read_link(programs().join("bin/python3")).context("Reading which Python the packages are for")?;
+        let mut command = command(&python, dir.path(), memory, LIBRARY_MALLOC)?;
+        command.arg("program.py").env("PYTHONPATH", programs().join("python")).env("PYTHONDONTWRITEBYTECODE", "1");
+        command.env("OMP_NUM_THREADS", "1").env("OPENBLAS_NUM_THREADS", "1").stdout(Stdio::piped());
+        let mut child = command.spawn().with_context(|| format!("Starting {} for {kind:?}", python.display()))?;
+        let out = child.stdout.take().context("the output was piped")?;
+        let (send, lines) = channel();
+        std::thread::spawn(move || BufReader::new(out).lines().map_while(Result::ok).try_for_each(|line| send.send(line)));
+        let mut batch = Self { child, lines, first: None, _dir: dir };
+        place(batch.child.id())?;
+        batch.unit()?;
+        Ok(batch)
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits for the units that end in this time, and for the one under way then.
+    pub fn run(&mut self, time: Duration) -> Result<Window> {
+        let mut window = Window::default();
+        let (clock, start) = (clock_ns(), Instant::now());
+        let (mut seconds, mut units) = (0.0, 0);
+        while units == 0 || start.elapsed() < time {
+            let (took, is_right) = self.unit()?;
+            seconds += took;
+            units += 1;
+            window.wrong += u64::from(!is_right);
+        }
+        window.per_s = f64::from(units) / seconds;
+        window.speed = window.per_s * f64::midpoint(clock, clock_ns());
+        Ok(window)
+    }
+
+    /// The seconds of the next unit, and whether its checksum is right.
+    fn unit(&mut self) -> Result<(f64, bool)> {
+        let line = match self.lines.recv_timeout(LONGEST) {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Timeout) => bail!("the program did no unit of work in {} s", LONGEST.as_secs()),
+            Err(RecvTimeoutError::Disconnected) => bail!("the program ended ({:?})", self.child.wait()),
+        };
+        let mut words = line.split(' ').skip(1);
+        let took = words.next().and_then(|word| word.parse().ok());
+        let (Some(took), Some(checksum)) = (took, words.next()) else { bail!("the program wrote {line:?}") };
+        let first = self.first.get_or_insert_with(|| checksum.to_owned());
+        Ok((took, first == checksum))
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
