@@ -87,7 +87,7 @@ impl HeatSource {
                 return true;
             }
             self.round.pop();
-            if let Some(rest) = sweep(&tracker, pages, offer, pick, &mut limits, out) {
+            if let Some(rest) = sweep(&tracker, pages, offer, &mut limits, out) {
                 self.round.push(Reverse(rest));
             }
         }
@@ -135,7 +135,6 @@ fn sweep(
     tracker: &Tracker,
     pages: &dyn Pages,
     offer: Offer,
-    pick: Pick,
     limits: &mut Limits,
     out: &mut Vec<ColdRun>,
 ) -> Option<Offer> {
@@ -148,32 +147,36 @@ fn sweep(
     let base = PageIdx::first_of_unit(offer.unit.unit.into()).0;
     let stop = pages.len(region).min(base + PAGES_PER_UNIT);
     let granule = pages.granule(region);
-    let mut at = base + u64::from(offer.from);
-    while let Some(run) = pages.next_present(region, PageRange::new(PageIdx(at), PageIdx(stop))) {
-        let end = run.end();
-        for page in (run.start().0.next_multiple_of(granule)..end.0).step_by(granule as usize) {
-            if limits.wanted == 0 || limits.checks == 0 {
-                return Some(Offer { from: (page - base) as u16, ..offer });
-            }
-            limits.checks -= 1;
-            if wanted.get(page - base) && is_candidate(pages, region, PageIdx(page), pick) {
-                limits.wanted = limits.wanted.saturating_sub(granule);
-                push_run(out, region, PageRange::of(PageIdx(page), granule));
-            }
+    let mut page = (base + u64::from(offer.from)).next_multiple_of(granule);
+    while page < stop {
+        if limits.wanted == 0 || limits.checks == 0 {
+            return Some(Offer { from: (page - base) as u16, ..offer });
         }
-        if end.0 <= at {
-            break;
+        // By their words first: most pages that may not go are known so, without asking the kernel.
+        let (first, most) = (page, limits.wanted.min(limits.checks));
+        let mut may_go = true;
+        while may_go && page < stop && page - first < most {
+            limits.checks = limits.checks.saturating_sub(1);
+            may_go = wanted.get(page - base) && is_candidate(pages, region, PageIdx(page));
+            page += if may_go { granule } else { 0 };
         }
-        at = end.0;
+        let mut run = PageRange::new(PageIdx(first), PageIdx(page.min(stop)));
+        // A page that was never touched is Resident, too.
+        while let Some(present) = (!run.is_empty()).then(|| pages.next_present(region, run)).flatten() {
+            limits.wanted = limits.wanted.saturating_sub(present.count());
+            push_run(out, region, present);
+            run = run.from(present.end());
+        }
+        page += if may_go { 0 } else { granule };
     }
     None
 }
 
 /// Returns whether the page is Resident, unlocked and without credit. Skipping it uses up one round of its credit.
-pub fn is_candidate(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> bool {
+pub fn is_candidate(pages: &dyn Pages, region: u32, page: PageIdx) -> bool {
     let Some(byte) = pages.age(region, page) else { return false };
     let age = Age::from_byte(byte);
-    if age.credit > 0 && pick == Pick::Cold {
+    if age.credit > 0 {
         pages.set_age(region, page, Age { credit: age.credit - 1, ..age }.byte());
         return false;
     }

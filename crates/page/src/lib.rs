@@ -4,6 +4,7 @@
 //! of real regions. Threads: any number, of any number of engines. Units: pages of a region.
 //! Promise: a word only moves as the table in [`page_state`] says.
 
+pub mod ahead;
 pub mod copies;
 pub mod discard;
 pub mod evict;

@@ -87,8 +87,23 @@ pub trait Mapped {
     /// Fill the hole with zeros and map the granule.
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome>;
 
+    /// The same with base pages, from the first on, until one is there already. Returns how many were filled.
+    fn zero_run(&self, pages: PageRange) -> io::Result<u64> {
+        for (done, page) in pages.iter().enumerate() {
+            if self.install_zero(page)? != FillOutcome::Done {
+                return Ok(done as u64);
+            }
+        }
+        Ok(pages.count())
+    }
+
     /// Map the granule that is in the file.
     fn map(&self, page: PageIdx) -> io::Result<FillOutcome>;
+
+    /// The same with base pages, as far as they are in the file.
+    fn map_run(&self, pages: PageRange) -> io::Result<()> {
+        pages.iter().try_for_each(|page| self.map(page).map(drop))
+    }
 
     /// Make every touch of the granule a memory error, or stop the VM where the kernel cannot.
     fn poison(&self, page: PageIdx) -> io::Result<FillOutcome>;

@@ -18,6 +18,7 @@ use ballast_base::store::{
 };
 use ballast_base::wire::VmId;
 use ballast_base::{PageIdx, PageRange};
+use ballast_page::ahead::{map_ahead, zero_ahead};
 use ballast_page::copies::{StoreOf, store_number};
 use ballast_page::discard::discard;
 use ballast_page::evict::{LockedFrom, To, evict, quarantine};
@@ -228,6 +229,14 @@ impl World {
         world
     }
 
+    /// A page of zeros that was evicted.
+    fn far_zero() -> Arc<Self> {
+        let world = Self::granule(1, 0);
+        world.reclaim(Ticket::new(0, 0));
+        assert_eq!(world.cell().load().state(), State::Zero);
+        world
+    }
+
     fn whole(&self) -> Granule<'_> {
         Granule::new(&self.words)
     }
@@ -375,6 +384,12 @@ impl World {
     /// A prefetch worker brings the page back unasked.
     fn prefetch(&self) {
         restore_run(KEY, std::iter::once(self.cell()), self, self, &mut [[0; _]]).expect("the modelled kernel fills");
+    }
+
+    /// A fault worker brings the page before it is touched: from quarantine, or by filling its hole.
+    fn ahead(&self) {
+        map_ahead(PageIdx(0), std::iter::once(self.cell()), self, |age| age);
+        zero_ahead(PageIdx(0), std::iter::once(self.cell()), self);
     }
 
     /// Nothing is left over: no lock, and an object exactly where the page is far.
@@ -702,6 +717,52 @@ fn a_page_brought_back_unasked_while_the_guest_writes_and_reclaim_takes_it_again
         assert_eq!(world.read(), 4);
         prefetch.join().unwrap();
         reclaim.join().unwrap();
+        assert_eq!(world.read(), 4);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_page_brought_ahead_while_it_is_evicted_and_written_keeps_the_write() {
+    // A page of zeros goes without a copy.
+    for before in [0, 1] {
+        explore(move || {
+            let world = World::resident(before);
+            let ahead = spawn(&world, World::ahead);
+            let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
+            world.write(2);
+            assert_eq!(world.read(), 2);
+            ahead.join().unwrap();
+            reclaim.join().unwrap();
+            assert_eq!(world.read(), 2);
+            world.check_settled();
+        });
+    }
+}
+
+#[test]
+fn a_hole_filled_ahead_reads_zeros_or_what_was_written_since_its_discard() {
+    explore(|| {
+        let world = World::far(1);
+        let ahead = spawn(&world, World::ahead);
+        world.discard();
+        assert_eq!(world.read(), 0);
+        world.write(3);
+        ahead.join().unwrap();
+        assert_eq!(world.read(), 3);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_page_of_zeros_filled_ahead_by_two_workers_while_it_is_written_keeps_the_write() {
+    explore(|| {
+        let world = World::far_zero();
+        let ahead = spawn(&world, World::ahead);
+        let other = spawn(&world, World::ahead);
+        world.write(4);
+        ahead.join().unwrap();
+        other.join().unwrap();
         assert_eq!(world.read(), 4);
         world.check_settled();
     });

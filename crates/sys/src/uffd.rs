@@ -206,6 +206,18 @@ impl Uffd {
         self.fill(UFFDIO_ZEROPAGE, dst, PAGE_SIZE as u64)
     }
 
+    /// The same with a run of pages, until one is there already. Returns how many were filled, from the first on.
+    pub fn zero_pages(&self, dst: Hva, pages: u64) -> io::Result<u64> {
+        let len = pages * PAGE_SIZE as u64;
+        let mut arg = FillArg { range: RangeArg { start: dst.0, len }, mode: 0, done: 0 };
+        let answer = self.ioctl(UFFDIO_ZEROPAGE, &mut arg);
+        let filled = u64::try_from(arg.done).unwrap_or(0) / PAGE_SIZE as u64;
+        if answer.is_err() && filled == 0 {
+            outcome(answer, arg.done)?;
+        }
+        Ok(filled)
+    }
+
     /// Map pages that are in the file; wake the waiters.
     pub fn map_existing(&self, dst: Hva, len: u64) -> io::Result<FillOutcome> {
         self.fill(UFFDIO_CONTINUE, dst, len)

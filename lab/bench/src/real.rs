@@ -106,7 +106,12 @@ fn measure(bench: &mut Bench, program: Program, order: Order, level: u64, sides:
                 row.because(why);
                 continue;
             }
-            of_side.push(turn(bench, program, sequence, level, *side, SEED + round as u64)?);
+            match turn(bench, program, sequence, level, *side, SEED + round as u64) {
+                Ok(turn) => of_side.push(turn),
+                // Its out-of-memory killer ends a program that it cannot hold to the limit.
+                Err(error) if *side != Side::Ballast => row.because(&format!("the kernel's side: {error:#}")),
+                Err(error) => return Err(error),
+            }
         }
     }
     let speeds = |turns: &[Turn]| turns.iter().map(|turn| turn.speed).collect::<Vec<_>>();
@@ -319,7 +324,10 @@ fn runs(program: Program) -> Runs {
 /// A running program.
 enum Work {
     /// The server ends with this.
-    Server { load: Load, _server: Server },
+    Server {
+        load: Load,
+        _server: Server,
+    },
     Batch(Batch),
 }
 

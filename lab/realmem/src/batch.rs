@@ -67,14 +67,17 @@ impl Batch {
         for (name, text) in [("unit.py", SHARED), ("program.py", kind.text())] {
             fs::write(dir.path().join(name), text).with_context(|| format!("Writing {name}"))?;
         }
-        let python = fs::read_link(programs().join("bin/python3")).context("Reading which Python the packages are for")?;
+        let python =
+            fs::read_link(programs().join("bin/python3")).context("Reading which Python the packages are for")?;
         let mut command = command(&python, dir.path(), memory, LIBRARY_MALLOC)?;
         command.arg("program.py").env("PYTHONPATH", programs().join("python")).env("PYTHONDONTWRITEBYTECODE", "1");
         command.env("OMP_NUM_THREADS", "1").env("OPENBLAS_NUM_THREADS", "1").stdout(Stdio::piped());
         let mut child = command.spawn().with_context(|| format!("Starting {} for {kind:?}", python.display()))?;
         let out = child.stdout.take().context("the output was piped")?;
         let (send, lines) = channel();
-        std::thread::spawn(move || BufReader::new(out).lines().map_while(Result::ok).try_for_each(|line| send.send(line)));
+        std::thread::spawn(move || {
+            BufReader::new(out).lines().map_while(Result::ok).try_for_each(|line| send.send(line))
+        });
         let mut batch = Self { child, lines, first: None, _dir: dir };
         place(batch.child.id())?;
         batch.unit()?;

@@ -244,11 +244,17 @@ fn a_page_with_quarantine_hits_is_skipped_for_1_3_7_then_15_rounds() {
 }
 
 #[test]
-fn a_pick_of_any_pages_proposes_pages_with_credit_too() {
+fn a_pick_of_any_pages_uses_up_credit_too() {
     let table = table(&[&[Some(touched(0)), Some(0), Some(touched(touched(0)))]]);
-    let mut out = Vec::new();
-    source().pick(&table, 9, Pick::Any, &mut out);
-    assert_eq!(out, [run(0, 0, 3)]);
+    let mut source = source();
+    let picks: Vec<_> = (0..4)
+        .map(|_| {
+            let mut out = Vec::new();
+            source.pick(&table, 9, Pick::Any, &mut out);
+            out
+        })
+        .collect();
+    assert_eq!(picks, [vec![run(0, 1, 1)], vec![run(0, 0, 2)], vec![run(0, 0, 2)], vec![run(0, 0, 3)]]);
 }
 
 proptest! {

@@ -189,7 +189,7 @@ fn take(pages: &dyn Pages, hint: Hint, bounds: &mut Bounds, out: &mut Vec<ColdRu
             bounds.examine = bounds.examine.saturating_sub(granule);
             // The credit that quarantine gave the page when it was in use counts more than the guest's report. A page
             // that must go all the same is among the host's guesses.
-            if is_candidate(pages, hint.region, PageIdx(page), Pick::Cold) {
+            if is_candidate(pages, hint.region, PageIdx(page)) {
                 bounds.left = bounds.left.saturating_sub(granule);
                 push_run(out, hint.region, PageRange::of(PageIdx(page), granule));
             }

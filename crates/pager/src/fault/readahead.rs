@@ -1,10 +1,11 @@
-//! Sequential readahead: finds threads that touch one page after the other, and decides how far ahead to restore pages.
+//! Sequential readahead: finds threads that touch one page after the other, and decides how far ahead to bring pages.
 //!
-//! Before: a fault on a far page. After: the far pages ahead of it that are restored before its thread goes on.
+//! Before: a fault on a page that is far, zero, in quarantine, or was never touched (below: *out*). After: the pages ahead
+//! of it that are brought before its thread goes on.
 //! Threads: each fault worker has its own. Units: pages of a region. Promise: it reads no page and waits for nothing; a
 //! wrong guess costs time and space, never bytes.
 //!
-//! A stream begins with the third fault in order, each on the next far page after the pages that were restored last.
+//! A stream begins with the third fault in order, each on the next page that is out after the pages that came last.
 //! That fault brings two more pages, the next fault four, and so on. (With the second fault it began for each value
 //! that lies across two pages, as a quarter of all values of 1 KiB do in jemalloc: Redis under a limit restored 500 to
 //! 1,600 pages a second that it did not want.) Each page of a stream would be a fault of its own, which costs two

@@ -6,7 +6,7 @@
 //! (`shard`). It never waits: if another thread has locked the page, its store is busy, or the fault throttle holds it
 //! back, the server puts the fault aside and tries it again on a later visit. A fault on a page whose bytes are on a
 //! disk or a network is begun here, and goes to the slow workers if its bytes do not come soon (`begun`). A fault of
-//! a thread that reads memory in order waits for up to 16 pages of readahead, which are restored first.
+//! a thread that touches memory in order waits for up to 16 pages of readahead, which are brought first.
 //! Promise: every fault that was read is served or, if this engine dies first, raised again by its successor's wake.
 //! The thread is in the list of the VM's state file while it is here.
 
@@ -21,8 +21,8 @@ use ballast_store::PageBytes;
 use ballast_sys::Uffd;
 use ballast_sys::uffd::{Fault, FaultKind, READ_AT_ONCE};
 
+use super::ahead::bring_ahead;
 use super::begun;
-use super::far_run::restore_next_run;
 use super::follow::Follow;
 use super::forgotten::Forgotten;
 use super::readahead::{self, Readahead};
@@ -334,8 +334,8 @@ impl FaultServer {
             vm.mail.slow.take(vm.stats(), &view, *pending);
             return true;
         }
-        if is_missing && granule.pages() == 1 {
-            self.read_ahead(&region, page);
+        if granule.pages() == 1 && touch.is_none() {
+            self.read_ahead(&region, page, pending.fault.kind);
         }
         let times = self.sampler.start();
         let Some((served, _)) = resolve(vm, &region, page, pending, &memory, &vm.stores.near(), &times) else {
@@ -348,15 +348,16 @@ impl FaultServer {
         true
     }
 
-    /// If the thread touches one page after the other, restores some that it touches next, before the page it waits
-    /// for.
-    fn read_ahead(&mut self, region: &Region, page: PageIdx) {
+    /// If the thread touches one page after the other, brings some that it touches next, before the page it waits for.
+    fn read_ahead(&mut self, region: &Region, page: PageIdx, kind: FaultKind) {
         let vm = &*self.vm;
-        if !region.is_near_and_free(page) {
+        // A missing page of this state has no bytes: it was never touched, or was discarded.
+        let is_fresh = kind == FaultKind::Missing && region.word(page).state() == State::Resident;
+        let is_out = |page| region.is_out_and_free(PageIdx(page));
+        if !is_fresh && !is_out(page.0) {
             return;
         }
-        let far = |page| region.is_near_and_free(PageIdx(page));
-        let (ahead, mut pages) = self.readahead.fault(region.number, page.0, region.pages().0, far);
+        let (ahead, pages) = self.readahead.fault(region.number, page.0, region.pages().0, is_out);
         if ahead == 0 {
             return;
         }
@@ -364,23 +365,13 @@ impl FaultServer {
         // region's. If the layout is about to change, readahead can wait.
         let Some(_layout) = vm.try_layout() else { return };
         let Some(memory) = self.view.of_region(region).filter(|_| !region.is_removed()) else { return };
-        let mut left = ahead.min(vm.readahead_credits());
-        while left > 0 {
-            let run = BUFFER
-                .with_borrow_mut(|buffer| restore_next_run(vm, region, &memory, pages, &mut buffer[..left as usize]));
-            match run {
-                Ok(Some(came)) if !came.is_empty() => {
-                    self.readahead.came(came.end().0);
-                    pages = pages.from(came.end());
-                    left -= came.count();
-                }
-                // No page is far, or the far ones are not available now.
-                Ok(_) => break,
-                Err(error) => {
-                    // The fault meets the same error and reports it.
-                    tracing::debug!(vm = vm.state.name(), region = region.number, %page, "Reading ahead: {error}");
-                    break;
-                }
+        let run = BUFFER
+            .with_borrow_mut(|buffer| bring_ahead(vm, region, &memory, (pages, ahead), is_fresh, &mut buffer[..]));
+        match run {
+            Ok(end) => self.readahead.came(end.0),
+            // The fault meets the same error and reports it.
+            Err(error) => {
+                tracing::debug!(vm = vm.state.name(), region = region.number, %page, "Reading ahead: {error}")
             }
         }
     }

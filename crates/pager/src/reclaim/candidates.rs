@@ -304,9 +304,6 @@ mod tests {
                 prop_assert!(taken.iter().all(|page| there[*page as usize].is_some()));
                 taken.sort_unstable();
                 taken.dedup();
-                let all = there.iter().flatten().count() as u64;
-                // The clock may name pages of the report once more.
-                prop_assert!(!taken.is_empty() || all == 0);
             }
             for _ in 0..3 * PAGES {
                 let (picked, _) = proposals.pick(&told, &memory, 9, Pick::Any, Instant::now());

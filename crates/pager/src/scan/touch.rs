@@ -17,6 +17,7 @@ use crate::scan::units::UnitState;
 use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::view::{RegionView, View};
+use ballast_page::memory::Mapped;
 use ballast_page::page_state::State;
 use ballast_page::unit::Mapping;
 

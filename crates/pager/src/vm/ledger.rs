@@ -121,6 +121,20 @@ impl Ledger<'_> {
         self.vm.stats().add(Counter::Prefetched, moves.len() as u64);
     }
 
+    /// Base pages left quarantine before they were touched: a thread in order will touch them.
+    pub fn mapped_ahead(self, moves: &[Move]) {
+        moves.iter().for_each(|moved| self.moved(moved.from.state(), moved.to.state(), 1));
+        self.vm.stats().add(Counter::QuarantineHits, moves.len() as u64);
+    }
+
+    /// Holes of base pages were filled with zeros before they were touched.
+    pub fn zeroed_ahead(self, moves: &[Move]) {
+        let zero = moves.iter().filter(|moved| moved.from.state() == State::Zero).count() as u64;
+        self.moved(State::Zero, State::Resident, zero);
+        self.vm.stats().add(Counter::ZeroedPages, zero);
+        self.vm.mail.charge(moves.len() as u64);
+    }
+
     /// Neighbouring granules were restored, from `first` on. Returns the sum of their refault intervals.
     fn refaulted(self, region: &Region, first: PageIdx, moves: &[Move]) -> Duration {
         let (now_ms, mut interval_ms, mut milli_hz, mut soon) = (interval::now_ms(), 0, 0, 0);

@@ -327,9 +327,16 @@ impl Region {
         self.is_far_and_free(page) && self.is_slow(page)
     }
 
-    /// Is a page far, in a near store, and unlocked?
-    pub fn is_near_and_free(&self, page: PageIdx) -> bool {
-        self.is_far_and_free(page) && !self.is_slow(page)
+    /// Does a touch of this page fault, and may it be brought now: far in a near store, zero, or in quarantine, and
+    /// unlocked?
+    pub fn is_out_and_free(&self, page: PageIdx) -> bool {
+        let word = self.word(page);
+        let is_out = match word.state() {
+            State::Quarantine | State::Evicting | State::Zero => true,
+            State::Far => !self.is_slow(page),
+            State::Resident | State::Restoring | State::Poisoned => false,
+        };
+        is_out && !word.is_locked()
     }
 
     fn is_far_and_free(&self, page: PageIdx) -> bool {

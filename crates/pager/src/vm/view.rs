@@ -310,29 +310,6 @@ impl RegionView<'_> {
     pub(crate) fn wake_run(&self, pages: PageRange) -> io::Result<()> {
         self.parts(pages).try_for_each(|(uffd, start, len)| uffd.wake(start, len))
     }
-
-    /// Maps those of these base pages of one unit that are in the file. The caller holds their locks.
-    pub(crate) fn map_run(&self, pages: PageRange) -> io::Result<()> {
-        /// The address space changes: a thread that wants the pages will fault.
-        const TRIES: u32 = 8;
-        let (mut done, mut tries) = (0, 0);
-        while done < pages.count() && tries < TRIES {
-            let at = PageIdx(pages.start().0 + done);
-            // Each extent is a mapping of its own, and the kernel fills one mapping at a time.
-            let count = self.run(at, pages.count() - done);
-            let (mapped, outcome) = self.uffd(at).map_run(self.addr(at), count)?;
-            done += mapped;
-            match outcome {
-                FillOutcome::Done => {}
-                FillOutcome::Gone => break,
-                // A touch of a page whose memory failed will fault.
-                FillOutcome::AlreadyThere | FillOutcome::NotInFile | FillOutcome::Failed => done += 1,
-                FillOutcome::Retry if mapped == 0 => tries += 1,
-                FillOutcome::Retry => {}
-            }
-        }
-        Ok(())
-    }
 }
 
 /// Does the kernel refuse to register pages for what is mapped there: nothing or no shared memory, or a file that may
@@ -373,6 +350,35 @@ impl Mapped for RegionView<'_> {
 
     fn map(&self, page: PageIdx) -> io::Result<FillOutcome> {
         self.uffd(page).map_existing(self.addr(page), self.granule)
+    }
+
+    /// Base pages of one unit.
+    fn map_run(&self, pages: PageRange) -> io::Result<()> {
+        /// The address space changes: a thread that wants the pages will fault.
+        const TRIES: u32 = 8;
+        let (mut done, mut tries) = (0, 0);
+        while done < pages.count() && tries < TRIES {
+            let at = PageIdx(pages.start().0 + done);
+            // Each extent is a mapping of its own, and the kernel fills one mapping at a time.
+            let count = self.run(at, pages.count() - done);
+            let (mapped, outcome) = self.uffd(at).map_run(self.addr(at), count)?;
+            done += mapped;
+            match outcome {
+                FillOutcome::Done => {}
+                FillOutcome::Gone => break,
+                // A touch of a page whose memory failed will fault.
+                FillOutcome::AlreadyThere | FillOutcome::NotInFile | FillOutcome::Failed => done += 1,
+                FillOutcome::Retry if mapped == 0 => tries += 1,
+                FillOutcome::Retry => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn zero_run(&self, pages: PageRange) -> io::Result<u64> {
+        debug_assert_eq!(self.granule, PAGE_SIZE as u64);
+        let count = self.run(pages.start(), pages.count());
+        self.uffd(pages.start()).zero_pages(self.addr(pages.start()), count)
     }
 
     fn poison(&self, page: PageIdx) -> io::Result<FillOutcome> {

@@ -1,0 +1,74 @@
+//! Ahead: brings the pages that a thread in order touches next, each as its own fault would have brought it.
+//!
+//! Before: readahead says how many, and where. After: far pages are restored, pages in quarantine are mapped, holes that
+//! mean zeros are filled; all are counted. Threads: fault workers. Units: base pages of a region.
+//! Promise: each page is moved under its lock, and copies come from near stores only. A page that another thread holds,
+//! or that is not available now, is left to its fault. No page comes in for which the VM has no credits.
+
+use std::io;
+
+use ballast_base::{PageIdx, PageRange};
+use ballast_page::ahead::{map_ahead, zero_ahead};
+use ballast_page::fault::restore_run;
+use ballast_page::page_state::State;
+use ballast_store::PageBytes;
+
+use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::view::RegionView;
+
+/// Brings up to `ahead` of these pages that are not mapped; with `is_fresh` from the first one on, since memory that was
+/// never touched is touched so. Returns the page after the last one that came.
+///
+/// # Errors
+/// The kernel refused in a way it never should.
+pub(crate) fn bring_ahead(
+    vm: &Vm,
+    region: &Region,
+    memory: &RegionView<'_>,
+    (mut pages, mut ahead): (PageRange, u64),
+    is_fresh: bool,
+    buffer: &mut [PageBytes],
+) -> io::Result<PageIdx> {
+    let mut credits = vm.readahead_credits();
+    let cells = |from: PageIdx, count: u64| {
+        PageRange::of(from, count).before(region.range().end()).iter().map(|page| region.granule(page).cell())
+    };
+    if is_fresh {
+        let moves = zero_ahead(pages.start(), cells(pages.start(), ahead.min(credits).min(pages.count())), memory);
+        vm.ledger().zeroed_ahead(&moves);
+        return Ok(PageIdx(pages.start().0 + moves.len() as u64));
+    }
+    let mut end = pages.start();
+    while ahead > 0
+        && let Some(first) = pages.iter().find(|page| region.is_out_and_free(*page))
+    {
+        let most = ahead.min(pages.from(first).count());
+        let moves = match region.word(first).state() {
+            State::Quarantine | State::Evicting => {
+                let moves = map_ahead(first, cells(first, most), memory, ballast_heat::touched);
+                vm.ledger().mapped_ahead(&moves);
+                moves
+            }
+            State::Zero => {
+                let moves = zero_ahead(first, cells(first, most.min(credits)), memory);
+                vm.ledger().zeroed_ahead(&moves);
+                credits -= moves.len() as u64;
+                moves
+            }
+            _ => {
+                let buffer = &mut buffer[..most.min(credits) as usize];
+                let moves = restore_run(region.key(first), cells(first, most), memory, &vm.stores.near(), buffer)?;
+                vm.ledger().prefetched(region, first, &moves);
+                credits -= moves.len() as u64;
+                moves
+            }
+        };
+        if moves.is_empty() {
+            break;
+        }
+        end = PageIdx(first.0 + moves.len() as u64);
+        (pages, ahead) = (pages.from(end), ahead - moves.len() as u64);
+    }
+    Ok(end)
+}
