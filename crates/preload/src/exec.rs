@@ -1,7 +1,7 @@
-//! Hooks of all functions by which the C library executes another program in this process, and of `syscall`.
+//! Hooks of all functions by which the C library executes another program, and of `syscall`.
 //!
-//! Before: the VMM is about to become another program, to which it may hand its RAM. After: every page is in its file,
-//! or the call fails.
+//! Before: the VMM is about to become another program, to which it may hand its RAM, or a program that starts the VMM
+//! executes it. After: every page is in its file, and the VMM has this library, or the call fails.
 //! Threads: any VMM thread, or a child between `vfork` and `exec`, which shares the VMM's memory: once there
 //! is a VM, nothing here allocates.
 //! Promise: a call of a child goes through. `syscall` with any other number is the C library's own sequence, whatever
@@ -9,6 +9,8 @@
 
 use std::arch::naked_asm;
 use std::ffi::{c_char, c_int, c_long};
+
+use libc::{pid_t, posix_spawn_file_actions_t, posix_spawnattr_t};
 
 use crate::hooks::{quietly, refuse};
 use crate::through::{self, Words};
@@ -44,6 +46,32 @@ executes! {
         dir: c_int, path: *const c_char, args: Words, variables: Words, flags: c_int
     ) hands_on(path, args, Some(variables));
 }
+
+/// Declares hooks of functions that execute a program in a new child and return the errno.
+macro_rules! spawns {
+    ($($name:ident)*) => {$(
+        /// # Safety
+        /// As the C function.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(
+            id: *mut pid_t,
+            file: *const c_char,
+            actions: *const posix_spawn_file_actions_t,
+            attributes: *const posix_spawnattr_t,
+            words: Words,
+            variables: Words,
+        ) -> c_int {
+            // SAFETY: the caller's promise.
+            match quietly(Ok(()), || unsafe { through::hands_to_child(file, words, variables) }) {
+                // SAFETY: the caller's promise.
+                Ok(()) => unsafe { next::$name(id, file, actions, attributes, words, variables) },
+                Err(errno) => errno,
+            }
+        }
+    )*};
+}
+
+spawns! { posix_spawn posix_spawnp }
 
 /// Declares hooks of functions with the new program's words as arguments. The caller has put the first five words into
 /// registers and the others on the stack, above the return address. Such a hook takes the return address away and

@@ -32,6 +32,7 @@
 //!   number of `execve` or `execveat`: the VMM may hand its RAM to the program that takes its place (QEMU's
 //!   `cpr-exec`). Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes through. On the
 //!   way to the VMM (`ballast run -- env ... qemu-system-x86_64`) they fail if they lose the library (`through`).
+//! - `posix_spawn`, `posix_spawnp`: a program that starts QEMU in a child hands the library on, or the call fails.
 //! - `ppoll`: under TCG no call starts a vCPU; QEMU's main loop shows that the machine is made (`main_loop`).
 //!
 //! # Memory of the pool

@@ -73,6 +73,42 @@ pub unsafe fn ppoll(
     }
 }
 
+/// Declares functions that execute a program in a new child, which are no system calls: without one the call fails.
+macro_rules! spawns {
+    ($($name:ident, $symbol:literal;)*) => {$(
+        /// # Safety
+        /// As the C function of the same name.
+        pub unsafe fn $name(
+            id: *mut libc::pid_t,
+            file: *const c_char,
+            actions: *const libc::posix_spawn_file_actions_t,
+            attributes: *const libc::posix_spawnattr_t,
+            words: Words,
+            variables: Words,
+        ) -> c_int {
+            type Function = unsafe extern "C" fn(
+                *mut libc::pid_t,
+                *const c_char,
+                *const libc::posix_spawn_file_actions_t,
+                *const libc::posix_spawnattr_t,
+                Words,
+                Words,
+            ) -> c_int;
+            static NEXT: Next = Next::new($symbol);
+            let Some(function) = NEXT.get() else { return libc::ENOSYS };
+            // SAFETY: this is the address of the C function of this name, whose signature this is.
+            let function = unsafe { std::mem::transmute::<*mut c_void, Function>(function) };
+            // SAFETY: the caller's promise.
+            unsafe { function(id, file, actions, attributes, words, variables) }
+        }
+    )*};
+}
+
+spawns! {
+    posix_spawn, c"posix_spawn";
+    posix_spawnp, c"posix_spawnp";
+}
+
 /// Declares `fn name(args) -> ret` that calls the next function of that name, or the system call `$number`.
 macro_rules! next {
     ($name:ident, $symbol:literal, $number:expr, ($($arg:ident: $ty:ty),*) -> $ret:ty) => {

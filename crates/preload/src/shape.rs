@@ -59,6 +59,11 @@ pub fn names_qemu(word: &str) -> bool {
     (name.starts_with("qemu-system-") || name == "qemu-kvm") && !word.contains(char::is_whitespace)
 }
 
+/// Is this path or name, which is to be executed, QEMU's? The first word of its command line may be any.
+pub fn is_path_of_qemu(file: &str) -> bool {
+    names_qemu(file) || file.rsplit('/').next() == Some("kvm")
+}
+
 /// `qemu-system-x86_64`, `qemu-kvm`, `.qemu-system-x86_64-wrapped`, ...
 fn is_qemu(program: &str) -> bool {
     program.contains("qemu") || program == "kvm"
@@ -136,6 +141,7 @@ mod tests {
         assert!(
             names_qemu("/usr/bin/qemu-system-x86_64") && !names_qemu("qemu-system-x86_64 -m 1G") && !names_qemu("kvm")
         );
+        assert!(is_path_of_qemu("/usr/bin/kvm") && !is_path_of_qemu("/usr/bin/qemu-img"));
         assert!(!is_qemu("cloud-hypervisor") && !is_qemu("kvmtool") && !is_qemu(""));
     }
 }

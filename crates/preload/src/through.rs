@@ -98,8 +98,31 @@ unsafe fn list<'a>(mut words: Words) -> Vec<&'a CStr> {
 /// Check an `exec` of a program that is on the way to the VMM. `Err` is the errno with which to refuse it.
 ///
 /// # Safety
-/// The words are those of `execve`. `variables` is null where the program keeps the environment of this one.
+/// The words are those of `execve`. `variables` is `None` where the program keeps the environment of this one.
 pub unsafe fn hands_on(file: *const c_char, words: Words, variables: Option<Words>) -> Result<(), c_int> {
+    // SAFETY: it has no arguments and no effects. A child is not the first process.
+    let is_first = unsafe { libc::getpid() } == FIRST_ID.load(Ordering::Relaxed);
+    // SAFETY: the caller's promise.
+    unsafe { keeps_library(file, words, variables, is_first) }
+}
+
+/// The check of [`hands_on`], for a program that a new child executes.
+///
+/// # Safety
+/// As [`hands_on`].
+pub unsafe fn hands_to_child(file: *const c_char, words: Words, variables: Words) -> Result<(), c_int> {
+    // SAFETY: the caller's promise.
+    unsafe { keeps_library(file, words, Some(variables), false) }
+}
+
+/// # Safety
+/// As [`hands_on`].
+unsafe fn keeps_library(
+    file: *const c_char,
+    words: Words,
+    variables: Option<Words>,
+    is_first: bool,
+) -> Result<(), c_int> {
     if visit::inside() || !mode::is_waiting() || shape::is_qemu_here() || file.is_null() {
         return Ok(());
     }
@@ -108,9 +131,8 @@ pub unsafe fn hands_on(file: *const c_char, words: Words, variables: Option<Word
     let (file, words) = unsafe { (CStr::from_ptr(file).to_string_lossy(), list(words)) };
     // SAFETY: as above, and `environ` as in `arrive`.
     let variables = unsafe { list(variables.unwrap_or(environ)) };
-    // SAFETY: it has no arguments and no effects. A child is not the first process.
-    let is_first = unsafe { libc::getpid() } == FIRST_ID.load(Ordering::Relaxed);
-    let names_vmm = words.iter().any(|word| shape::names_qemu(&word.to_string_lossy()));
+    let names_vmm =
+        shape::is_path_of_qemu(&file) || words.iter().any(|word| shape::names_qemu(&word.to_string_lossy()));
     // A script may start many other programs.
     if !is_first && !names_vmm {
         return Ok(());

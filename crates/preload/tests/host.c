@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -116,6 +117,21 @@ static int do_clone(void) {
     return waitpid(child, &status, 0) == child && status == 0 ? 0 : -1;
 }
 
+/* Start a program that has QEMU's name among its words, as a program that starts VMs does. */
+static int do_spawn(int search, char **variables) {
+    char *words[] = {"sh", "-c", "exit 0", "qemu-system-x86_64", NULL};
+    char *file = getenv("SPAWNS"); /* any name may be its first word */
+    if (file)
+        words[3] = NULL;
+    pid_t child;
+    int status;
+    errno = search ? posix_spawnp(&child, "sh", NULL, NULL, words, variables)
+                   : posix_spawn(&child, file ? file : "/bin/sh", NULL, NULL, words, variables);
+    if (errno != 0)
+        return -1;
+    return waitpid(child, &status, 0) == child && status == 0 ? 0 : 1;
+}
+
 /* Check that calls that fail by themselves keep their errno. */
 static int do_errno(void) {
     errno = 0;
@@ -186,6 +202,10 @@ static int deed(const char *what) {
     if (!strcmp(what, "six")) return syscall(SYS_mmap, NULL, PAGE, PROT_READ, MAP_SHARED, ram_fd, 1) == -1 ? -1 : 1;
     if (!strcmp(what, "sev")) return ioctl(-1, 0x8010AEBB, 0);
     if (!strcmp(what, "run")) return ioctl(-1, 0xAE80, 0);
+    if (!strcmp(what, "spawn")) return do_spawn(0, environ);
+    if (!strcmp(what, "spawnp")) return do_spawn(1, environ);
+    if (!strcmp(what, "spawn-bare")) return do_spawn(0, (char *[]){NULL});
+    if (!strcmp(what, "spawnp-bare")) return do_spawn(1, (char *[]){NULL});
     if (!strcmp(what, "data")) return lseek(ram_fd, 0, SEEK_DATA) == 0 ? 0 : -1;
     if (!strcmp(what, "hole-after")) return lseek(ram_fd, 0, SEEK_HOLE) == RAM ? 0 : -1;
     if (!strcmp(what, "end")) return lseek(ram_fd, 0, SEEK_END) == RAM ? 0 : -1;
@@ -206,9 +226,14 @@ static int deed(const char *what) {
     return -1;
 }
 
+static void tell(int answer) {
+    puts(answer == 0 ? "ok" : answer > 0 ? "wrong" : strerrorname_np(errno));
+    fflush(stdout);
+}
+
 int main(int count, char **words) {
     if (count > 1)
-        deed(words[1]);
+        tell(deed(words[1]));
     ram = map_ram(&ram_fd);
     memset(ram, 7, RAM);
     puts("ready");
@@ -217,9 +242,7 @@ int main(int count, char **words) {
     while (fgets(line, sizeof line, stdin)) {
         line[strcspn(line, "\n")] = 0;
         errno = 0;
-        int answer = deed(line);
-        puts(answer == 0 ? "ok" : answer > 0 ? "wrong" : strerrorname_np(errno));
-        fflush(stdout);
+        tell(deed(line));
     }
     return 0;
 }

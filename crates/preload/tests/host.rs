@@ -224,11 +224,45 @@ fn a_guest_that_starts_on_private_ram_is_stopped_or_runs_unmanaged_with_a_word()
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("not a shared memory file. Stopping before the guest starts"), "{said}");
     let mut host = host("0");
-    assert_eq!(host.next(), "ready");
+    assert_eq!([host.next(), host.next()], ["EBADF", "ready"]);
     assert_eq!(host.ask("data"), "ok", "nothing is managed");
     let (code, said) = host.finish();
     assert_eq!(code, Some(0), "{said}");
     assert!(said.contains("The VM runs unmanaged"), "{said}");
+}
+
+#[test]
+fn a_qemu_that_is_spawned_without_the_library_does_not_start_or_is_announced() {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let Some(program) = compile(dir.path(), "starter") else { return };
+    let keeper = Keeper::start();
+    let link = dir.path().join("qemu-system-link");
+    std::os::unix::fs::symlink("/bin/sh", &link).expect("link");
+    let starts_as = |deed: &str, required: &str, file: Option<&Path>| {
+        let mut command = preloaded(&program, &keeper.path);
+        command.env("BALLAST_REQUIRE", required).arg(deed);
+        if let Some(file) = file {
+            command.env("SPAWNS", file);
+        }
+        let mut starter = Driven::start(command);
+        let answer = starter.next();
+        let session = keeper.client();
+        session.accept();
+        assert_eq!(starter.next(), "ready", "{deed}");
+        (answer, starter.finish().1)
+    };
+    let starts = |deed: &str, required: &str| starts_as(deed, required, None);
+    assert_eq!(starts_as("spawn-bare", "1", Some(&link)).0, "EPERM", "by its path");
+    assert_eq!(starts_as("spawn-bare", "1", Some(Path::new("/bin/sh"))).0, "ok", "another program");
+    for deed in ["spawn", "spawnp"] {
+        let (answer, said) = starts(deed, "1");
+        assert!(answer == "ok" && !said.contains("without this library"), "{deed}: {answer}, {said}");
+        for (required, expected) in [("1", "EPERM"), ("0", "ok")] {
+            let (answer, said) = starts(&format!("{deed}-bare"), required);
+            assert_eq!(answer, expected, "{deed}: {said}");
+            assert!(said.contains("without this library in its environment"), "{deed}: {said}");
+        }
+    }
 }
 
 #[test]
