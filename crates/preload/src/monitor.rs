@@ -78,11 +78,11 @@ impl Monitor {
         Ok(base_in(&self.human("info memory_size_summary")?).unwrap_or(0))
     }
 
-    /// Plugged RAM: guest-physical address and length of each DIMM and virtio-mem.
+    /// What is plugged into the machine's memory.
     ///
     /// # Errors
     /// QEMU is gone, or refuses.
-    pub fn memory_devices(&mut self) -> io::Result<Vec<(u64, u64)>> {
+    pub fn memory_devices(&mut self) -> io::Result<Vec<Device>> {
         Ok(devices_in(&self.human("info memory-devices")?))
     }
 
@@ -91,18 +91,34 @@ impl Monitor {
     /// # Errors
     /// QEMU is gone, or refuses.
     pub fn unmanaged(&mut self, regions: &[(u64, u64, bool)]) -> io::Result<u64> {
-        let at = |hva: u64| regions.iter().position(|(start, len, _)| *start <= hva && hva < start + len);
         let (mut missing, mut of_devices) = (0, Vec::new());
-        for (address, size) in self.memory_devices()? {
-            match self.host_address(address)?.and_then(at) {
+        for device in self.memory_devices()? {
+            match self.region_of(&device, regions)? {
                 Some(number) => of_devices.push(number),
-                None => missing += size,
+                None => missing += device.ram,
             }
         }
         let is_base = |number: usize, is_shown: bool| is_shown && !of_devices.contains(&number);
         let base = regions.iter().enumerate().filter(|(number, region)| is_base(*number, region.2));
         let managed: u64 = base.map(|(_, (_, len, _))| len).sum();
         Ok(missing + self.base_memory()?.saturating_sub(managed))
+    }
+
+    /// The region with the memory of this device. Of a virtio-mem with dynamic memory slots QEMU shows only those that
+    /// have memory for the guest.
+    fn region_of(&mut self, device: &Device, regions: &[(u64, u64, bool)]) -> io::Result<Option<usize>> {
+        let at = |hva: u64| regions.iter().position(|(start, len, _)| *start <= hva && hva < start + len);
+        if let Some(hva) = self.host_address(device.address)? {
+            return Ok(at(hva));
+        }
+        for (address, _) in self.memory()? {
+            if (device.address..device.address.saturating_add(device.len)).contains(&address)
+                && let Some(number) = self.host_address(address)?.and_then(at)
+            {
+                return Ok(Some(number));
+            }
+        }
+        Ok(None)
     }
 
     fn human(&mut self, command: &str) -> io::Result<String> {
@@ -195,21 +211,29 @@ pub fn base_in(text: &str) -> Option<u64> {
     text.lines().find_map(|line| line.trim().strip_prefix("base memory: "))?.trim().parse().ok()
 }
 
-/// DIMMs and virtio-mem in the reply of `info memory-devices`: address and length. An NVDIMM and a virtio-pmem have an
-/// image, which is no RAM of the guest.
-pub fn devices_in(text: &str) -> Vec<(u64, u64)> {
+/// What is plugged into the machine's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// Its guest-physical address.
+    pub address: u64,
+    /// Its guest-physical addresses, in bytes.
+    pub len: u64,
+    /// The guest's RAM in it, in bytes: none in an NVDIMM and a virtio-pmem, which have an image.
+    pub ram: u64,
+}
+
+/// The devices in the reply of `info memory-devices`.
+pub fn devices_in(text: &str) -> Vec<Device> {
     let mut found = Vec::new();
     for device in text.split("Memory device [").skip(1) {
         let Some((kind, rest)) = device.split_once(']') else { continue };
         let value = |key: &str| rest.lines().find_map(|line| line.trim().strip_prefix(key)).map(str::trim);
-        let address = match kind {
-            "dimm" => value("addr:"),
-            "virtio-mem" => value("memaddr:"),
-            _ => None,
-        };
+        let size = |key| value(key).and_then(|text| text.parse::<u64>().ok());
+        let address = value("addr:").or_else(|| value("memaddr:"));
         let address = address.and_then(|text| u64::from_str_radix(text.trim_start_matches("0x"), 16).ok());
-        let size = value("size:").and_then(|text| text.parse().ok());
-        found.extend(address.zip(size).filter(|(_, size)| *size > 0));
+        let ram = size("size:").filter(|_| matches!(kind, "dimm" | "virtio-mem")).unwrap_or(0);
+        let len = size("max-size:").or_else(|| size("size:")).unwrap_or(0);
+        found.extend(address.map(|address| Device { address, len, ram }));
     }
     found
 }

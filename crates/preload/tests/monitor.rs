@@ -7,7 +7,7 @@ mod monitor;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 
-use monitor::{Monitor, address_in, base_in, devices_in, ram_in};
+use monitor::{Device, Monitor, address_in, base_in, devices_in, ram_in};
 
 /// QEMU 7.2, `-M q35 -m 5G`, with its memory in a backend called `r (prio 0, rom): x`.
 const Q35: &str = "address-space: I/O
@@ -104,8 +104,58 @@ fn plugged_ram_is_told_from_the_images_of_other_memory_devices() {
                 Memory device [virtio-mem]: \"v\"\r\n  memaddr: 0x140000000\r\n  requested-size: 1\r\n  \
                   size: 2097152\r\n  max-size: 1073741824\r\n\
                 Memory device [virtio-mem]: \"e\"\r\n  memaddr: 0x180000000\r\n  size: 0\r\n";
-    assert_eq!(devices_in(text), [(0x1_0000_0000, 128 << 20), (0x1_4000_0000, 2 << 20)]);
+    let device = |address, len, ram| Device { address, len, ram };
+    let expected = [
+        device(0x1_0000_0000, 128 << 20, 128 << 20),
+        device(0x2_0000_0000, 128 << 20, 0),
+        device(0x3_0000_0000, 128 << 20, 0),
+        device(0x1_4000_0000, 1 << 30, 2 << 20),
+        device(0x1_8000_0000, 0, 0),
+    ];
+    assert_eq!(devices_in(text), expected);
     assert_eq!((devices_in(""), devices_in("Memory device [dimm]: \"d\"\n  addr: x\n")), (vec![], vec![]));
     assert_eq!(base_in("base memory: 268435456\r\nplugged memory: 0\r\n"), Some(268_435_456));
     assert_eq!(base_in("unknown command"), None);
+}
+
+/// What is not managed of a machine with 256 MiB in the region at 0x10000000, if the guest sees that, this memory
+/// device, and 1 GiB in the region at 0x40000000.
+fn unmanaged_beside(answers: Vec<String>, is_base_managed: bool) -> u64 {
+    let reply = |text: &str| format!("{{\"return\": \"{text}\"}}\n");
+    let mut all = vec!["{\"QMP\": {}}\n".to_owned(), "{\"return\": {}}\n".to_owned()];
+    all.extend(answers.iter().map(|text| reply(text)));
+    all.push(reply("base memory: 268435456\\r\\nplugged memory: 0\\r\\n"));
+    let all: Vec<&'static str> = all.into_iter().map(|text| &*text.leak()).collect();
+    let mut monitor = Monitor::greet(scripted(all.leak())).expect("it greets");
+    let regions = [(0x1000_0000, 256 << 20, is_base_managed), (0x4000_0000, 1 << 30, true)];
+    monitor.unmanaged(&regions).expect("an answer")
+}
+
+#[test]
+fn a_memory_device_on_a_managed_file_is_no_part_of_the_base_memory_and_not_missing() {
+    let at = "Host virtual address for 0x140000000 (r) is 0x40000000";
+    let nothing = "No memory is mapped at address 0x140000000";
+    let virtio_mem = |size: u64| {
+        format!(
+            "Memory device [virtio-mem]: x\\r\\n memaddr: 0x140000000\\r\\n size: {size}\\r\\n max-size: 1073741824"
+        )
+    };
+    let nvdimm = "Memory device [nvdimm]: x\\r\\n addr: 0x140000000\\r\\n size: 1073741824".to_owned();
+    // The second of its slots is all that the guest has of it.
+    let slot = "    0000000160000000-000000017fffffff (prio 0, ram): alias memslot-1 @v 20000000-3fffffff";
+    let in_slot = "Host virtual address for 0x160000000 (v) is 0x60000000";
+    let slots = || vec![virtio_mem(2 << 20), nothing.to_owned(), slot.to_owned(), in_slot.to_owned()];
+    let whole = |device: String| vec![device, at.to_owned()];
+    for (answers, what) in [
+        (slots(), "virtio-mem with dynamic slots"),
+        (whole(virtio_mem(2 << 20)), "virtio-mem"),
+        (whole(virtio_mem(0)), "virtio-mem without memory"),
+        (whole(nvdimm), "NVDIMM"),
+    ] {
+        assert_eq!(unmanaged_beside(answers.clone(), true), 0, "{what}");
+        assert_eq!(unmanaged_beside(answers, false), 256 << 20, "{what}: the base memory is missing");
+    }
+    let elsewhere = in_slot.replace("0x60000000", "0x90000000");
+    let answers = vec![virtio_mem(2 << 20), nothing.to_owned(), slot.to_owned(), elsewhere];
+    assert_eq!(unmanaged_beside(answers, true), 2 << 20, "its memory is private");
 }
