@@ -99,7 +99,7 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
     } else if shape::is_place_of_ram(mapped, len, flags) {
         if !may_be_ram {
             if shape::may_be_missed(len, prot) {
-                quietly((), || missed::mapped(if fd < 0 { len as u64 } else { 0 }));
+                quietly((), || missed::mapped_private(fd, len as u64));
             }
         } else if let Err(errno) = quietly(Ok(()), || decide::new_ram(mapped, len, flags, fd, offset)) {
             // SAFETY: it was mapped just now, and this call fails.

@@ -302,22 +302,24 @@ fn a_node_with_private_memory_is_reported_though_the_other_one_is_managed() {
     if !have_qemu() {
         return;
     }
-    let keeper = Keeper::start();
-    let words = format!(
-        "-machine q35 -m 192M -smp 2 {} -object memory-backend-ram,id=n1,size=128M \
-         -numa node,memdev=n0,cpus=0 -numa node,memdev=n1,cpus=1",
-        backend("n0", "64M")
-    );
-    let mut qemu = Driven::start(qemu(&keeper, &words));
-    let session = keeper.client();
-    session.accept();
-    let (message, _) = session.request();
-    let ClientToKeeper::Unmanaged { name, len, .. } = message else { panic!("{message:?}") };
-    assert_eq!((&*name, len), ("preload-test", Bytes(128 * MIB)));
-    session.answer(&KeeperToClient::Ok);
-    qemu.qmp_start();
-    qemu.qmp("quit", json!({}));
-    let (code, text) = qemu.finish();
-    assert_eq!(code, Some(0), "{text}");
-    assert!(text.contains("128 MiB of private memory are not managed"), "{text}");
+    for private in ["memory-backend-ram", "memory-backend-memfd,share=off"] {
+        let keeper = Keeper::start();
+        let words = format!(
+            "-machine q35 -m 192M -smp 2 {} -object {private},id=n1,size=128M \
+             -numa node,memdev=n0,cpus=0 -numa node,memdev=n1,cpus=1",
+            backend("n0", "64M")
+        );
+        let mut qemu = Driven::start(qemu(&keeper, &words));
+        let session = keeper.client();
+        session.accept();
+        let (message, _) = session.request();
+        let ClientToKeeper::Unmanaged { name, len, .. } = message else { panic!("{private}: {message:?}") };
+        assert_eq!((&*name, len), ("preload-test", Bytes(128 * MIB)), "{private}");
+        session.answer(&KeeperToClient::Ok);
+        qemu.qmp_start();
+        qemu.qmp("quit", json!({}));
+        let (code, text) = qemu.finish();
+        assert_eq!(code, Some(0), "{text}");
+        assert!(text.contains("128 MiB of private memory are not managed"), "{private}: {text}");
+    }
 }
