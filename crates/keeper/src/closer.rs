@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use ballast_sys::scm;
 
-/// How long a closing may take before another thread takes the rest.
+/// How long a closing may take, and something may wait to be closed, before another thread is added.
 pub const HANGS_AFTER: Duration = Duration::from_millis(500);
 /// Closing threads.
 const MOST_THREADS: usize = 32;
@@ -31,6 +31,9 @@ const MOST_WAITING: usize = 512;
 
 type Thing = Box<dyn Send>;
 
+/// A thing, and since when it waits.
+struct Waiting(Thing, Instant);
+
 /// Closes descriptors on its own threads.
 #[derive(Default)]
 pub struct Closer {
@@ -41,8 +44,8 @@ pub struct Closer {
 #[derive(Default)]
 struct State {
     /// What was not checked, by user.
-    unchecked: BTreeMap<u32, VecDeque<Thing>>,
-    checked: VecDeque<Thing>,
+    unchecked: BTreeMap<u32, VecDeque<Waiting>>,
+    checked: VecDeque<Waiting>,
     /// By number of the thread: since when, and the user, unless it was checked.
     closing: HashMap<u64, (Option<u32>, Instant)>,
     /// The user who had the last turn: each has one after the other.
@@ -52,36 +55,36 @@ struct State {
 }
 
 impl State {
-    /// The user whose turn it is, if what was not checked has one.
-    fn turn(&self) -> Option<u32> {
+    /// The users who may have a thread more for what was not checked, the next one first; each with its queue.
+    fn turns(&self) -> impl Iterator<Item = (u32, &VecDeque<Waiting>)> {
         let closing = |uid: Option<u32>| {
             let unchecked = self.closing.values().filter_map(|(whose, _)| *whose);
             unchecked.filter(|whose| uid.is_none_or(|uid| uid == *whose)).count()
         };
-        if self.unchecked.is_empty() || closing(None) >= MOST_UNCHECKED {
-            return None;
-        }
         let after = (Bound::Excluded(self.last), Bound::Unbounded);
         let users = self.unchecked.range(after).chain(self.unchecked.range(..=self.last));
-        users.map(|(uid, _)| *uid).find(|uid| closing(Some(*uid)) < MOST_STUCK)
+        let may = users.filter(move |(uid, _)| closing(None) < MOST_UNCHECKED && closing(Some(**uid)) < MOST_STUCK);
+        may.map(|(uid, queue)| (*uid, queue))
     }
 
-    fn has_work(&self) -> bool {
-        !self.checked.is_empty() || self.turn().is_some()
+    /// Since when the oldest thing waits that one thread more would close.
+    fn oldest(&self) -> Option<Instant> {
+        let unchecked = self.turns().filter_map(|(_, queue)| queue.front());
+        unchecked.chain(self.checked.front()).map(|Waiting(_, since)| *since).min()
     }
 
     fn next(&mut self) -> Option<(Option<u32>, Thing)> {
-        if let Some(thing) = self.checked.pop_front() {
+        if let Some(Waiting(thing, _)) = self.checked.pop_front() {
             return Some((None, thing));
         }
-        let uid = self.turn()?;
+        let (uid, _) = self.turns().next()?;
         self.last = uid;
         let queue = self.unchecked.get_mut(&uid)?;
-        let thing = queue.pop_front();
+        let waiting = queue.pop_front();
         if queue.is_empty() {
             self.unchecked.remove(&uid);
         }
-        thing.map(|thing| (Some(uid), thing))
+        waiting.map(|Waiting(thing, _)| (Some(uid), thing))
     }
 }
 
@@ -99,9 +102,10 @@ impl Closer {
     /// Drop something on a closing thread. `uid`: the user that it came from, unless it was checked.
     fn close(self: &Arc<Self>, uid: Option<u32>, thing: impl Send + 'static) {
         let mut state = self.state();
+        let waiting = Waiting(Box::new(thing), Instant::now());
         match uid {
-            Some(uid) => state.unchecked.entry(uid).or_default().push_back(Box::new(thing)),
-            None => state.checked.push_back(Box::new(thing)),
+            Some(uid) => state.unchecked.entry(uid).or_default().push_back(waiting),
+            None => state.checked.push_back(waiting),
         }
         // What was checked does not wait until it is known that the others hang.
         let waits = uid.is_none()
@@ -114,12 +118,11 @@ impl Closer {
         self.changed.notify_one();
     }
 
-    /// Close things although the closing of others hangs. Called now and then.
+    /// Close things although the closing of others hangs, or is slow. Called now and then.
     pub fn tend(self: &Arc<Self>, hangs_after: Duration) {
         let mut state = self.state();
-        let all_hang = state.closing.len() as u64 == state.threads
-            && state.closing.values().all(|(_, since)| since.elapsed() >= hangs_after);
-        if state.has_work() && all_hang && state.threads < MOST_THREADS as u64 {
+        let waits = state.oldest().is_some_and(|since| since.elapsed() >= hangs_after);
+        if waits && state.closing.len() as u64 == state.threads && state.threads < MOST_THREADS as u64 {
             self.add_thread(&mut state);
         }
     }
@@ -325,6 +328,26 @@ mod tests {
         let order: Vec<_> = closes.iter().collect();
         assert_eq!(order.len(), MOST_WAITING + 1);
         assert!(order[..2].contains(&9), "it waits for all of another user");
+    }
+
+    #[test]
+    fn what_waits_for_long_is_closed_though_no_closing_of_another_user_takes_long() {
+        let closer = Closer::new();
+        let (begun, begins) = mpsc::channel();
+        let (end, ended) = mpsc::channel();
+        closer.close(Some(7), Hangs(begun, ended));
+        begins.recv().expect("the only thread is busy");
+        let (closed, closes) = mpsc::channel();
+        closer.close(Some(9), Says(closed, 9));
+        let long = Duration::from_secs(3600);
+        closer.tend(long);
+        assert_eq!(closer.state().threads, 1, "it has waited for a moment");
+        for Waiting(_, since) in closer.state().unchecked.values_mut().flatten() {
+            *since -= long;
+        }
+        closer.tend(long);
+        assert_eq!(closes.recv(), Ok(9), "closed by a second thread");
+        drop(end);
     }
 
     #[test]
