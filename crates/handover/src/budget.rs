@@ -54,17 +54,12 @@ mod tests {
     use ballast_sys::memfd::FileId;
 
     use super::*;
+    use crate::mappers::tests::stopped;
     use crate::mappers::{Mapped, Processes, Read};
 
     #[test]
     fn what_a_scan_leaves_of_a_user_is_read_by_the_next_scans_and_what_is_known_of_it_counts() {
-        let mut children: Vec<_> =
-            (0..4).map(|_| std::process::Command::new("sleep").arg("1000").spawn().expect("sleep")).collect();
-        // They run no more.
-        let sleeps = |pid| std::fs::read_to_string(format!("/proc/{pid}/wchan")).expect("wchan").contains("nanosleep");
-        while !children.iter().all(|child| sleeps(child.id())) {
-            std::thread::yield_now();
-        }
+        let mut children: Vec<_> = (0..4).map(|_| stopped()).collect();
         let entries: Vec<(u32, u64)> = children.iter().map(|child| (child.id(), 1)).collect();
         let file = FileId { dev: 1, ino: 1 };
         let reads = Arc::new(Mutex::new(HashMap::<u32, u32>::new()));

@@ -295,11 +295,21 @@ pub fn name(process: Process) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use ballast_base::Bytes;
     use ballast_sys::file_ranges::FileRanges;
     use ballast_sys::{Mapping, memfd};
+
+    /// A process that does not run.
+    pub(crate) fn stopped() -> std::process::Child {
+        use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+        let child = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep");
+        let pid = Pid::from_child(&child);
+        kill_process(pid, Signal::STOP).expect("stop it");
+        waitpid(Some(pid), WaitOptions::UNTRACED).expect("wait").expect("it is stopped");
+        child
+    }
 
     fn one_file() -> HashSet<FileId> {
         HashSet::from([FileId { dev: 1, ino: 1 }])
@@ -400,11 +410,8 @@ mod tests {
 
     #[test]
     fn a_process_is_read_again_when_it_has_run_or_another_one_has_its_number_and_not_otherwise() {
-        let mut other = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep");
+        let mut other = stopped();
         let (me, pid) = (std::process::id(), other.id());
-        while !std::fs::read_to_string(format!("/proc/{pid}/wchan")).expect("wchan").contains("nanosleep") {
-            std::thread::yield_now();
-        }
         let reads = Arc::new(Mutex::new(Vec::new()));
         let said = reads.clone();
         let read: Arc<Read> = Arc::new(move |pid| {
