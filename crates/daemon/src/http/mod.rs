@@ -105,7 +105,7 @@ async fn serve_within(
                     continue;
                 }
             };
-            spare.fill(&listener);
+            spare.accepted(&listener);
             let access = allowed.access_of(stream.inner());
             closer.tend(HANGS_AFTER);
             if stream.is_stuck() {

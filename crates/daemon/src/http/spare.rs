@@ -1,7 +1,7 @@
 //! Spare descriptors: when the engine has no others left, operators still reach the API.
 //!
 //! Before: a connection could not be accepted. After: two spare ones are free, for it and for what it asks; there is a
-//! line about it now and then. Threads: the API's one.
+//! line about it now and then. They are kept again once a connection was accepted without them. Threads: the API's one.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -17,9 +17,18 @@ const SAID_EVERY: Duration = Duration::from_secs(60);
 pub(super) struct Spare {
     fds: Vec<OwnedFd>,
     said: Option<Instant>,
+    /// The next connection is accepted with descriptors that were given.
+    has_given: bool,
 }
 
 impl Spare {
+    /// A connection was accepted from this listener.
+    pub(super) fn accepted(&mut self, listener: impl AsFd) {
+        if !std::mem::take(&mut self.has_given) {
+            self.fill(listener);
+        }
+    }
+
     /// Keep as many as there may be. `any` is a descriptor to duplicate.
     pub(super) fn fill(&mut self, any: impl AsFd) {
         while self.fds.len() < SPARE
@@ -42,6 +51,7 @@ impl Spare {
             return false;
         }
         self.fds.truncate(self.fds.len().saturating_sub(FOR_ONE));
+        self.has_given = true;
         true
     }
 }
@@ -62,5 +72,19 @@ mod tests {
             assert_eq!(spare.fds.len(), left * FOR_ONE);
         }
         assert!(!spare.give(&short));
+    }
+
+    #[test]
+    fn what_was_given_for_a_connection_is_kept_again_only_after_the_next_one() {
+        let mut spare = Spare::default();
+        spare.fill(std::io::stdin());
+        let short = std::io::Error::from(rustix::io::Errno::MFILE);
+        for connections in 1..3 {
+            assert!(spare.give(&short));
+            spare.accepted(std::io::stdin());
+            assert_eq!(spare.fds.len(), SPARE - connections * FOR_ONE, "it has them for what it asks");
+        }
+        spare.accepted(std::io::stdin());
+        assert_eq!(spare.fds.len(), SPARE);
     }
 }
