@@ -346,6 +346,7 @@ impl Keeper {
         // The engine may remove a region that another process has unplugged.
         if let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) {
             entry.looks_at.get_or_insert(Instant::now() + FORGET_EVERY);
+            entry.keep_control(view.control);
         }
         if self.views_of(vm).next().is_none() {
             let name = self.vm(vm).map(|vm| vm.state.name());

@@ -3,7 +3,7 @@
 //! Before: an attach was admitted. After: every region of a client has its number in the state file.
 //! Promise: two regions never share bytes of a file, and a region's number means the same bytes for ever.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
@@ -60,7 +60,12 @@ pub struct VmEntry {
     pub lost: Option<Lost>,
     /// How often that was so.
     pub losses: Losses,
+    /// Control sockets of processes that are gone, which the engine may have still.
+    gone: VecDeque<Arc<SentFd>>,
 }
+
+/// Control sockets that are kept. An engine has closed older ones, or hangs with the VM.
+const MOST_GONE: usize = 16;
 
 /// The engine lacked something for a VM.
 pub struct Lost {
@@ -155,7 +160,17 @@ impl VmEntry {
             question: None,
             lost: None,
             losses: Losses::default(),
+            gone: VecDeque::new(),
         })
+    }
+
+    /// Keep the control socket of a process that is gone. With descriptors in it, its last close may wait for ever, and
+    /// must not be the engine's.
+    pub fn keep_control(&mut self, control: Arc<SentFd>) {
+        self.gone.push_back(control);
+        if self.gone.len() > MOST_GONE {
+            self.gone.pop_front();
+        }
     }
 
     /// Has the engine been given it?

@@ -205,6 +205,26 @@ fn a_vm_that_the_engine_could_not_open_to_close_it_is_given_to_it_again() {
 }
 
 #[test]
+fn a_control_socket_is_closed_by_the_keeper_and_only_when_the_engine_has_closed_the_vm() {
+    let (mut keeper, _dir) = keeper();
+    keeper.keep_engine();
+    let vm = new_vm(&mut keeper, "web");
+    keeper.hand_over(vm, None);
+    let (client, _theirs) = process_of(&mut keeper, vm, 1);
+    let (ours, theirs) = ballast_sys::scm::pair().expect("socket pair");
+    let control = Arc::new(SentFd::new(ours, 0, keeper.closer.clone()));
+    keeper.clients.get_mut(&client).and_then(|client| client.view.as_mut()).expect("a view").control = control;
+    keeper.drop_client(client, "is gone");
+    let mut ends = [PollFd::new(&theirs, PollFlags::IN)];
+    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+    assert_eq!(poll(&mut ends, Some(&now)), Ok(0), "the engine may have it");
+    keeper.closed(keeper.closing[0].seq, Ok(()));
+    poll(&mut ends, None).expect("poll");
+    assert!(ends[0].revents().contains(PollFlags::HUP));
+    end_engine(&mut keeper);
+}
+
+#[test]
 fn a_vm_whose_processes_go_while_it_waits_for_missing_regions_is_closed_by_an_engine_after_the_search() {
     let (mut keeper, _dir) = keeper();
     keeper.keep_engine();

@@ -115,11 +115,12 @@ pub fn try_read_plain(socket: impl AsFd, out: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// Have the kernel refuse descriptors to this listening socket, and so to all of its connections (`SO_PASSRIGHTS`).
-/// Before Linux 6.16 it does not, and [`try_read_plain`] and [`receive_bytes`] have to.
-pub fn refuse_descriptors(listener: impl AsFd) {
+/// Have the kernel refuse descriptors to this socket and, if it listens, to all of its connections (`SO_PASSRIGHTS`).
+/// Before Linux 6.16, or if another process has the socket and sets it again, [`try_read_plain`] and [`receive_bytes`]
+/// have to.
+pub fn refuse_descriptors(socket: impl AsFd) {
     const SO_PASSRIGHTS: libc::c_int = 83;
-    let (fd, no) = (listener.as_fd().as_raw_fd(), 0 as libc::c_int);
+    let (fd, no) = (socket.as_fd().as_raw_fd(), 0 as libc::c_int);
     let len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the value is a number that lives during the call, and its length is right.
     unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, SO_PASSRIGHTS, (&raw const no).cast(), len) };

@@ -3,16 +3,17 @@
 //! Before: the client in the VMM's process has sent the port's host end. After: bytes from and to the guest, as far as
 //! either side takes them.
 //! Threads: a fault worker notes that there is input; all else is the task of the VM's. Promise: nothing here waits,
-//! whatever the VMM does to the socket; output that the guest does not take is dropped beyond a bound; input wakes a
-//! thread once, until all of it was read.
+//! whatever the VMM does to the socket, and no descriptor comes from there; output that the guest does not take is
+//! dropped beyond a bound; input wakes a thread once, until all of it was read.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
+use ballast_sys::scm;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
+use rustix::net::{AddressFamily, SendFlags, SocketType};
 
 use super::told::Told;
 use crate::run::queue::{GroupId, Next};
@@ -84,6 +85,7 @@ impl Channel {
         if (socket_domain(&port)?, socket_type(&port)?) != (AddressFamily::UNIX, SocketType::STREAM) {
             return Err(io::Error::other("the VMM gave a port that is no Unix stream socket"));
         }
+        scm::refuse_descriptors(&port);
         let (socket, told) = (Arc::new(port), told.clone());
         let served = Servers::of_process()?.add(group, socket.clone(), |_| Box::new(Port(told)))?;
         let channel = Self { socket, served, out: Vec::new() };
@@ -94,16 +96,15 @@ impl Channel {
     /// Reads bytes of the guest.
     ///
     /// # Errors
-    /// The socket is broken.
+    /// The socket is broken, or brings descriptors.
     pub fn read(&mut self, buffer: &mut [u8]) -> io::Result<Read> {
-        loop {
-            return match rustix::net::recv(&*self.socket, &mut *buffer, RecvFlags::DONTWAIT) {
-                Ok((0, _)) => Ok(Read::Gone),
-                Ok((count, _)) => Ok(Read::Bytes(count.min(buffer.len()))),
-                Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => self.served.listen_once().map(|()| Read::Nothing),
-                Err(error) => Err(error.into()),
-            };
+        match scm::try_read_plain(&*self.socket, buffer) {
+            Ok(0) => Ok(Read::Gone),
+            Ok(count) => Ok(Read::Bytes(count)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                self.served.listen_once().map(|()| Read::Nothing)
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -217,6 +218,19 @@ mod tests {
         }
         assert!(dropped > 1000, "{dropped}");
     }
+
+    #[test]
+    fn a_descriptor_that_a_vmm_has_put_into_its_port_is_not_received() {
+        let (told, group) = (Arc::default(), Pool::of_process().add_group());
+        let (ours, peer) = UnixStream::pair().expect("a pair");
+        let (kept, mut other) = UnixStream::pair().expect("a pair");
+        scm::send(&peer, b"words", &[std::os::fd::AsFd::as_fd(&kept)]).expect("sent");
+        drop(kept);
+        let mut channel = Channel::open(ours.into(), group, &told).expect("a port");
+        assert_eq!(channel.read(&mut [0; 8]).expect_err("a descriptor").kind(), io::ErrorKind::InvalidData);
+        other.write_all(b"x").expect("it was not closed by this thread");
+    }
+
     #[test]
     fn what_is_no_connected_unix_stream_socket_is_no_port() {
         let (told, group) = (Arc::default(), Pool::of_process().add_group());

@@ -105,6 +105,7 @@ impl ClientPeer {
         let port = match port {
             // It was taken back by the client meanwhile, or did not fit into our table: it is asked for again.
             AgentPort::Here if fds.is_empty() => return,
+            AgentPort::Here if fds.len() > 1 => Err(io::Error::other("the VMM gave more than one port")),
             AgentPort::Here => Ok(fds.pop()),
             AgentPort::None => Ok(None),
             AgentPort::Unreachable(why) => Err(io::Error::other(why)),
@@ -302,5 +303,19 @@ mod tests {
         assert_eq!(asked.poll(Instant::now()).expect("not over"), None, "a reply to the zap before");
         peer.zapped(seqs[1], Ok(Vec::new()));
         assert_eq!(asked.poll(Instant::now()).expect("done"), Some(Vec::new()));
+    }
+
+    #[test]
+    fn a_port_is_one_descriptor() {
+        let (ours, theirs) = scm::pair().expect("socketpair");
+        let peer = ClientPeer::new(theirs, 1);
+        peer.ask_agent_port().expect("asked");
+        for (count, is_port) in [(2, false), (1, true)] {
+            let said = wire::encode(&ClientToEngine::AgentPort(AgentPort::Here));
+            scm::send(&ours, &said, &[ours.as_fd(); 2][..count]).expect("sent");
+            peer.wants_port.store(true, Ordering::Release);
+            peer.hear().expect("heard");
+            assert_eq!(peer.take_agent_port().expect("a reply").is_ok(), is_port, "{count}");
+        }
     }
 }
