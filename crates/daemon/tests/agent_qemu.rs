@@ -88,6 +88,39 @@ fn what_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
     assert_eq!(guest.wait_run(TIMEOUT).expect("it ends"), 0, "{}", guest.serial_log());
 }
 
+/// Ends a process that this test started.
+struct Ends(std::process::Child);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn the_port_of_a_qemu_in_network_and_pid_namespaces_of_its_own_reaches_the_engine() {
+    let is_root = rustix::process::geteuid().is_root();
+    if missing("qemu", qemu_missing()) || missing("root", (!is_root).then_some("for namespaces")) {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
+    let line = "run --agent --name guest -- qemu-system-x86_64 -S -nodefaults -display none -accel tcg -m 64M \
+                -machine pc,memory-backend=r -object memory-backend-memfd,id=r,size=64M,share=on";
+    let _qemu = Ends(
+        std::process::Command::new("unshare")
+            .args(["--net", "--pid", "--fork", "--kill-child"])
+            .arg(ballast)
+            .args(line.split_whitespace())
+            .env("BALLAST_SOCKET", daemon.attach_socket())
+            .stdin(std::process::Stdio::null())
+            .spawn()
+            .expect("unshare"),
+    );
+    until("the engine has the port", || daemon.api.vm("guest").is_ok_and(|vm| vm.agent.is_some()));
+}
+
 fn balloon(node: u32, bytes: u64) -> VmPatch {
     VmPatch { balloon: Some(NodeBalloon { node, bytes }), ..VmPatch::default() }
 }
