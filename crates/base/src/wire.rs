@@ -352,6 +352,11 @@ pub enum EngineToClient {
     },
     /// Give me the host's end of the port of the guest's agent. Answered by [`ClientToEngine::AgentPort`].
     AgentPort,
+    /// All of this range, whole units of a region, is in memory and has no copy, until its next [`Self::Zap`].
+    Settled {
+        /// In the process that hears it.
+        range: Range,
+    },
 }
 
 /// Client to engine, on the control socket.

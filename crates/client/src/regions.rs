@@ -113,6 +113,18 @@ impl Table {
         }
     }
 
+    /// An engine has brought this back, and has no copy of it.
+    pub fn settled(&mut self, (hva, len): Range) {
+        for region in &mut self.regions {
+            let (from, to) = region.span();
+            let Some(record) = &mut region.record else { continue };
+            let (start, end) = (hva.0.max(from), hva.0.saturating_add(len).min(to));
+            if start < end {
+                record.forget((start - from, end - from));
+            }
+        }
+    }
+
     /// May all of this be discarded, and is it known that nothing of it was ever zapped, and is it not much?
     pub fn is_never_zapped(&self, ranges: &[Range]) -> bool {
         let is_small = ranges.iter().fold(0u64, |sum, (_, len)| sum.saturating_add(*len)) <= MOST;

@@ -359,6 +359,10 @@ impl Service<'_> {
                     self.give_agent_port(pair);
                     continue;
                 }
+                Ok(EngineToClient::Settled { range }) => {
+                    lock(&self.shared.table).settled(range);
+                    continue;
+                }
                 Ok(EngineToClient::FailStop { reason }) => {
                     let handler = lock(&self.shared.fail_stop).clone();
                     handler(&reason);

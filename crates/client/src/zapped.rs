@@ -11,6 +11,9 @@
 //! DRAM, and has no copy. If its zap is on the way, it waits until the VMM's call has ended, and the copy that is read
 //! then has zeros. A hole whose page is Resident reads as zeros, which is what a discard is to leave.
 //!
+//! An engine that is asked for page after page of a unit brings the others back, and says so (`Settled`): the unit is
+//! as if it had never been zapped, up to the next zap, which comes on the same socket after that.
+//!
 //! What an engine must hear of has no record: RAM of a process that joined a VM (pages may be far already), RAM that
 //! was plugged (another process may have had it before), huge pages (a granule has many words), and memory on demand
 //! (the pool counts it). While no keeper is there, an engine may serve the VM's other processes without this one: then
@@ -64,6 +67,13 @@ impl Record {
         }
     }
 
+    /// These bytes are as if they had never been zapped.
+    pub fn forget(&mut self, (from, to): (u64, u64)) {
+        for unit in from.div_ceil(UNIT)..to / UNIT {
+            self.0[(unit / 64) as usize] &= !(1 << (unit % 64));
+        }
+    }
+
     /// Was a byte in a unit of these zapped?
     pub fn has_any(&self, (from, to): (u64, u64)) -> bool {
         (from / UNIT..to.div_ceil(UNIT)).any(|unit| self.0[(unit / 64) as usize] & 1 << (unit % 64) != 0)
@@ -84,5 +94,8 @@ mod tests {
         assert_eq!(zapped, [63, 64, 200]);
         assert!(!record.has_any((62 * UNIT, 63 * UNIT)) && record.has_any((62 * UNIT, 63 * UNIT + 1)));
         assert!(!record.has_any((65 * UNIT, 200 * UNIT)), "ends are not in a range");
+        record.forget((63 * UNIT, 65 * UNIT - 4096));
+        assert!(!record.has_any((63 * UNIT, 64 * UNIT)), "forgotten");
+        assert!(record.has_any((64 * UNIT, 65 * UNIT)), "not a whole unit");
     }
 }

@@ -100,6 +100,23 @@ fn what_was_never_zapped_is_freed_without_a_message_and_the_rest_is_not() {
 }
 
 #[test]
+fn a_unit_that_an_engine_has_brought_back_is_freed_unasked_until_it_is_zapped_again() {
+    let Some(stage) = stage(true) else { return };
+    let settled = |from: u64, len: u64| {
+        stage.session.tell(&EngineToClient::Settled { range: (stage.base + from, len) });
+        stage.session.ping(3);
+    };
+    (0..4).for_each(|unit| stage.zap(unit));
+    settled(UNIT, UNIT);
+    assert!(!stage.asks(1, 0) && !stage.asks(1, 511));
+    assert!(stage.asks(0, 511) && stage.asks(2, 0), "its neighbours");
+    settled(2 * UNIT + pages(1), 2 * UNIT);
+    assert!(stage.asks(2, 511) && !stage.asks(3, 0), "a part of a unit does not count");
+    stage.zap(1);
+    assert!(stage.asks(1, 0));
+}
+
+#[test]
 fn a_discard_that_the_vmm_does_not_hold_asks_as_ever() {
     let Some(stage) = stage(true) else { return };
     let range = (stage.base, pages(1));

@@ -78,6 +78,7 @@ fn what_is_said_is_what_this_version_says() {
         EngineToClient::Ping { seq: 3 },
         EngineToClient::FailStop { reason: text() },
         EngineToClient::AgentPort,
+        EngineToClient::Settled { range: (Hva(0), 2 << 20) },
     ];
     let back = [
         ClientToEngine::Zapped { seq: 1, error: Some(22), kept: vec![range] },

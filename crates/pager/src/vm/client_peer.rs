@@ -198,6 +198,11 @@ impl Peer for ClientPeer {
         self.tell(&EngineToClient::DiscardDone { seq, error })
     }
 
+    /// One that does not hear it goes on asking.
+    fn settled(&self, range: wire::Range) {
+        let _ = self.tell(&EngineToClient::Settled { range });
+    }
+
     fn ask_agent_port(&self) -> io::Result<()> {
         self.wants_port.store(true, Ordering::Release);
         self.tell(&EngineToClient::AgentPort)

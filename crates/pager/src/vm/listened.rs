@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use super::Vm;
 use super::discards::{Asked, Rearm};
 use super::peer::{Heard, Peer};
+use super::settle::Small;
 use crate::run::queue::Next;
 use crate::run::serve::{After, Serve};
 use crate::run::set::Notify;
@@ -128,12 +129,13 @@ pub(super) struct DiscardWorker {
     vm: Arc<Vm>,
     failed: u64,
     unanswered: u64,
+    small: Small,
 }
 
 impl DiscardWorker {
     /// The worker of this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
-        Self { vm, failed: 0, unanswered: 0 }
+        Self { vm, failed: 0, unanswered: 0, small: Small::default() }
     }
 
     /// Carries out one; returns when to look for another.
@@ -154,6 +156,7 @@ impl DiscardWorker {
             vm.mail.discards.put_back(Asked { view, seq, ranges, then });
             return Next::At(Instant::now() + LOCKED_PAUSE);
         }
+        let unit = discarded.is_ok().then(|| self.small.discarded(&view, &ranges)).flatten();
         let error = discarded.err().map(|error| error.to_string());
         self.failed += u64::from(error.is_some());
         // Reported at the 1st, 2nd, 4th, 8th ... time: a client that goes on must not push other events out.
@@ -170,6 +173,13 @@ impl DiscardWorker {
             }
         }
         drop(then);
+        match unit.map_or(Ok(false), |(region, first)| vm.settle(&view, region, first)) {
+            Ok(false) => {}
+            Ok(true) => self.small.told(),
+            Err(error) => {
+                tracing::debug!(vm = vm.state.name(), "Bringing back memory that is freed page by page: {error}");
+            }
+        }
         Next::Again
     }
 }

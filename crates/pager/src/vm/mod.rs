@@ -70,6 +70,7 @@ pub mod recover;
 pub mod region;
 pub mod region_table;
 mod restore;
+mod settle;
 pub mod shard;
 pub mod stats;
 pub(crate) mod table;

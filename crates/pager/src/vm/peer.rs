@@ -60,6 +60,9 @@ pub trait Peer: Debug + Send + Sync {
     /// It cannot be told.
     fn discarded(&self, seq: u64, error: Option<String>) -> io::Result<()>;
 
+    /// Tells it that this range, whole units of a region, is in memory and has no copy, until it is asked to zap there.
+    fn settled(&self, range: Range);
+
     /// Asks for the host's end of the port of the guest's agent; the reply is [`Heard::AgentPort`].
     ///
     /// # Errors

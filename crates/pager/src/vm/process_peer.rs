@@ -83,6 +83,9 @@ impl Peer for ProcessPeer {
         Ok(())
     }
 
+    /// It asks for nothing.
+    fn settled(&self, _range: Range) {}
+
     /// Nobody there replies.
     fn ask_agent_port(&self) -> io::Result<()> {
         Ok(())
