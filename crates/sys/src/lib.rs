@@ -5,6 +5,7 @@
 //! Threads: everything here may be called from any thread unless a function says otherwise.
 //! Promise: a result that the kernel normally returns is an outcome to match on; an error is a broken expectation.
 
+pub mod advise;
 pub mod affinity;
 #[cfg(test)]
 mod alone;
@@ -26,6 +27,7 @@ pub mod memfd;
 pub mod meminfo;
 pub mod memory_error;
 pub mod numa;
+pub mod page_tables;
 pub mod peer;
 pub mod perf;
 pub mod pins;

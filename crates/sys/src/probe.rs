@@ -195,7 +195,7 @@ pub fn probe() -> Vec<Feature> {
         OPTIONAL,
         "",
         host::swap(),
-        "nothing is lost; with swap in use the kernel also pages out guest RAM by itself",
+        "VMs that run already cannot be adopted with a limit; in use, the kernel also pages out guest RAM by itself",
     );
     add("open files limit", OPTIONAL, "", host::open_files(), "fewer VMs: each uses about 10 descriptors");
     add(

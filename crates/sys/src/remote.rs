@@ -14,6 +14,8 @@ use std::os::unix::fs::FileExt;
 use ballast_base::{HUGE_SIZE, Hva, PageIdx};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use crate::page_tables::{self, Wanted};
+
 pub(crate) const MADV_COLLAPSE: i32 = 25;
 
 /// The outcome of a collapse.
@@ -150,68 +152,11 @@ pub(crate) const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_HUGE: u64 = 1 << 6;
 const PAGE_IS_ACCESSED: u64 = 1 << 9;
 
-/// `struct pm_scan_arg` of `linux/fs.h`.
-#[repr(C)]
-struct ScanArg {
-    size: u64,
-    flags: u64,
-    start: u64,
-    end: u64,
-    walk_end: u64,
-    vec: u64,
-    vec_len: u64,
-    max_pages: u64,
-    category_inverted: u64,
-    category_mask: u64,
-    category_anyof_mask: u64,
-    return_mask: u64,
-}
-
-/// `struct page_region` of `linux/fs.h`.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct ScanRegion {
-    start: u64,
-    end: u64,
-    categories: u64,
-}
-
-const PAGEMAP_SCAN: u64 = 0xC060_6610;
-const _: () = assert!(size_of::<ScanArg>() == 0x60 && size_of::<ScanRegion>() == 24);
-
 /// The pieces of `start..end` whose page-table entries have all these categories (`PAGE_IS_*` of `linux/fs.h`).
-pub(crate) fn scan(pagemap: impl AsFd, (start, end): (u64, u64), category: u64) -> io::Result<Vec<(u64, u64)>> {
-    const BATCH: usize = 64;
+pub(crate) fn scan(pagemap: impl AsFd, range: (u64, u64), category: u64) -> io::Result<Vec<(u64, u64)>> {
     let mut found = Vec::new();
-    let mut at = start;
-    while at < end {
-        let mut pieces = [ScanRegion::default(); BATCH];
-        let mut arg = ScanArg {
-            size: size_of::<ScanArg>() as u64,
-            flags: 0,
-            start: at,
-            end,
-            walk_end: 0,
-            vec: pieces.as_mut_ptr() as u64,
-            vec_len: BATCH as u64,
-            max_pages: 0,
-            category_inverted: 0,
-            category_mask: category,
-            category_anyof_mask: 0,
-            return_mask: category,
-        };
-        // SAFETY: `arg` has the kernel's shape and size (asserted above) and `vec` points at as many live pieces as it
-        // says; both are exclusively ours during the call.
-        let answer = unsafe { libc::ioctl(pagemap.as_fd().as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
-        if answer < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        found.extend(pieces[..(answer as usize).min(BATCH)].iter().map(|piece| (piece.start, piece.end)));
-        if arg.walk_end <= at {
-            break;
-        }
-        at = arg.walk_end;
-    }
+    let wanted = Wanted { all_of: category, any_of: 0, told: category };
+    page_tables::scan(pagemap, range, wanted, |start, end, _| found.push((start, end)))?;
     Ok(found)
 }
 
