@@ -1,13 +1,14 @@
 //! How a test says what this machine lacks, and when lacking it is a failure.
 //!
 //! Before: a test that tried something and was refused. After: a line that `scripts/test.sh` counts, or a failed test.
-//! Beside that it has what tests of several crates share: [`program`], [`random`].
+//! Beside that it has what tests of several crates share: [`program`], [`random`], [`swap`].
 //! Threads: none of its own. Units: none; a need is one word, like `uffd`, `kvm` or `root`.
 //! Promise: a need that the variable `REQUIRE` names (`REQUIRE=kvm,qemu`) is never skipped: the test fails.
 #![forbid(unsafe_code)]
 
 pub mod program;
 pub mod random;
+pub mod swap;
 
 use std::fmt::Display;
 

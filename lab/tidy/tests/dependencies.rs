@@ -11,7 +11,7 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Crates of the product, and the crates that none of them may reach in any number of steps.
-const FORBIDDEN: [(&[&str], &[&str]); 14] = [
+const FORBIDDEN: [(&[&str], &[&str]); 15] = [
     (&["ballast-cli"], &["kvm-ioctls", "kvm-bindings", "redis", "ballast-daemon", "ballast-pager", "ballast-client"]),
     // They are the moves of one page and their model, without a kernel, a store or threads.
     (&["ballast-page"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
@@ -21,6 +21,8 @@ const FORBIDDEN: [(&[&str], &[&str]); 14] = [
         &["ballast-keeper", "ballast-handover"],
         &["ballast-page", "ballast-store", "ballast-heat", "ballast-pager", "ballast-policy", "ballast-api", "tokio"],
     ),
+    // It knows processes and the kernel's swap, and neither a page's state nor a policy.
+    (&["ballast-adopt"], &["ballast-page", "ballast-store", "ballast-heat", "ballast-pager", "ballast-policy"]),
     (&["ballast-policy"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager"]),
     // It is pure, so any guest agent and any replay can use it.
     (&["ballast-ranges"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),

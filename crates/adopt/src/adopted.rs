@@ -1,0 +1,317 @@
+//! One adopted VM: where its memory is, and a step towards less of it.
+//!
+//! Before: [`look`](crate::look) found its VMM. After: the caller asks for steps until the VM is at its limit.
+//! Threads: any; calls about memory wait for each other. Units: bytes; pages where a name says so.
+//! Promise: every call ends soon, also if the VMM ends within it; then [`Adopted::has_ended`].
+
+use std::io;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_sys::advise;
+use ballast_sys::page_tables::PageTables;
+use ballast_sys::process::Process;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::cgroup::{self, Cgroup, NotOwn, Reclaimed};
+use crate::found::{self, Found, Refusal};
+use crate::maps::Ram;
+use crate::memory::{Counter, Memory, pieces, present};
+use crate::order::Order;
+use crate::swap::Swap;
+use crate::vmm::Vmm;
+
+/// How memory goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum How {
+    /// The kernel reclaims from this cgroup, in its own order.
+    Reclaim(PathBuf),
+    /// Pages are named by address, because of this.
+    PageOut(NotOwn),
+}
+
+/// The outcome of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    /// Pages that were asked for.
+    pub asked_pages: u64,
+    /// Pages that went, of those.
+    pub out_pages: u64,
+    /// Pages that had gone in an earlier step and were back.
+    pub restored_pages: u64,
+}
+
+/// An adopted VM.
+#[derive(Debug)]
+pub struct Adopted {
+    /// Its process.
+    pub process: Process,
+    /// What that runs.
+    pub vmm: Vmm,
+    pidfd: std::os::fd::OwnedFd,
+    tables: PageTables,
+    cgroup: Result<Cgroup, NotOwn>,
+    device: Option<String>,
+    inner: Mutex<Inner>,
+    faults_before: u64,
+    out_pages: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Inner {
+    ram: Vec<Ram>,
+    counter: Counter,
+    /// Made by the first step.
+    order: Option<Order>,
+}
+
+impl Adopted {
+    /// Adopt a VMM that was found.
+    ///
+    /// # Errors
+    /// It ended, or the kernel does not tell of its memory.
+    pub fn new(found: Found) -> Result<Self, Refusal> {
+        let Found { process, vmm, pidfd, ram } = found;
+        let pid = process.pid;
+        let inner = Inner { counter: Counter::new(pid)?, ram, order: None };
+        let adopted = Self {
+            tables: PageTables::open(pid)?,
+            cgroup: Cgroup::own(pid),
+            device: found::vfio(pid),
+            inner: Mutex::new(inner),
+            faults_before: major_faults(pid).unwrap_or(0),
+            out_pages: AtomicU64::new(0),
+            process,
+            vmm,
+            pidfd,
+        };
+        if adopted.has_ended() { Err(Refusal::NoProcess) } else { Ok(adopted) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A descriptor that is readable when its process has ended.
+    pub fn pidfd(&self) -> &std::os::fd::OwnedFd {
+        &self.pidfd
+    }
+
+    /// Has its process ended?
+    pub fn has_ended(&self) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+    }
+
+    /// How memory goes. A cgroup that others have joined is not reclaimed from.
+    pub fn how(&self) -> How {
+        match &self.cgroup {
+            Ok(cgroup) if cgroup.is_own(self.process.pid) && cgroup.takes_no_swap().is_none() => {
+                How::Reclaim(cgroup.directory().to_owned())
+            }
+            Ok(cgroup) => How::PageOut(cgroup.takes_no_swap().unwrap_or_else(|| cgroup.shared(self.process.pid))),
+            Err(why) => How::PageOut(why.clone()),
+        }
+    }
+
+    /// All guest RAM.
+    pub fn size(&self) -> u64 {
+        self.lock().ram.iter().map(|part| part.len).sum()
+    }
+
+    /// Why none of its memory can go, whatever is asked: it is locked, of huge pages, or a device's.
+    pub fn pinned(&self) -> Option<String> {
+        if let Some(device) = &self.device {
+            return Some(format!("a device is passed through ({device}), which pins all of its memory"));
+        }
+        let pinned = self.lock().ram.iter().find_map(|part| part.pinned);
+        pinned.map(|why| format!("its memory does not go to swap: {why}"))
+    }
+
+    /// Why its memory cannot go now: there is no room in swap, on the host or for its cgroups.
+    pub fn blocked(&self, swap: &Swap) -> Option<String> {
+        if let Some(why) = swap.full() {
+            return Some(why);
+        }
+        let (room, directory) = cgroup::swap_room(self.process.pid)?;
+        let directory = directory.display();
+        (room < PAGE_SIZE as u64)
+            .then(|| format!("its cgroup lets no more into swap: echo max > {directory}/memory.swap.max"))
+    }
+
+    /// How much may go to swap: the room on the host, or in its cgroups if that is less, and what is there already.
+    pub fn swap_room(&self, swap: &Swap) -> u64 {
+        cgroup::swap_room(self.process.pid).map_or(swap.free(), |(room, _)| room.min(swap.free()))
+    }
+
+    /// Where its memory is.
+    ///
+    /// # Errors
+    /// It ended, or the kernel could not tell.
+    pub fn memory(&self) -> io::Result<Memory> {
+        let inner = &mut *self.lock();
+        inner.counter.memory(&self.tables, self.process.pid, &inner.ram)
+    }
+
+    /// The same from the kernel's counters alone, after the first count.
+    ///
+    /// # Errors
+    /// It ended, or the kernel could not tell.
+    pub fn quick(&self) -> io::Result<Memory> {
+        let inner = &mut *self.lock();
+        inner.counter.quick(&self.tables, self.process.pid, &inner.ram)
+    }
+
+    /// Count all pages now.
+    ///
+    /// # Errors
+    /// It ended, or the kernel could not tell.
+    pub fn scan(&self) -> io::Result<Memory> {
+        let inner = &mut *self.lock();
+        inner.counter.scan(&self.tables, self.process.pid, &inner.ram)
+    }
+
+    /// Page out so many bytes, in one call of the kernel's.
+    ///
+    /// # Errors
+    /// It ended, its mappings changed ([`Adopted::look_again`] helps), or the kernel does not let us.
+    pub fn step(&self, bytes: u64) -> io::Result<Step> {
+        let step = match (&self.cgroup, self.how()) {
+            (Ok(cgroup), How::Reclaim(_)) => self.reclaim(cgroup, bytes)?,
+            _ => self.page_out(bytes)?,
+        };
+        self.out_pages.fetch_add(step.out_pages, Ordering::Relaxed);
+        Ok(step)
+    }
+
+    fn reclaim(&self, cgroup: &Cgroup, bytes: u64) -> io::Result<Step> {
+        let asked_pages = Bytes(bytes).pages_floor().0;
+        let before = self.quick()?.resident;
+        let outcome = cgroup.reclaim(bytes)?;
+        let went = Bytes(before.saturating_sub(self.quick()?.resident)).pages_floor().0;
+        let out_pages = if outcome == Reclaimed::All { went.max(1) } else { went };
+        Ok(Step { asked_pages, out_pages, restored_pages: 0 })
+    }
+
+    fn page_out(&self, bytes: u64) -> io::Result<Step> {
+        let Inner { ram, order, .. } = &mut *self.lock();
+        let pages = ram.iter().map(|part| part.len / PAGE_SIZE as u64).sum();
+        let order = order.get_or_insert_with(|| Order::new(pages));
+        let seen = |range| present(&self.tables, ram, range);
+        let mut picked = order.pick(Bytes(bytes).pages_floor().0, seen)?;
+        picked.ranges.sort_unstable_by_key(|range| range.start);
+        let ranges: Vec<_> = picked.ranges.iter().flat_map(|range| pieces(ram, range.clone())).collect();
+        let advised: Vec<_> = ranges.iter().map(|(_, start, len)| (*start, *len)).collect();
+        let done = advise::page_out(&self.pidfd, &advised);
+        let mut stayed = 0;
+        for range in together(&picked.ranges) {
+            for there in seen(range)? {
+                let picked = picked.ranges.iter().skip_while(|range| range.end <= there.start);
+                for range in picked.take_while(|range| range.start < there.end) {
+                    let both = range.start.max(there.start)..range.end.min(there.end);
+                    if both.start < both.end {
+                        stayed += both.end - both.start;
+                        order.stayed(both);
+                    }
+                }
+            }
+        }
+        done?;
+        let out_pages = picked.pages - stayed;
+        Ok(Step { asked_pages: picked.pages, out_pages, restored_pages: picked.restored })
+    }
+
+    /// Find its RAM again: its VMM may have mapped it anew, or locked it.
+    ///
+    /// # Errors
+    /// It ended, or has no such RAM any more.
+    pub fn look_again(&self) -> Result<(), Refusal> {
+        let size = self.size();
+        let ram = found::ram(self.process.pid, Bytes(size))?;
+        let inner = &mut *self.lock();
+        if ram.iter().map(|part| (part.start, part.len)).ne(inner.ram.iter().map(|part| (part.start, part.len))) {
+            inner.order = None;
+        }
+        inner.ram = ram;
+        Ok(())
+    }
+
+    /// Bring all of its memory back from swap, on this thread.
+    ///
+    /// # Errors
+    /// It ended, or there is no memory for it.
+    pub fn bring_back(&self) -> io::Result<()> {
+        let ram = self.lock().ram.clone();
+        for part in &ram {
+            if part.shared {
+                // Page tables do not tell which of its pages are in swap. Those that it has are brought back.
+                self.bring_back_shared(part)?;
+                continue;
+            }
+            let mut swapped = Vec::new();
+            self.tables.runs(part.start, part.len, |run| {
+                if run.entry == ballast_sys::page_tables::Entry::Swapped {
+                    swapped.push((run.start, run.end.0 - run.start.0));
+                }
+            })?;
+            for (start, len) in swapped {
+                advise::bring_back(self.process.pid, start, len)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn bring_back_shared(&self, part: &Ram) -> io::Result<()> {
+        use rustix::fs::{SeekFrom, seek};
+        let pid = self.process.pid;
+        let file = std::fs::File::open(format!("/proc/{pid}/map_files/{:x}-{:x}", part.start.0, part.end().0))?;
+        let mut at = 0;
+        while let Ok(data) = seek(&file, SeekFrom::Data(at)) {
+            let end = seek(&file, SeekFrom::Hole(data))?.min(part.len);
+            if data >= end {
+                break;
+            }
+            advise::bring_back(pid, ballast_base::Hva(part.start.0 + data), end - data)?;
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Pages that steps have sent out.
+    pub fn out_pages(&self) -> u64 {
+        self.out_pages.load(Ordering::Relaxed)
+    }
+
+    /// Pages that the kernel read back for its threads since it was adopted: its major page faults.
+    pub fn restored_pages(&self) -> u64 {
+        major_faults(self.process.pid).map_or(0, |faults| faults.saturating_sub(self.faults_before))
+    }
+
+    /// Microseconds in which some thread of it waited for memory, where it has a cgroup of its own.
+    pub fn stall_us(&self) -> Option<u64> {
+        cgroup::stall_us(self.process.pid)
+    }
+}
+
+/// Ranges that cover these, each with small gaps only, so that few calls look at them.
+fn together(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
+    const GAP: u64 = 512;
+    let mut found: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match found.last_mut() {
+            Some(last) if range.start >= last.end && range.start - last.end < GAP => last.end = range.end,
+            _ => found.push(range.clone()),
+        }
+    }
+    found
+}
+
+/// The major page faults of a process.
+fn major_faults(pid: u32) -> Option<u64> {
+    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
+    let stat = String::from_utf8_lossy(&stat);
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(9)?.parse().ok()
+}

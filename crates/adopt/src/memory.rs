@@ -1,0 +1,228 @@
+//! Where an adopted VM's memory is: counted by scans of its page tables, and by the kernel's counters in between.
+//!
+//! Before: the mappings that are guest RAM. After: sums of bytes. Threads: any; one at a time counts.
+//! Units: bytes. Promise: `size = resident + far + zero + untouched`, always. Scans take 1/1000 of a CPU at most.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant, SystemTime};
+
+use ballast_base::{Hva, PAGE_SIZE, PageCount};
+use ballast_sys::clock::cpu_time;
+use ballast_sys::page_tables::{Entry, PageTables};
+
+use crate::maps::{self, Ram};
+
+/// A scan that took one second is followed by the next after this many.
+const RARELY: u32 = 1000;
+/// Pages by which the kernel's counters of a process differ at rest.
+const FEW: u64 = 64;
+/// Least time between two scans.
+const AT_LEAST: Duration = Duration::from_millis(500);
+
+/// Sums of guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// All guest RAM.
+    pub size: u64,
+    /// In memory.
+    pub resident: u64,
+    /// In swap.
+    pub far: u64,
+    /// Mapped as the kernel's page of zeros. Kernels before 6.7 do not tell it from resident memory.
+    pub zero: u64,
+    /// Never touched, or discarded.
+    pub untouched: u64,
+    /// When its pages were counted. Since then the kernel's counters say what changed.
+    pub scanned: SystemTime,
+}
+
+/// Counts one VM's memory.
+#[derive(Debug)]
+pub struct Counter {
+    statm: File,
+    last: Option<Scan>,
+}
+
+#[derive(Debug)]
+struct Scan {
+    memory: Memory,
+    /// The process's resident pages then, by [`Counter::process_pages`].
+    process_pages: u64,
+    next: Instant,
+}
+
+impl Counter {
+    /// A counter for this process.
+    pub fn new(pid: u32) -> io::Result<Self> {
+        Ok(Self { statm: File::open(format!("/proc/{pid}/statm"))?, last: None })
+    }
+
+    /// Its memory now; counts pages if that is due and the kernel's counters changed since the last count.
+    ///
+    /// # Errors
+    /// The process is gone, or the kernel could not tell.
+    pub fn memory(&mut self, tables: &PageTables, pid: u32, ram: &[Ram]) -> io::Result<Memory> {
+        let now = self.process_pages(ram)?;
+        match &self.last {
+            Some(scan) if scan.process_pages.abs_diff(now) < FEW || scan.next > Instant::now() => {
+                Ok(changed(scan.memory, scan.process_pages, now))
+            }
+            _ => self.scan(tables, pid, ram),
+        }
+    }
+
+    /// The same without a count of pages, which is done if there was none.
+    pub fn quick(&mut self, tables: &PageTables, pid: u32, ram: &[Ram]) -> io::Result<Memory> {
+        let now = self.process_pages(ram)?;
+        match &self.last {
+            Some(scan) => Ok(changed(scan.memory, scan.process_pages, now)),
+            None => self.scan(tables, pid, ram),
+        }
+    }
+
+    /// Count all pages now.
+    pub fn scan(&mut self, tables: &PageTables, pid: u32, ram: &[Ram]) -> io::Result<Memory> {
+        let (begun, cpu) = (Instant::now(), cpu_time());
+        let process_pages = self.process_pages(ram)?;
+        let [mut resident, mut far, mut zero, mut size] = [0; 4];
+        for part in ram {
+            size += part.len;
+            let mut sums = [0; 3];
+            tables.runs(part.start, part.len, |run| sums[run.entry as usize] += run.end.0 - run.start.0)?;
+            let [present, zeros, swapped] = sums;
+            zero += zeros;
+            let held = part.shared.then(|| held_by_file(pid, part)).flatten();
+            match held {
+                Some((held, in_swap)) => (resident, far) = (resident + held.saturating_sub(in_swap), far + in_swap),
+                None => (resident, far) = (resident + present, far + swapped),
+            }
+        }
+        // Pages moved while they were counted.
+        resident = resident.min(size);
+        far = far.min(size - resident);
+        zero = zero.min(size - resident - far);
+        let untouched = size - resident - far - zero;
+        let memory = Memory { size, resident, far, zero, untouched, scanned: SystemTime::now() };
+        let pause = (cpu_time().saturating_sub(cpu) * RARELY).max(AT_LEAST);
+        self.last = Some(Scan { memory, process_pages, next: begun + pause });
+        Ok(memory)
+    }
+
+    /// Resident pages of the process, of the kinds of memory that its guest's RAM is of.
+    fn process_pages(&self, ram: &[Ram]) -> io::Result<u64> {
+        let mut text = [0; 128];
+        let len = self.statm.read_at(&mut text, 0)?;
+        let text = String::from_utf8_lossy(&text[..len]);
+        let mut words = text.split_ascii_whitespace().skip(1).map(|word| word.parse::<u64>().unwrap_or(0));
+        let (all, shared) = (words.next().ok_or(io::ErrorKind::NotFound)?, words.next().unwrap_or(0));
+        Ok(match (ram.iter().any(|part| part.shared), ram.iter().any(|part| !part.shared)) {
+            (true, true) => all,
+            (true, false) => shared,
+            _ => all.saturating_sub(shared),
+        })
+    }
+}
+
+/// The memory after the process's resident pages changed. What is gone is far; what is new comes from far first: a VM
+/// above its limit has little else.
+fn changed(memory: Memory, before: u64, now: u64) -> Memory {
+    let Memory { size, resident, far, zero, untouched, .. } = memory;
+    let bytes = |pages| PageCount(pages).bytes().0;
+    if now <= before {
+        let gone = bytes(before - now).min(resident);
+        return Memory { resident: resident - gone, far: far + gone, ..memory };
+    }
+    let new = bytes(now - before).min(size - resident);
+    let from_far = new.min(far);
+    let from_untouched = (new - from_far).min(untouched);
+    let from_zero = new - from_far - from_untouched;
+    Memory {
+        resident: resident + new,
+        far: far - from_far,
+        untouched: untouched - from_untouched,
+        zero: zero - from_zero,
+        ..memory
+    }
+}
+
+/// Bytes that the file of a shared mapping holds, and those of them in swap; `None` if it is not known.
+fn held_by_file(pid: u32, part: &Ram) -> Option<(u64, u64)> {
+    use std::os::unix::fs::MetadataExt;
+    let path = format!("/proc/{pid}/map_files/{:x}-{:x}", part.start.0, part.end().0);
+    let file = std::fs::metadata(path).ok().filter(|file| file.len() == part.len)?;
+    let smaps = std::fs::read(format!("/proc/{pid}/smaps")).ok()?;
+    let swapped = maps::swapped(&String::from_utf8_lossy(&smaps), part.start)?;
+    Some(((file.blocks() * 512).min(part.len), swapped))
+}
+
+/// Runs of pages in memory within a range of pages that are counted through all of the RAM.
+pub fn present(tables: &PageTables, ram: &[Ram], pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    let mut found: Vec<Range<u64>> = Vec::new();
+    for (first, start, len) in pieces(ram, pages) {
+        tables.runs(start, len, |run| {
+            let page = |at: Hva| first + (at.0 - start.0) / PAGE_SIZE as u64;
+            if run.entry == Entry::Present {
+                found.push(page(run.start)..page(run.end));
+            }
+        })?;
+    }
+    Ok(found)
+}
+
+/// The addresses of a range of pages: first page, address and length of each piece.
+pub fn pieces(ram: &[Ram], pages: Range<u64>) -> Vec<(u64, Hva, u64)> {
+    let mut first = 0;
+    let mut found = Vec::new();
+    for part in ram {
+        let count = part.len / PAGE_SIZE as u64;
+        let (start, end) = (pages.start.max(first), pages.end.min(first + count));
+        if start < end {
+            let at = Hva(part.start.0 + (start - first) * PAGE_SIZE as u64);
+            found.push((start, at, (end - start) * PAGE_SIZE as u64));
+        }
+        first += count;
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn adds_up(memory: Memory) -> bool {
+        memory.size == memory.resident + memory.far + memory.zero + memory.untouched
+    }
+
+    #[test]
+    fn between_two_scans_the_sums_add_up_whatever_the_counters_say() {
+        let page = PAGE_SIZE as u64;
+        let memory = Memory {
+            size: 100 * page,
+            resident: 50 * page,
+            far: 20 * page,
+            zero: 10 * page,
+            untouched: 20 * page,
+            scanned: SystemTime::UNIX_EPOCH,
+        };
+        for (now, resident, far, untouched) in
+            [(50, 50, 20, 20), (40, 40, 30, 20), (0, 0, 70, 20), (60, 60, 10, 20), (75, 75, 0, 15), (1000, 100, 0, 0)]
+        {
+            let seen = changed(memory, 50, now);
+            assert!(adds_up(seen), "{seen:?}");
+            let pages = [seen.resident, seen.far, seen.untouched].map(|bytes| bytes / page);
+            assert_eq!(pages, [resident, far, untouched], "at {now}");
+        }
+        assert!(adds_up(changed(memory, 1000, 0)) && adds_up(changed(memory, 0, u64::MAX >> 20)));
+    }
+
+    #[test]
+    fn pages_are_counted_through_all_pieces_of_ram() {
+        let part = |start, pages| Ram { start: Hva(start), len: pages * PAGE_SIZE as u64, ..Ram::default() };
+        let ram = [part(0x10_0000, 4), part(0x90_0000, 2)];
+        assert_eq!(pieces(&ram, 1..5), [(1, Hva(0x10_1000), 3 << 12), (4, Hva(0x90_0000), 1 << 12)]);
+        assert_eq!(pieces(&ram, 6..9), []);
+    }
+}

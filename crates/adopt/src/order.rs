@@ -1,0 +1,246 @@
+//! Which pages go out next: those that came in first, with a look at what comes back.
+//!
+//! The kernel tells which pages are in memory, not which are used. So a hand goes through memory in circles: a page
+//! that it meets goes out. Is that page in memory when the hand comes by again, the guest has used it: the hand then
+//! passes it 1, 3, 7, and at last 15 times. If too little goes out in a circle, pages that should have been passed go.
+//!
+//! Before: a VM is above its limit. After: pages to page out, in the order of the hand.
+//! Threads: one at a time. Units: pages, counted through all of the VM's RAM. Promise: a pick looks at each page five
+//! times at most, and returns no page twice.
+
+use std::ops::Range;
+
+/// The hand sent this page out.
+const OUT: u8 = 0x80;
+/// Times, one after the other, that it was back when the hand came.
+const TRIES_SHIFT: u8 = 4;
+const MOST_TRIES: u8 = 4;
+/// Times that it will be passed.
+const LEFT: u8 = 0x0f;
+/// Instead of that, beside [`OUT`]: it was picked in this call, and has not gone yet.
+const PICKED: u8 = LEFT;
+/// Pages that are looked at in one call: 64 MiB.
+const WINDOW: u64 = 16 << 10;
+
+/// The hand, and one byte for each page.
+#[derive(Debug, Default)]
+pub struct Order {
+    marks: Vec<u8>,
+    hand: u64,
+}
+
+/// Pages to page out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Picked {
+    /// The pages.
+    pub ranges: Vec<Range<u64>>,
+    /// Their number.
+    pub pages: u64,
+    /// Pages that were out and are back.
+    pub restored: u64,
+}
+
+impl Picked {
+    fn add(&mut self, page: u64) {
+        self.pages += 1;
+        match self.ranges.last_mut() {
+            Some(last) if last.end == page => last.end += 1,
+            _ => self.ranges.push(page..page + 1),
+        }
+    }
+}
+
+fn tries(mark: u8) -> u8 {
+    (mark & !OUT) >> TRIES_SHIFT
+}
+
+fn passed(tries: u8) -> u8 {
+    (tries << TRIES_SHIFT) | ((1u8 << tries) - 1)
+}
+
+impl Order {
+    /// The order of a VM with this number of pages.
+    pub fn new(pages: u64) -> Self {
+        Self { marks: vec![0; pages as usize], hand: 0 }
+    }
+
+    /// Pick up to `want` pages. `present` returns the ascending runs of pages in memory within a range.
+    ///
+    /// # Errors
+    /// Those of `present`; then nothing was picked.
+    pub fn pick<E>(
+        &mut self,
+        want: u64,
+        mut present: impl FnMut(Range<u64>) -> Result<Vec<Range<u64>>, E>,
+    ) -> Result<Picked, E> {
+        let mut picked = Picked::default();
+        let result = self.circles(want, &mut present, &mut picked);
+        let marks = picked.ranges.iter().flat_map(|range| range.start as usize..range.end as usize);
+        // Pages that do not go, because of an error, are not out.
+        let kept = if result.is_ok() { !LEFT } else { !(OUT | LEFT) };
+        marks.for_each(|page| self.marks[page] &= kept);
+        result.map(|()| picked)
+    }
+
+    fn circles<E>(
+        &mut self,
+        want: u64,
+        present: &mut impl FnMut(Range<u64>) -> Result<Vec<Range<u64>>, E>,
+        picked: &mut Picked,
+    ) -> Result<(), E> {
+        let pages = self.marks.len() as u64;
+        if pages == 0 {
+            return Ok(());
+        }
+        for round in 0..=MOST_TRIES {
+            let (start, mut looked) = (self.hand, 0);
+            while looked < pages && picked.pages < want {
+                let at = (start + looked) % pages;
+                let window = at..pages.min(at + WINDOW).min(at + (pages - looked));
+                let runs = present(window.clone())?;
+                looked += self.window(window, &runs, (1 << round) - 1, want, picked);
+            }
+            self.hand = (start + looked) % pages;
+            if picked.pages >= want {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at a window until enough is picked. Returns the number of pages that were looked at.
+    fn window(&mut self, window: Range<u64>, runs: &[Range<u64>], pass: u8, want: u64, picked: &mut Picked) -> u64 {
+        let mut runs = runs.iter().peekable();
+        for page in window.clone() {
+            while runs.next_if(|run| run.end <= page).is_some() {}
+            let is_present = runs.peek().is_some_and(|run| run.contains(&page));
+            let mark = &mut self.marks[page as usize];
+            if !is_present {
+                // It was not needed for a whole circle.
+                if *mark & OUT != 0 && pass == 0 {
+                    *mark = OUT | (tries(*mark).saturating_sub(1) << TRIES_SHIFT);
+                }
+                continue;
+            }
+            if *mark & OUT != 0 {
+                if *mark & LEFT == PICKED {
+                    continue;
+                }
+                picked.restored += 1;
+                *mark = passed((tries(*mark) + 1).min(MOST_TRIES));
+            }
+            if *mark & LEFT > pass {
+                *mark -= 1;
+                continue;
+            }
+            *mark = OUT | PICKED | *mark;
+            picked.add(page);
+            if picked.pages >= want {
+                return page + 1 - window.start;
+            }
+        }
+        window.end - window.start
+    }
+
+    /// These pages stayed: something holds them.
+    pub fn stayed(&mut self, pages: Range<u64>) {
+        for mark in &mut self.marks[pages.start as usize..pages.end as usize] {
+            *mark = passed(MOST_TRIES);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::convert::Infallible;
+
+    /// A guest of some pages, which are in memory or not.
+    struct Guest {
+        order: Order,
+        present: Vec<bool>,
+    }
+
+    impl Guest {
+        fn new(pages: usize) -> Self {
+            Self { order: Order::new(pages as u64), present: vec![true; pages] }
+        }
+
+        /// Page out as many; returns those that went and how many were back.
+        fn out(&mut self, want: u64) -> (Vec<u64>, u64) {
+            let present = &self.present;
+            let runs = |range: Range<u64>| {
+                Ok::<_, Infallible>(range.filter(|page| present[*page as usize]).map(|page| page..page + 1).collect())
+            };
+            let Ok(picked) = self.order.pick(want, runs);
+            let pages: Vec<u64> = picked.ranges.iter().cloned().flatten().collect();
+            assert_eq!(pages.len() as u64, picked.pages);
+            for page in &pages {
+                assert!(std::mem::take(&mut self.present[*page as usize]), "{page} is picked twice, or was out");
+            }
+            (pages, picked.restored)
+        }
+
+        fn touch(&mut self, page: usize) {
+            self.present[page] = true;
+        }
+    }
+
+    #[test]
+    fn pages_that_came_in_first_go_first() {
+        let mut guest = Guest::new(100);
+        assert_eq!(guest.out(3), (vec![0, 1, 2], 0));
+        assert_eq!(guest.out(2), (vec![3, 4], 0));
+        assert_eq!(guest.out(1000).0, (5..100).collect::<Vec<_>>());
+        assert_eq!(guest.out(1), (vec![], 0), "all of it is out");
+    }
+
+    #[test]
+    fn pages_that_are_used_all_the_time_are_passed_more_often_each_time() {
+        const HOT: usize = 64;
+        let mut guest = Guest::new(4096);
+        guest.out(4096 - 1024);
+        let (mut state, mut went) = (1u64, 0);
+        for round in 0..100 {
+            (0..HOT).for_each(|page| guest.touch(page));
+            for _ in 0..512 {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                guest.touch(HOT + (state >> 33) as usize % (4096 - HOT));
+            }
+            let resident = guest.present.iter().filter(|present| **present).count() as u64;
+            let (out, _) = guest.out(resident - 1024);
+            assert_eq!(out.len() as u64, resident - 1024);
+            went += if round < 50 { 0 } else { out.iter().filter(|page| **page < HOT as u64).count() };
+        }
+        // First in, first out would send each of them out every third round.
+        assert!(went < HOT * 50 / 6, "pages that are used went out {went} times");
+    }
+
+    #[test]
+    fn a_guest_that_uses_all_of_its_memory_gives_what_is_asked() {
+        let mut guest = Guest::new(200);
+        for _ in 0..50 {
+            (0..200).for_each(|page| guest.touch(page));
+            assert_eq!(guest.out(150).0.len(), 150);
+        }
+    }
+
+    #[test]
+    fn pages_that_stay_are_asked_for_last() {
+        let mut guest = Guest::new(10);
+        guest.order.stayed(0..4);
+        assert_eq!(guest.out(6).0, (4..10).collect::<Vec<_>>());
+        assert_eq!(guest.out(4).0, (0..4).collect::<Vec<_>>());
+        assert_eq!(Order::new(0).pick(5, |_| Err("not asked")), Ok(Picked::default()));
+    }
+
+    #[test]
+    fn a_guest_larger_than_a_window_is_gone_through_in_circles() {
+        let pages = WINDOW as usize * 2 + 10;
+        let mut guest = Guest::new(pages);
+        assert_eq!(guest.out(WINDOW + 5).0.last(), Some(&(WINDOW + 4)));
+        assert_eq!(guest.out(WINDOW + 5).0.last(), Some(&(pages as u64 - 1)));
+        guest.touch(3);
+        assert_eq!(guest.out(1), (vec![3], 1));
+    }
+}

@@ -1,0 +1,57 @@
+/* A VMM as far as adopting knows one: a program of that name with guest RAM of the size that its command line says.
+ * Options: -m MiB, -shared. It does what standard input says, line by line, and replies with one line each. */
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static uint64_t word(size_t at)
+{
+	uint64_t x = at * 0x9e3779b97f4a7c15ull + 1;
+	x ^= x >> 29;
+	x *= 0xbf58476d1ce4e5b9ull;
+	return x ^ (x >> 32);
+}
+
+int main(int argc, char **argv)
+{
+	size_t len = 0;
+	int shared = 0;
+	for (int i = 1; i < argc; i++) {
+		if (!strcmp(argv[i], "-m") && i + 1 < argc)
+			len = strtoull(argv[++i], 0, 10) << 20;
+		else if (!strcmp(argv[i], "-shared"))
+			shared = 1;
+	}
+	int fd = -1;
+	if (shared && ((fd = memfd_create("ram", 0)) < 0 || ftruncate(fd, len)))
+		return 1;
+	char *ram = mmap(0, len, PROT_READ | PROT_WRITE, shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd, 0);
+	if (ram == MAP_FAILED)
+		return 1;
+	char line[64];
+	puts("ready");
+	fflush(stdout);
+	while (fgets(line, sizeof line, stdin)) {
+		size_t wrong = 0, first = 0, last = 0;
+		if (sscanf(line, "fill %zu", &last) == 1) {
+			/* The second half of each page is zeros. */
+			for (size_t at = 0; at < last << 20; at += at % 4096 < 2040 ? 8 : 2056)
+				*(volatile uint64_t *)(ram + at) = word(at);
+		} else if (sscanf(line, "check %zu", &last) == 1) {
+			for (size_t at = 0; at < last << 20; at += 8)
+				wrong += *(volatile uint64_t *)(ram + at) != (at % 4096 < 2048 ? word(at) : 0);
+		} else if (sscanf(line, "touch %zu %zu", &first, &last) == 2) {
+			for (size_t at = first << 20; at < last << 20; at += 4096)
+				(void)*(volatile char *)(ram + at);
+		} else if (!strncmp(line, "lock", 4)) {
+			wrong = mlock(ram, len) != 0;
+		}
+		printf("%zu\n", wrong);
+		fflush(stdout);
+	}
+	return 0;
+}
