@@ -21,8 +21,9 @@ use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
 use crate::{
-    DecisionRecord, Event, HeatPatch, HostStat, LendRequest, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat,
-    PoolRequest, PoolStat, Problem, Track, UpgradeRequest, UpgradeStat, VmChange, VmHeat, VmPatch, VmStat,
+    AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, HostStat, LendRequest, LimitsPatch, PlanRequest,
+    PolicyPatch, PolicyStat, PoolRequest, PoolStat, Problem, Track, UpgradeRequest, UpgradeStat, VmChange, VmHeat,
+    VmPatch, VmStat,
 };
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -149,6 +150,17 @@ impl Client {
     /// Ends this: the VM's limit counts again.
     pub fn end_restore(&self, name: &str) -> Result<VmStat, ClientError> {
         self.json(Method::DELETE, &(vm_path(name) + "/restore"), Vec::new())
+    }
+
+    /// Adopts VMs that run already. Returns them, and VMMs that could not be adopted.
+    pub fn adopt(&self, request: &AdoptRequest) -> Result<AdoptResult, ClientError> {
+        self.json(Method::PUT, "/v1/adopted", body(request))
+    }
+
+    /// Releases an adopted VM, at once or when its memory has come back from swap. Returns its state now.
+    pub fn release(&self, name: &str, bring_back: bool) -> Result<VmStat, ClientError> {
+        let path = vm_path(name).replacen("/v1/vms", "/v1/adopted", 1);
+        self.json(Method::DELETE, &format!("{path}?bring_back={}", u8::from(bring_back)), Vec::new())
     }
 
     /// Returns the last decisions about a VM, oldest first.

@@ -5,6 +5,8 @@
 //! Promise: fields may be added in version 1, never renamed, removed or given another unit.
 #![forbid(unsafe_code)]
 
+mod adopt;
+mod adopted;
 mod agent;
 mod client;
 mod governor;
@@ -16,6 +18,8 @@ mod problem;
 mod types;
 mod upgrade;
 
+pub use adopt::{AdoptRefusal, AdoptRequest, AdoptResult};
+pub use adopted::{AdoptedBy, AdoptedStat, StallSource, VmKind};
 pub use agent::{
     AgentStat, AgentState, NodeBalloon, NodeStat, PickedStat, ServiceRestores, TierStat, TieringStat, TieringState,
 };

@@ -13,14 +13,16 @@ use utoipa::{OpenApi, ToSchema};
 use ballast_policy::{Plan, Snapshot};
 
 use crate::{
-    DecisionRecord, Event, HeatPatch, HostStat, LendRequest, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat,
-    PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, Problem, UpgradeRequest, UpgradeStage, UpgradeStat, VmChange,
-    VmHeat, VmPatch, VmStat,
+    AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, HostStat, LendRequest, LimitsPatch, PlanRequest,
+    PolicyPatch, PolicyStat, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, Problem, UpgradeRequest, UpgradeStage,
+    UpgradeStat, VmChange, VmHeat, VmPatch, VmStat,
 };
 
 #[derive(OpenApi)]
 #[openapi(components(schemas(
     VmStat,
+    AdoptRequest,
+    AdoptResult,
     VmHeat,
     HeatPatch,
     HostStat,
@@ -180,6 +182,23 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             ))
             .build(),
         ),
+        (
+            "/v1/adopted",
+            Put,
+            operation(
+                "adoptVms",
+                "Adopt a VM that runs already, or all; returns those that were not adopted before",
+                Answer::One("AdoptResult"),
+                &[refused[0], refused[2], ("422", "Refused, for example because the process is no VMM")],
+            )
+            .request_body(body("AdoptRequest"))
+            .build(),
+        ),
+        ("/v1/adopted/{name}", Delete, {
+            let summary = "Release an adopted VM; returns its state now";
+            let release = operation("releaseVm", summary, Answer::One("VmStat"), &[bad_query, missing, refused[3]]);
+            with_number(with_name(release), "bring_back", "1: when all of its memory has come back").build()
+        }),
         (
             "/v1/snapshot",
             Get,

@@ -12,6 +12,7 @@ use utoipa::ToSchema;
 
 pub use ballast_policy::Class as VmClass;
 
+use crate::adopted::{AdoptedStat, VmKind};
 use crate::agent::{AgentStat, NodeBalloon};
 use crate::problem::Problem;
 
@@ -52,6 +53,9 @@ pub struct VmStat {
     pub pid: u32,
     /// The VMM program.
     pub vmm: String,
+    /// The mover of its pages.
+    #[serde(default)]
+    pub kind: VmKind,
     /// Its class, which says whether memory may be taken from it.
     pub class: VmClass,
     /// Its state.
@@ -125,6 +129,9 @@ pub struct VmStat {
     /// Fast and slow memory of the host; null if memory stays where the kernel puts it.
     #[serde(default)]
     pub host_tiers: Option<HostTierStat>,
+    /// What only an adopted VM has; null for a paged one.
+    #[serde(default)]
+    pub adopted: Option<AdoptedStat>,
 }
 
 /// A VM's memory on the host's nodes of fast and of slow memory.
