@@ -142,9 +142,9 @@ impl Adopted {
             .then(|| format!("its cgroup lets no more into swap: echo max > {directory}/memory.swap.max"))
     }
 
-    /// How much may go to swap: the room on the host, or in its cgroups if that is less, and what is there already.
-    pub fn swap_room(&self, swap: &Swap) -> u64 {
-        cgroup::swap_room(self.process.pid).map_or(swap.free(), |(room, _)| room.min(swap.free()))
+    /// How much more its cgroups let into swap; `None`: no bound.
+    pub fn cgroup_room(&self) -> Option<u64> {
+        cgroup::swap_room(self.process.pid).map(|(room, _)| room)
     }
 
     /// Where its memory is.
@@ -174,7 +174,7 @@ impl Adopted {
         inner.counter.scan(&self.tables, self.process.pid, &inner.ram)
     }
 
-    /// Page out so many bytes, in one call of the kernel's.
+    /// Page out this number of bytes, in one call of the kernel's.
     ///
     /// # Errors
     /// It ended, its mappings changed ([`Adopted::look_again`] helps), or the kernel does not let us.

@@ -10,8 +10,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use ballast_api::{
-    DEFAULT_CELLS, DecisionRecord, Event, HostStat, LendRequest, NodeBalloon, PlanRequest, PolicyPatch, PolicyStat,
-    PoolRequest, PoolStat, RemoteFinding, RemoteNode, RemoteStat, Track, UpgradeStat, VmHeat, VmPatch, VmStat,
+    AdoptRequest, AdoptResult, DEFAULT_CELLS, DecisionRecord, Event, HostStat, LendRequest, NodeBalloon, PlanRequest,
+    PolicyPatch, PolicyStat, PoolRequest, PoolStat, RemoteFinding, RemoteNode, RemoteStat, Track, UpgradeStat, VmHeat,
+    VmKind, VmPatch, VmStat,
 };
 use ballast_base::{Bytes, PAGE_SIZE, wire};
 use ballast_pager::agent::told;
@@ -22,6 +23,7 @@ use ballast_remote::check::Finding;
 use ballast_remote::{Addr, NodeFigures};
 use ballast_sys::{meminfo, scm};
 
+use crate::engine::adopted::vm::AdoptedVm;
 use crate::engine::governor::{Governor, far, operator};
 use crate::engine::host::Host;
 use crate::engine::huge_pages::HugePages;
@@ -30,6 +32,8 @@ use crate::engine::served::{KEPT, SMALLEST_LIMIT, Served};
 use crate::http::{self, Backend, ChangeError, Histogram};
 use crate::tracking;
 
+mod adopted;
+mod said;
 mod vm_stat;
 
 use vm_stat::{bounds, stat};
@@ -76,6 +80,9 @@ impl Shown {
 
     /// Change a VM that is known by then.
     fn patch_within(&self, name: &str, patch: &VmPatch, until: Instant) -> Result<VmStat, ChangeError> {
+        if let Some(vm) = self.adopted(name) {
+            return adopted::patch(&self.host, &self.governor, &vm, patch);
+        }
         let served = self.host.attached(name, until).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
         if let Some(limit) = patch.limit_bytes {
@@ -101,26 +108,18 @@ impl Shown {
         };
         self.governor.admit(&self.host, &served, after, limit, change).map_err(ChangeError::Invalid)?;
         looks.map_err(ChangeError::Invalid)?;
-        if patch.limit_bytes.is_some() {
-            let text = limit.map_or("removed".into(), |limit| limit.to_string());
-            self.host.events.add(Some(name.to_owned()), "limit", format!("the limit of {name} is {text}"));
-        }
+        said::change(&self.host, name, patch.limit_bytes.map(|_| limit), (before, after));
         if let Some(NodeBalloon { node, bytes }) = patch.balloon {
             vm.agent().set_balloon(node, bytes / PAGE_SIZE as u64);
             let text = format!("the agent of {name} is to hold {} of node {node}", Bytes(bytes));
             self.host.events.add(Some(name.to_owned()), "settings", text);
         }
-        if after != before {
-            let (reservation, protect) = (Bytes(after.reservation_bytes), Bytes(after.protect_bytes));
-            let text = format!(
-                "{name} is {}, with {} shares, a reservation of {reservation}, {protect} protected and {} % headroom",
-                after.class,
-                after.effective_shares(),
-                after.headroom_percent
-            );
-            self.host.events.add(Some(name.to_owned()), "settings", text);
-        }
         Ok(stat(&served))
+    }
+
+    /// The adopted VM of this name, unless one that attached has it.
+    fn adopted(&self, name: &str) -> Option<Arc<AdoptedVm>> {
+        self.host.adopted.by_name(name).filter(|_| self.host.by_name(name).is_none())
     }
 }
 
@@ -147,8 +146,19 @@ impl http::Governing for Shown {
     }
 
     fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>> {
-        let served = self.host.by_name(name)?;
-        Some(self.governor.decisions(&served.vm.state.id().to_string()))
+        let attached = self.host.by_name(name).map(|served| served.vm.state.id().to_string());
+        let id = attached.or_else(|| self.adopted(name).map(|vm| vm.id.clone()))?;
+        Some(self.governor.decisions(&id))
+    }
+}
+
+impl http::Adopting for Shown {
+    fn adopt(&self, request: &AdoptRequest) -> Result<AdoptResult, String> {
+        adopted::adopt(&self.host, request)
+    }
+
+    fn release(&self, name: &str, bring_back: bool) -> Result<VmStat, ChangeError> {
+        adopted::release(&self.host, name, bring_back)
     }
 }
 
@@ -180,15 +190,21 @@ impl http::Pooling for Shown {
 
 impl Backend for Shown {
     fn vms(&self) -> Vec<VmStat> {
-        self.host.all().iter().map(|served| stat(served)).collect()
+        let mut vms: Vec<VmStat> = self.host.all().iter().map(|served| stat(served)).collect();
+        vms.extend(self.host.adopted.all().iter().filter_map(|vm| adopted::stat(vm, &self.host.adopted)));
+        vms
     }
 
     fn vm(&self, name: &str) -> Option<VmStat> {
-        self.host.by_name(name).map(|served| stat(&served))
+        let attached = self.host.by_name(name).map(|served| stat(&served));
+        attached.or_else(|| adopted::stat(&*self.adopted(name)?, &self.host.adopted))
     }
 
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat> {
-        let served = self.host.by_name(name)?;
+        let Some(served) = self.host.by_name(name) else {
+            // The kernel does not say how old its pages are.
+            return self.adopted(name).map(|_| VmHeat { name: name.to_owned(), ..VmHeat::default() });
+        };
         let (vm, heat) = (&served.vm, &served.vm.heat);
         Some(VmHeat::new(name.to_owned(), tracking::from_pager(vm.track()), heat.source(), &heat.heat(cells)))
     }
@@ -213,6 +229,10 @@ impl Backend for Shown {
     }
 
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError> {
+        if self.adopted(name).is_some() {
+            let why = format!("{name} is adopted: ballast vm limit {name} none lets all of its memory come back");
+            return Err(ChangeError::Invalid(why));
+        }
         let served = self.host.attached(name, Host::opens_until()).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
         let was = vm.state.kept();
@@ -235,7 +255,9 @@ impl Backend for Shown {
     fn host(&self) -> HostStat {
         let vms = self.vms();
         let sum = |field: fn(&VmStat) -> u64| vms.iter().map(field).sum::<u64>();
-        let (far, zero) = (sum(|vm| vm.far_bytes), sum(|vm| vm.zero_bytes));
+        let paged =
+            |field: fn(&VmStat) -> u64| vms.iter().filter(|vm| vm.kind == VmKind::Paged).map(field).sum::<u64>();
+        let (far, zero) = (sum(|vm| vm.far_bytes), paged(|vm| vm.zero_bytes));
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let brief = self.governor.brief(&self.host);
         HostStat {
@@ -257,8 +279,8 @@ impl Backend for Shown {
             far_bytes: far,
             far_file_bytes: sum(|vm| vm.far_file_bytes),
             remote: self.host.remote.as_ref().map(|remote| remote_stat(remote, sum(|vm| vm.far_remote_bytes))),
-            zero_bytes: zero,
-            saved_bytes: (far + zero).saturating_sub(self.host.budget.used().0),
+            zero_bytes: sum(|vm| vm.zero_bytes),
+            saved_bytes: (paged(|vm| vm.far_bytes) + zero).saturating_sub(self.host.budget.used().0),
             policy: brief.policy,
             state: brief.state,
             exhaustion_ms: brief.exhaustion_ms,

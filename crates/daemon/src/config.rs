@@ -62,8 +62,18 @@ pub struct Config {
     /// Nodes of fast and of slow memory for VMs; without it their memory stays where the kernel puts it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tier: Option<Tiering>,
+    /// VMs that were started without Ballast.
+    pub adopt: Adopt,
     /// The policy that decides how much memory each VM may have.
     pub policy: Policy,
+}
+
+/// How VMs that were started without Ballast are adopted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Adopt {
+    /// Every VMM of this host, as it starts; else an operator names them.
+    pub all: bool,
 }
 
 /// Settings of the governor. `ballast policy set` changes them until the keeper ends.
@@ -198,6 +208,7 @@ impl Default for Config {
             dedup: BTreeMap::new(),
             heat: Tracking::default(),
             tier: None,
+            adopt: Adopt::default(),
             policy: Policy::default(),
         }
     }

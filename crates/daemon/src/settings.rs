@@ -41,6 +41,8 @@ pub struct Settings {
     pub privacy: Privacy,
     /// Nodes of fast and of slow memory; none if the keeper is older than this.
     pub tier: Option<Tiering>,
+    /// How VMs are adopted; none if the keeper is older than this.
+    pub adopt: Option<Adopting>,
 }
 
 /// Protection of pages that go to a cluster.
@@ -61,6 +63,15 @@ pub struct TlsFiles {
     pub own: Option<(PathBuf, PathBuf)>,
     /// The name of servers.
     pub name: Option<String>,
+}
+
+/// How VMs are adopted.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Adopting {
+    /// The directory of the file that remembers them.
+    pub dir: PathBuf,
+    /// They are adopted as they start.
+    pub all: bool,
 }
 
 /// How pages go to a cluster.
@@ -135,6 +146,7 @@ impl Settings {
             }),
             privacy: config.remote.as_ref().map_or_else(Privacy::default, Privacy::of),
             tier: config.tier,
+            adopt: Some(Adopting { dir: config.runtime_dir.clone(), all: config.adopt.all }),
         }
     }
 }
@@ -165,7 +177,7 @@ pub fn for_keeper(config: &Config) -> Options {
 }
 
 impl Message for Settings {
-    const FORMAT: Format = Format { version: 5, least_reader: 1, oldest: 1 };
+    const FORMAT: Format = Format { version: 6, least_reader: 1, oldest: 1 };
 }
 
 #[cfg(test)]
@@ -200,15 +212,17 @@ mod tests {
                 encrypt: true,
             },
             tier: Some(Tiering { fast_node: 1, slow_node: 2, fast_percent: 3, mib_per_s: 4 }),
+            adopt: Some(Adopting { dir: "/r".into(), all: true }),
         };
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let expected = (
-            5,
+            6,
             "040005010601022f6407080900000000000000e03f01000501010203000000000000e03f04".to_owned()
                 + "0101016e0001022f70010203"
                 + "01022f70022f730103"
                 + "01022f6301022f6f022f6b01016e01"
-                + "0101020304",
+                + "0101020304"
+                + "01022f7201",
         );
         assert_eq!((Settings::FORMAT.version, said), expected, "raise FORMAT, and put what is said now here");
     }

@@ -1,7 +1,7 @@
 //! Swap for a test or a demo: what the host has, or a zram device of its own.
 //!
 //! Before: a test needs the kernel to page memory out. After: the kernel can, until [`Swap`] is dropped.
-//! Threads: any; who makes a second one waits, in this process or another. Promise: a device in use is not touched, and all is as
+//! Threads: any; a second one waits, in this process or another. Promise: a device in use is not touched, and all is as
 //! it was when it is dropped.
 
 use std::fs::{self, File};

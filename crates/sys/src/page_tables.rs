@@ -24,7 +24,7 @@ pub enum Entry {
 
 /// Neighbouring pages with entries of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct Entries {
     /// Its first byte.
     pub start: Hva,
     /// The byte after its last one.
@@ -56,7 +56,7 @@ impl PageTables {
     ///
     /// # Errors
     /// The kernel could not tell.
-    pub fn runs(&self, start: Hva, len: u64, mut each: impl FnMut(Run)) -> io::Result<()> {
+    pub fn runs(&self, start: Hva, len: u64, mut each: impl FnMut(Entries)) -> io::Result<()> {
         if !self.scans {
             return self.runs_by_entries(start, len, each);
         }
@@ -66,19 +66,19 @@ impl PageTables {
                 of if of & PRESENT != 0 => Entry::Present,
                 _ => Entry::Swapped,
             };
-            each(Run { start: Hva(start), end: Hva(end), entry });
+            each(Entries { start: Hva(start), end: Hva(end), entry });
         });
         scanned.or_else(gone)
     }
 
     /// The same from the entries themselves, which costs more.
-    fn runs_by_entries(&self, start: Hva, len: u64, mut each: impl FnMut(Run)) -> io::Result<()> {
+    fn runs_by_entries(&self, start: Hva, len: u64, mut each: impl FnMut(Entries)) -> io::Result<()> {
         const ENTRY_PRESENT: u64 = 1 << 63;
         const ENTRY_SWAPPED: u64 = 1 << 62;
         const BATCH: usize = 8192;
         let (mut page, last) = (PageIdx::containing(start.0).0, PageIdx::containing(start.0 + len).0);
         let mut words = vec![0; BATCH * 8];
-        let mut run: Option<Run> = None;
+        let mut run: Option<Entries> = None;
         while page < last {
             let batch = BATCH.min((last - page) as usize);
             let read = match self.pagemap.read_at(&mut words[..batch * 8], page * 8) {
@@ -101,7 +101,7 @@ impl PageTables {
                     Some(run) if entry == Some(run.entry) && run.end == start => run.end = end,
                     _ => {
                         run.take().into_iter().for_each(&mut each);
-                        run = entry.map(|entry| Run { start, end, entry });
+                        run = entry.map(|entry| Entries { start, end, entry });
                     }
                 }
             }
@@ -194,7 +194,7 @@ pub(crate) fn scan(
         }
         let found = &regions[..(answer as usize).min(BATCH)];
         found.iter().for_each(|region| each(region.start, region.end, region.categories));
-        // The kernel may say that it ended before the last region that it reported (6.18, when a buffer of it was full).
+        // The kernel may say that it ended before the last region that it reported (6.18, with a full buffer).
         let walked = found.last().map_or(0, |last| last.end).max(arg.walk_end);
         if walked <= at || walked >= end {
             return Ok(());

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use ballast_api::{
     AgentStat, AgentState, EngineTime, FaultCounts, GuestRange, HostTierStat, Latency, NodeStat, PickedStat, Psi,
     ReclaimCounts, RegionStat, RestoreStages, ServiceRestores, Stall, TierStat, TieringStat, TieringState, VmClass,
-    VmStat, VmStatus,
+    VmKind, VmStat, VmStatus,
 };
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
 use ballast_base::{PAGE_SIZE, PageCount};
@@ -42,6 +42,7 @@ pub(super) fn stat(served: &Served) -> VmStat {
         id: vm.state.id().to_string(),
         pid: vm.views().first().map_or(0, |view| view.pid),
         vmm: served.vmm.clone(),
+        kind: VmKind::Paged,
         class: if vm.is_pinned() { VmClass::Pinned } else { settings.class },
         status: if vm.halted().is_some() {
             VmStatus::Halted
@@ -131,6 +132,7 @@ pub(super) fn stat(served: &Served) -> VmStat {
             split_refused: stats.get(Counter::SplitFailed),
             joined_units: stats.get(Counter::Joined),
         }),
+        adopted: None,
     }
 }
 

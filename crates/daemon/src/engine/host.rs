@@ -11,6 +11,7 @@ use ballast_handover::orders::Begin;
 use ballast_pager::reclaim::pinned::Pins;
 use ballast_store::Budget;
 
+use super::adopted::AdoptedVms;
 use super::groups::Groups;
 use super::pool::PoolService;
 use super::remote::Remote;
@@ -41,6 +42,8 @@ pub struct Host {
     pub groups: Groups,
     /// The cluster that far pages may go to.
     pub remote: Option<Remote>,
+    /// VMs that were started without Ballast.
+    pub adopted: Arc<AdoptedVms>,
     /// The pin check of the host.
     pub pins: Arc<Pins>,
     /// The last upgrade.

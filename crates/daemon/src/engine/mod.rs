@@ -31,6 +31,7 @@ use crate::backend::Shown;
 use crate::events::Events;
 use crate::http::{self, Gate, PeerPolicy};
 use crate::settings::Settings;
+use adopted::AdoptedVms;
 use governor::Governor;
 use groups::Groups;
 use host::Host;
@@ -38,6 +39,7 @@ use remote::Remote;
 use shared::{Engine, Overdue};
 use workers::Workers;
 
+pub mod adopted;
 mod check;
 pub mod foreign_mappers;
 pub mod governor;
@@ -102,6 +104,8 @@ pub fn run() -> anyhow::Result<()> {
     };
     let governor = Arc::new(Governor::new(settings.policy, keep));
     let pool = pool::PoolService::start(settings.pool.clone(), events.clone()).context("Starting the pool")?;
+    let adopting = settings.adopt.clone().unwrap_or_default();
+    let adopted = AdoptedVms::new(&adopting.dir, adopting.all, events.clone()).context("Starting to adopt VMs")?;
     let host = Arc::new(Host {
         budget: Budget::new(settings.store_budget),
         file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
@@ -115,6 +119,7 @@ pub fn run() -> anyhow::Result<()> {
         settings,
         vms: RwLock::default(),
         events: events.clone(),
+        adopted: Arc::new(adopted),
         pins: Arc::default(),
         upgrades: upgrades::Upgrades::default(),
         pool,
@@ -122,6 +127,7 @@ pub fn run() -> anyhow::Result<()> {
     let api = api.try_clone().context("Duplicating a descriptor")?;
     let mapper_scan = foreign_mappers::start(host.clone())?;
     pin_check::start(host.pins.clone())?;
+    adopted::worker::start(host.clone()).context("Starting to adopt VMs")?;
     governor.start(host.clone(), mapper_scan.clone()).context("Starting the governor")?;
     link_pool(&host, &governor);
     stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
@@ -281,7 +287,10 @@ impl Orders {
         gate.close();
         std::thread::Builder::new().name("rest".into()).spawn(move || {
             gate.wait_until_empty(http::GATE_CLOSES_WITHIN * 2);
-            at_turn(&rests, this, || engine.governor.rest());
+            at_turn(&rests, this, || {
+                engine.governor.rest();
+                engine.host.adopted.rest();
+            });
             let past = engine.events.for_successor().into_iter().map(Report::Past);
             let reports = past.chain([Report::Done { seq, result: Ok(()) }]);
             if let Err(error) = reports.into_iter().try_for_each(|report| engine.report(&report)) {
@@ -299,6 +308,7 @@ impl Orders {
         std::thread::Builder::new().name("resume".into()).spawn(move || {
             opened.wait(OPENING);
             at_turn(&rests, this, || {
+                engine.host.adopted.resume();
                 engine.governor.resume();
                 gate.open();
             });
@@ -345,6 +355,7 @@ impl Orders {
             let shown = Arc::new(Shown { host: engine.host.clone(), governor: engine.governor.clone(), keeper });
             // It rested if it follows another engine.
             at_turn(&rests, this, || {
+                engine.host.adopted.resume();
                 engine.governor.resume();
                 gate.open();
             });

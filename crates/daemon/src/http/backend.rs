@@ -4,13 +4,13 @@
 //! Threads: any; every call runs on a blocking thread.
 
 use ballast_api::{
-    DecisionRecord, Event, HostStat, LendRequest, PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, Track,
-    UpgradeStat, VmHeat, VmPatch, VmStat,
+    AdoptRequest, AdoptResult, DecisionRecord, Event, HostStat, LendRequest, PlanRequest, PolicyPatch, PolicyStat,
+    PoolRequest, PoolStat, Track, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_policy::{Kind, Plan, Snapshot};
 
 /// The backend of the API. Calls may block for a short time; a panic in one becomes a 500 and nothing else.
-pub trait Backend: Governing + Upgrades + Pooling + Send + Sync + 'static {
+pub trait Backend: Governing + Upgrades + Pooling + Adopting + Send + Sync + 'static {
     /// Every VM, in the order to show them.
     fn vms(&self) -> Vec<VmStat>;
     /// The VM of that name.
@@ -87,6 +87,18 @@ pub trait Governing {
     /// The last decisions about a VM, oldest first; none if there is no such VM.
     fn decisions(&self, _name: &str) -> Option<Vec<DecisionRecord>> {
         None
+    }
+}
+
+/// Adopted VMs. A backend without them returns errors.
+pub trait Adopting {
+    /// Adopt VMs that run already. Returns those that were not adopted before.
+    fn adopt(&self, _request: &AdoptRequest) -> Result<AdoptResult, String> {
+        Err("VMs cannot be adopted here".into())
+    }
+    /// Release one, when its memory has come back if that is asked for. Returns its state now.
+    fn release(&self, _name: &str, _bring_back: bool) -> Result<VmStat, ChangeError> {
+        Err(ChangeError::NotFound)
     }
 }
 

@@ -5,6 +5,7 @@
 //! waits for a lock delays its own request only. Fault workers never come here.
 //! Promise: no peer, slow or silent, keeps the server from the next one.
 
+mod adopted;
 mod backend;
 mod gate;
 mod governor;
@@ -31,7 +32,7 @@ use request::{Connection, Readers};
 use spare::Spare;
 use stream::Stream;
 
-pub use backend::{Backend, ChangeError, Governing, Histogram, Pooling, Upgrades};
+pub use backend::{Adopting, Backend, ChangeError, Governing, Histogram, Pooling, Upgrades};
 pub use gate::Gate;
 pub use peer::{Access, PeerPolicy};
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
-use axum::http::{StatusCode, header};
+use axum::http::{StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use ballast_api::{MAX_BODY_BYTES, Problem};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
@@ -151,6 +151,20 @@ pub(super) async fn read_body(body: Body, time: Duration) -> Result<Vec<u8>, Ref
 
 fn is_too_long(error: &(dyn Error + 'static)) -> bool {
     error.is::<LengthLimitError>() || error.source().is_some_and(is_too_long)
+}
+
+/// The number that a query may have, if there is one.
+pub(super) fn query_number(uri: &Uri, key: &str, default: u64) -> Result<u64, Refusal> {
+    let mut number = default;
+    for pair in uri.query().unwrap_or("").split('&').filter(|pair| !pair.is_empty()) {
+        let value = pair.split_once('=').filter(|(name, _)| *name == key).map(|(_, value)| value.parse());
+        match value {
+            Some(Ok(value)) => number = value,
+            Some(Err(_)) => return Err(bad_request(format!("{pair:?} is not a whole number"))),
+            None => return Err(bad_request(format!("The query has {pair:?}; only {key:?} with a number is known"))),
+        }
+    }
+    Ok(number)
 }
 
 #[cfg(test)]

@@ -16,8 +16,10 @@ use ballast_api::{DEFAULT_CELLS, HeatPatch, LimitsPatch, MAX_CELLS, Problem, VmC
 
 use super::backend::ChangeError;
 use super::peer::Access;
-use super::request::{Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, read_body};
-use super::{governor, metrics, pool, upgrade};
+use super::request::{
+    Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, query_number, read_body,
+};
+use super::{adopted, governor, metrics, pool, upgrade};
 
 pub(super) fn router(state: Connection) -> Router {
     Router::new()
@@ -26,6 +28,7 @@ pub(super) fn router(state: Connection) -> Router {
         .route("/v1/vms/{name}/restore", put(restore).delete(end_restore))
         .route("/v1/vms/{name}/heat", get(heat).patch(patch_heat))
         .route("/v1/vms/{name}/heat/cycles", get(heat_cycles))
+        .merge(adopted::routes())
         .merge(governor::routes())
         .merge(upgrade::routes())
         .merge(pool::routes())
@@ -62,20 +65,6 @@ async fn vm(State(connection): State<Connection>, name: Result<Path<String>, Pat
     let asked = name.clone();
     let vm = ask(&connection, move |backend| backend.vm(&asked)).await?;
     json(&vm.ok_or_else(|| no_such_vm(&name))?)
-}
-
-/// The number that a query may have, if there is one.
-fn query_number(uri: &Uri, key: &str, default: u64) -> Result<u64, Refusal> {
-    let mut number = default;
-    for pair in uri.query().unwrap_or("").split('&').filter(|pair| !pair.is_empty()) {
-        let value = pair.split_once('=').filter(|(name, _)| *name == key).map(|(_, value)| value.parse());
-        match value {
-            Some(Ok(value)) => number = value,
-            Some(Err(_)) => return Err(bad_request(format!("{pair:?} is not a whole number"))),
-            None => return Err(bad_request(format!("The query has {pair:?}; only {key:?} with a number is known"))),
-        }
-    }
-    Ok(number)
 }
 
 async fn heat(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>, uri: Uri) -> Answer {

@@ -87,6 +87,7 @@ impl Backend for Canned {
 impl Governing for Canned {}
 impl Upgrades for Canned {}
 impl Pooling for Canned {}
+impl Adopting for Canned {}
 
 struct Server {
     _directory: tempfile::TempDir,

@@ -12,6 +12,7 @@
 //! orphaned engine keeps what it has. A policy that panics changes nothing and raises an event; when a program stops
 //! sending plans, the policy decides again.
 
+mod adopted;
 mod balloon;
 pub mod demand;
 pub mod far;
@@ -19,6 +20,7 @@ mod guarded;
 mod kernel_stall;
 mod log;
 pub mod operator;
+pub mod rates;
 pub mod requests;
 mod sample;
 
@@ -247,12 +249,18 @@ impl Governor {
                 host.all().into_iter().map(|served| (served.vm.state.id().to_string(), served)).collect();
             let is_short = inner.is_active() && plan.host_state >= HostState::Hard;
             vms.iter().for_each(|(id, served)| served.vm.set_others_wait(is_short || inner.divisions.limits(id)));
-            let apply = |decision: &&Decision| vms.get(&decision.id).is_some_and(|vm| self.apply(vm, decision));
+            let apply = |decision: &&Decision| match vms.get(&decision.id) {
+                Some(vm) => self.apply(vm, decision),
+                None => host.adopted.apply(decision).unwrap_or(false),
+            };
             // Without an owner, no VM has a target: neither one that was opened since the snapshot was taken.
             let free = Decision { action: Action::Free, ..Decision::default() };
             let changed = match inner.decides() {
                 true => plan.decisions.iter().filter(apply).count(),
-                false => vms.values().filter(|vm| self.apply(vm, &free)).count(),
+                false => {
+                    let adopted = host.adopted.free_all();
+                    vms.values().filter(|vm| self.apply(vm, &free)).count() + adopted
+                }
             };
             vms.values().for_each(|served| balloon::ask(&served.vm, inner.is_active()));
             inner.ticks += 1;

@@ -5,16 +5,18 @@
 //! Promise: a VM that may not be reclaimed from now is included, with the reason. A kernel that does not tell how much
 //! memory there is (this process has too many descriptors open) does not look like a host without memory.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 
-use ballast_base::wire::VmId;
+use ballast_adopt::swap::Swap;
 use ballast_base::{GIB, KIB, PAGE_SIZE, PageCount};
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::stats::Counter;
 use ballast_policy::{Class, HostSample, Setup, Snapshot, VmSample, WorkingSet};
 use ballast_sys::{clock, meminfo};
 
+use super::rates::{Rates, Seen, Sums};
 use super::{kernel_stall, operator};
+use crate::engine::adopted::sample;
 use crate::engine::host::Host;
 use crate::engine::served::{SMALLEST_LIMIT, Served};
 
@@ -29,15 +31,8 @@ const BEST_RATIO: f64 = 8.0;
 pub struct Sampler {
     at_ms: u64,
     memory: Memory,
-    vms: HashMap<VmId, Seen>,
-}
-
-#[derive(Clone, Debug, Default)]
-struct Seen {
-    stall_ns: u64,
-    kernel_us: Option<u64>,
-    /// Restores at times within one window.
-    restores: VecDeque<(u64, u64)>,
+    /// By id.
+    vms: HashMap<String, Seen>,
 }
 
 /// Memory of the host, in bytes.
@@ -84,40 +79,52 @@ impl Sampler {
         self.snapshot(host, setup, at_ms, Memory::read().unwrap_or(self.memory)).0
     }
 
-    fn snapshot(&self, host: &Host, setup: &Setup, at_ms: u64, memory: Memory) -> (Snapshot, HashMap<VmId, Seen>) {
+    fn snapshot(&self, host: &Host, setup: &Setup, at_ms: u64, memory: Memory) -> (Snapshot, HashMap<String, Seen>) {
         let elapsed_ms = at_ms.saturating_sub(self.at_ms);
         let mut seen = HashMap::new();
         let mut vms = Vec::new();
         for served in host.all() {
-            let id = served.vm.state.id();
+            let id = served.vm.state.id().to_string();
             let before = self.vms.get(&id);
-            let (vm, now) = sample(&served, before, setup, at_ms, elapsed_ms);
+            let (vm, now) = of_paged(&served, before, setup, at_ms, elapsed_ms);
             vms.push(vm);
             seen.insert(id, now);
         }
-        (Snapshot { at_ms, host: host_sample(host, setup, memory, &vms), vms }, seen)
+        let paged = vms.len();
+        for vm in host.adopted.all() {
+            let Some((vm, sums)) = sample::of(&vm, host.adopted.restore_us()) else { continue };
+            let now = Seen::new(self.vms.get(&vm.id), sums, setup, at_ms);
+            let rates = now.rates(self.vms.get(&vm.id), elapsed_ms);
+            let estimated = estimate(vm.resident_bytes, rates.came_back * vm.page_bytes, vm.size_bytes);
+            seen.insert(vm.id.clone(), now);
+            let Rates { stall, kernel_stall, .. } = rates;
+            vms.push(VmSample { working_set: Some(estimated), stall, kernel_stall, ..vm });
+        }
+        (Snapshot { at_ms, host: host_sample(host, setup, memory, &vms, paged), vms }, seen)
     }
 }
 
-fn host_sample(host: &Host, setup: &Setup, memory: Memory, vms: &[VmSample]) -> HostSample {
-    let sum = |of: fn(&VmSample) -> u64| vms.iter().map(of).fold(0, u64::saturating_add);
-    let resident = sum(|vm| vm.resident_bytes);
+/// The first `paged` of the VMs attached; the others are adopted.
+fn host_sample(host: &Host, setup: &Setup, memory: Memory, vms: &[VmSample], paged: usize) -> HostSample {
+    let sum = |vms: &[VmSample], of: fn(&VmSample) -> u64| vms.iter().map(of).fold(0, u64::saturating_add);
+    let resident = sum(vms, |vm| vm.resident_bytes);
     let available = memory.available;
     let min_free_bytes = memory.min_free();
     // The kernel's *available* also counts memory that other programs would give up. A configured budget is there to be
     // used up: when nothing of it is left, the host is not short of memory.
     let budget_bytes = setup.budget_bytes.unwrap_or((resident + available).saturating_sub(min_free_bytes));
     let free_bytes = available;
-    let far_in_ram = sum(|vm| vm.far_bytes);
+    let far_in_ram = sum(&vms[..paged], |vm| vm.far_bytes);
     let (used, room) = (host.budget.used().0, host.budget.limit().0);
     let ratio = if used == 0 { 1.0 } else { (far_in_ram as f64 / used as f64).clamp(1.0, BEST_RATIO) };
     let remote = host.remote.as_ref().map_or(0, |remote| remote.budget.limit().0);
-    let far_capacity_bytes =
-        ((room as f64 * ratio) as u64).saturating_add(host.file_budget.limit().0).saturating_add(remote);
+    let swap = if paged < vms.len() { Swap::now().total } else { 0 };
+    let stores = ((room as f64 * ratio) as u64).saturating_add(host.file_budget.limit().0).saturating_add(remote);
+    let far_capacity_bytes = stores.saturating_add(swap);
     HostSample { budget_bytes, free_bytes, min_free_bytes, far_capacity_bytes, smallest_bytes: SMALLEST_LIMIT.0 }
 }
 
-fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, elapsed_ms: u64) -> (VmSample, Seen) {
+fn of_paged(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, elapsed_ms: u64) -> (VmSample, Seen) {
     let vm = &served.vm;
     let stats = vm.stats();
     let memory = vm.memory_breakdown();
@@ -127,21 +134,9 @@ fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, ela
 
     // Readahead saves a guest the faults, not the memory: pages that it reads in order come back nearly without faults.
     let restores = stats.get(Counter::FaultRestore) + stats.get(Counter::Prefetched);
-    let mut now =
-        Seen { stall_ns: stats.get(Counter::StallSomeNs), kernel_us: kernel_stall::some_us(&pids), ..Seen::default() };
-    let share = |more: u64, per_ms: u64| {
-        if elapsed_ms == 0 { 0.0 } else { (more as f64 / (per_ms * elapsed_ms) as f64).clamp(0.0, 1.0) }
-    };
-    let stall = before.map_or(0.0, |seen| share(now.stall_ns.saturating_sub(seen.stall_ns), 1_000_000));
-    let kernel_stall = now.kernel_us.zip(before.and_then(|seen| seen.kernel_us));
-    let kernel_stall = kernel_stall.map(|(now, then)| share(now.saturating_sub(then), 1_000));
-
-    now.restores = before.map(|seen| seen.restores.clone()).unwrap_or_default();
-    now.restores.push_back((at_ms, restores));
-    while now.restores.len() > 1 && now.restores[0].0 + setup.params.window_ms < at_ms {
-        now.restores.pop_front();
-    }
-    let came_back = restores.saturating_sub(now.restores[0].1);
+    let sums = Sums { stall_ns: stats.get(Counter::StallSomeNs), kernel_us: kernel_stall::some_us(&pids), restores };
+    let now = Seen::new(before, sums, setup, at_ms);
+    let Rates { stall, kernel_stall, came_back } = now.rates(before, elapsed_ms);
     let granule = vm.regions().iter().filter(|region| !region.is_removed()).map(|region| region.granule_pages()).max();
     let page_bytes = PageCount(granule.unwrap_or(1)).bytes().0.max(PAGE_SIZE as u64);
 

@@ -1,0 +1,291 @@
+//! Adopted VMs: VMs that were started without Ballast, whose pages the kernel moves and whose limits are set here.
+//!
+//! Before: an operator names a VMM that runs, or the settings say all. After: the VM is in every list beside those that
+//! attached, until its process ends or an operator releases it.
+//! Threads: any; `worker` holds VMs to their limits. Units: bytes.
+//! Promise: nothing of a VMM or its cgroup is changed, so an engine that dies leaves nothing behind. The next one goes
+//! on from the file ([`kept`]).
+
+pub mod kept;
+pub mod sample;
+mod stall;
+pub mod vm;
+pub mod worker;
+
+use std::collections::HashSet;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+
+use ballast_adopt::swap::{self, Swap};
+use ballast_adopt::{Adopted, Refusal, found, look};
+use ballast_api::AdoptRefusal;
+use ballast_base::Bytes;
+use ballast_base::wire::check_name;
+use ballast_policy::{Action, Decision};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::events::Events;
+use kept::{Kept, KeptProcess, KeptVm};
+use vm::{AdoptedVm, Terms};
+
+/// Time to restore a page until swap was tried, in microseconds: what zram takes.
+const USUAL_RESTORE_US: f64 = 8.0;
+
+/// The adopted VMs of this engine.
+#[derive(Debug)]
+pub struct AdoptedVms {
+    file: PathBuf,
+    /// VMs are adopted as they start.
+    all: bool,
+    list: RwLock<Vec<Arc<AdoptedVm>>>,
+    released: Mutex<Vec<KeptProcess>>,
+    /// The file has been read, and no other engine writes it.
+    works: AtomicBool,
+    /// Wakes the worker.
+    wake: OwnedFd,
+    restore_us: OnceLock<f64>,
+    events: Arc<Events>,
+}
+
+/// Processes and names that VMs have which attached.
+#[derive(Clone, Debug, Default)]
+pub struct Taken {
+    /// Their processes.
+    pub pids: HashSet<u32>,
+    /// Their names.
+    pub names: HashSet<String>,
+}
+
+impl AdoptedVms {
+    /// None yet: [`AdoptedVms::resume`] reads the file in this directory.
+    ///
+    /// # Errors
+    /// There is no descriptor left.
+    pub fn new(runtime_dir: &Path, all: bool, events: Arc<Events>) -> std::io::Result<Self> {
+        Ok(Self {
+            file: runtime_dir.join(kept::FILE),
+            all,
+            list: RwLock::default(),
+            released: Mutex::default(),
+            works: AtomicBool::new(false),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            restore_us: OnceLock::new(),
+            events,
+        })
+    }
+
+    /// The VMs now.
+    pub fn all(&self) -> Vec<Arc<AdoptedVm>> {
+        self.list.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The VM of this name.
+    pub fn by_name(&self, name: &str) -> Option<Arc<AdoptedVm>> {
+        self.all().into_iter().find(|vm| vm.name() == name)
+    }
+
+    /// What one page takes to come back from swap, in microseconds: measured once there are VMs.
+    pub fn restore_us(&self) -> f64 {
+        *self.restore_us.get_or_init(|| swap::speed().map_or(USUAL_RESTORE_US, |speed| speed.in_us))
+    }
+
+    /// Begin, or go on after another engine: read the file and adopt its VMs that run still.
+    pub fn resume(&self) {
+        let kept = kept::read(&self.file).unwrap_or_else(|error| {
+            let text = format!("{}: {error}: no VM of before is adopted", self.file.display());
+            self.events.add(None, "adopted-lost", text);
+            Kept::default()
+        });
+        *self.released.lock().unwrap_or_else(PoisonError::into_inner) = kept.released;
+        let mut vms = Vec::new();
+        for KeptVm { process, name, limit_bytes, settings } in kept.vms {
+            if !process.runs() {
+                self.events.add(Some(name.clone()), "gone", format!("{name} ended meanwhile"));
+                continue;
+            }
+            let terms = Terms { name: name.clone(), limit: limit_bytes.map(Bytes), target: None, settings };
+            match look(process.pid).and_then(Adopted::new) {
+                Ok(vm) => vms.push(Arc::new(AdoptedVm::new(vm, terms))),
+                Err(why) => self.events.add(Some(name), "adopted-lost", format!("it is not adopted any more: {why}")),
+            }
+        }
+        *self.list.write().unwrap_or_else(PoisonError::into_inner) = vms;
+        self.works.store(true, Ordering::Release);
+        self.notify();
+    }
+
+    /// Stop, because another engine may begin: VMs keep what they have.
+    pub fn rest(&self) {
+        self.works.store(false, Ordering::Release);
+    }
+
+    /// Does this engine work for the VMs?
+    pub fn works(&self) -> bool {
+        self.works.load(Ordering::Acquire)
+    }
+
+    /// Wake the worker: terms have changed.
+    pub fn notify(&self) {
+        // A full counter wakes it as well.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// Remember all VMs for the next engine.
+    pub fn keep(&self) {
+        let vms = self.all();
+        let kept_vm = |vm: &Arc<AdoptedVm>| {
+            let Terms { name, limit, settings, .. } = vm.terms();
+            KeptVm { process: vm.vm.process.into(), name, limit_bytes: limit.map(|limit| limit.0), settings }
+        };
+        let mut released = self.released.lock().unwrap_or_else(PoisonError::into_inner);
+        released.retain(|process| process.runs());
+        let kept = Kept { vms: vms.iter().map(kept_vm).collect(), released: released.clone() };
+        if let Err(error) = kept::write(&self.file, &kept) {
+            let text = format!("the next engine will not know of the change: {}: {error}", self.file.display());
+            self.events.add(None, "adopted-lost", text);
+        }
+    }
+
+    /// Adopt the VMM with this pid, under this name or its own.
+    ///
+    /// # Errors
+    /// The reason, in words.
+    pub fn adopt(&self, pid: u32, name: Option<&str>, taken: &Taken) -> Result<Arc<AdoptedVm>, String> {
+        let of_pid = |why: Refusal| format!("process {pid}: {why}");
+        if taken.pids.contains(&pid) {
+            return Err(of_pid(Refusal::Paged));
+        }
+        let found = look(pid).map_err(of_pid)?;
+        let own = found.vmm.name.clone();
+        let vm = Adopted::new(found).map_err(of_pid)?;
+        let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = list.iter().find(|known| known.vm.process == vm.process) {
+            return Err(format!("process {pid} is adopted already, as {}", known.name()));
+        }
+        let is_taken = |name: &str| taken.names.contains(name) || list.iter().any(|known| known.name() == name);
+        let name = match (name, own) {
+            (Some(name), _) => {
+                check_name(name).map_err(|error| error.to_string())?;
+                if is_taken(name) {
+                    return Err(format!("another VM is named {name:?}"));
+                }
+                name.to_owned()
+            }
+            (None, Some(own)) if check_name(&own).is_ok() && !is_taken(&own) => own,
+            // Pids are unique, so the list has no such name, unless somebody chose it.
+            (None, _) => format!("vm-{pid}"),
+        };
+        let adopted = Arc::new(AdoptedVm::new(vm, Terms { name: name.clone(), ..Terms::default() }));
+        list.push(adopted.clone());
+        drop(list);
+        self.released.lock().unwrap_or_else(PoisonError::into_inner).retain(|process| process.pid != pid);
+        self.keep();
+        self.notify();
+        let text = format!("{name} is adopted: {}, pid {pid}, {}", adopted.vm.vmm.program, Bytes(adopted.vm.size()));
+        self.events.add(Some(name), "adopted", text);
+        Ok(adopted)
+    }
+
+    /// Adopt all VMMs that are neither adopted nor paged. `unasked`: except those that an operator released.
+    pub fn adopt_all(&self, taken: &Taken, unasked: bool) -> (Vec<Arc<AdoptedVm>>, Vec<AdoptRefusal>) {
+        let known: HashSet<u32> = self.all().iter().map(|vm| vm.vm.process.pid).collect();
+        let released = self.released.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut result = (Vec::new(), Vec::new());
+        for pid in found::all() {
+            let is_released = unasked && released.iter().any(|process| process.pid == pid && process.runs());
+            if known.contains(&pid) || taken.pids.contains(&pid) || is_released {
+                continue;
+            }
+            match self.adopt(pid, None, taken) {
+                Ok(vm) => result.0.push(vm),
+                Err(reason) => result.1.push(AdoptRefusal { pid, reason }),
+            }
+        }
+        result
+    }
+
+    /// The VMMs with this name on their command line, by pid.
+    pub fn named(name: &str) -> Vec<u32> {
+        let is_it = |pid: &u32| look(*pid).is_ok_and(|found| found.vmm.name.as_deref() == Some(name));
+        found::all().into_iter().filter(is_it).collect()
+    }
+
+    /// Forget a VM: an operator released it, or its process ended.
+    pub fn forget(&self, vm: &Arc<AdoptedVm>, is_released: bool) {
+        let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
+        let before = list.len();
+        list.retain(|known| !Arc::ptr_eq(known, vm));
+        if list.len() == before {
+            return;
+        }
+        drop(list);
+        let name = vm.name();
+        let (kind, text) = if is_released {
+            self.released.lock().unwrap_or_else(PoisonError::into_inner).push(vm.vm.process.into());
+            ("released", format!("{name} is released: the kernel alone decides about its memory"))
+        } else {
+            ("gone", format!("{name} ended"))
+        };
+        self.keep();
+        self.events.add(Some(name), kind, text);
+    }
+
+    /// Give a VM the limit of a plan. Returns whether that changed anything; `None` if it is no adopted VM.
+    pub fn apply(&self, decision: &Decision) -> Option<bool> {
+        let vm = self.all().into_iter().find(|vm| vm.id == decision.id)?;
+        let after = match decision.action {
+            Action::Limit => decision.limit_bytes.map(Bytes),
+            Action::Free => None,
+            Action::Leave => return Some(false),
+        };
+        let changes = vm.terms().target != after;
+        if changes {
+            vm.change(|terms| terms.target = after);
+            self.notify();
+        }
+        Some(changes)
+    }
+
+    /// Remove the limits of all plans. Returns the number of VMs that had one.
+    pub fn free_all(&self) -> usize {
+        let vms = self.all();
+        let had = vms.iter().filter(|vm| vm.terms().target.is_some());
+        had.map(|vm| vm.change(|terms| terms.target = None)).count()
+    }
+
+    /// Why these limits cannot be kept, if one of them could need more swap than there is: the figures.
+    pub fn refusal(&self, changed: &AdoptedVm, limit: Option<Bytes>) -> Option<String> {
+        let size = changed.vm.size();
+        let limit = limit.filter(|limit| limit.0 < size)?;
+        if let Some(why) = changed.vm.pinned() {
+            return Some(format!("the VM is pinned: {why}"));
+        }
+        let swap = Swap::now();
+        if let Some(why) = changed.vm.blocked(&swap) {
+            return Some(why);
+        }
+        let mut needs = 0;
+        let mut has = 0;
+        for vm in self.all() {
+            let limit = if vm.id == changed.id { Some(limit) } else { vm.terms().limit };
+            let size = vm.vm.size();
+            needs += size.saturating_sub(limit.map_or(size, |limit| limit.0));
+            has += vm.vm.quick().map_or(0, |memory| memory.far);
+        }
+        let others = swap.used.saturating_sub(has);
+        let room = swap.total.saturating_sub(others);
+        if needs > room {
+            let [needs, room, total] = [needs, room, swap.total].map(Bytes);
+            return Some(format!(
+                "the limits of all adopted VMs could need {needs} of swap, and there are {room} for them (of {total})"
+            ));
+        }
+        let (could, far) = (size - limit.0, changed.vm.quick().map_or(0, |memory| memory.far));
+        let may = far + changed.vm.cgroup_room()?;
+        (could > may).then(|| {
+            format!("a limit of {limit} could need {} of swap, and its cgroup lets {} in", Bytes(could), Bytes(may))
+        })
+    }
+}

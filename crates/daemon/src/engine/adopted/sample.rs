@@ -1,0 +1,44 @@
+//! An adopted VM as policies see it: like any other.
+//!
+//! Before: the governor samples all VMs. After: its part of the snapshot, except rates.
+//! Threads: the governor's, or an API thread. Units: bytes.
+
+use ballast_adopt::swap::Swap;
+use ballast_api::StallSource;
+use ballast_base::PAGE_SIZE;
+use ballast_policy::{Class, Settings, VmSample};
+
+use super::vm::AdoptedVm;
+use crate::engine::governor::rates::Sums;
+
+/// A VM without its rates, and the sums for these; `None` if its VMM has ended.
+pub fn of(vm: &AdoptedVm, restore_us: f64) -> Option<(VmSample, Sums)> {
+    let figures = vm.figures(restore_us).ok()?;
+    let (terms, memory) = (vm.terms(), figures.memory);
+    let pinned = vm.vm.pinned();
+    let class = if pinned.is_some() { Class::Pinned } else { terms.settings.class };
+    let (us, restores) = (figures.stall.total_us, figures.restored_pages);
+    let sums = match figures.stall_source {
+        StallSource::Cgroup => Sums { stall_ns: 0, kernel_us: Some(us), restores },
+        StallSource::Estimated => Sums { stall_ns: us * 1000, kernel_us: None, restores },
+    };
+    let sample = VmSample {
+        name: terms.name,
+        id: vm.id.clone(),
+        size_bytes: memory.size,
+        resident_bytes: memory.resident,
+        far_bytes: memory.far,
+        zero_bytes: memory.zero,
+        untouched_bytes: memory.untouched,
+        limit_bytes: terms.limit.map(|limit| limit.0),
+        target_bytes: terms.target.map(|target| target.0),
+        settings: Settings { class, ..terms.settings },
+        held: pinned.or_else(|| vm.blocked()).or_else(|| vm.vm.blocked(&Swap::now())),
+        page_bytes: PAGE_SIZE as u64,
+        restores,
+        refault_page_ms: figures.refaults.page_ms,
+        refault_milli_hz: figures.refaults.milli_hz,
+        ..VmSample::default()
+    };
+    Some((sample, sums))
+}
