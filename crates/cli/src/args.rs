@@ -36,6 +36,10 @@ pub enum Command {
     /// Show VMs and set their limits
     #[command(subcommand)]
     Vm(VmCommand),
+    /// Give VMs that run already limits and policies, without a restart: the kernel's swap moves their pages
+    Adopt(crate::adopt::AdoptArgs),
+    /// Leave an adopted VM to the kernel again
+    Release(crate::adopt::ReleaseArgs),
     /// Watch all VMs
     Top(TopArgs),
     /// Show or change the policy that decides how much memory each VM may have

@@ -9,6 +9,7 @@ use ballast_api::{Client, HostStat, RemoteFinding};
 use ballast_sys::probe::{self, Feature, Presence};
 use serde::Serialize;
 
+use crate::adopt::SwapFindings;
 use crate::exit::Exit;
 use crate::show;
 
@@ -17,6 +18,7 @@ struct Findings<'a> {
     kernel: &'a str,
     ok: bool,
     features: Vec<Row<'a>>,
+    swap: &'a SwapFindings,
 }
 
 #[derive(Serialize)]
@@ -46,11 +48,12 @@ impl<'a> Row<'a> {
 pub fn run(client: Option<Client>, json: bool) -> Result<Exit> {
     let (kernel, features) = (probe::kernel_release(), probe::probe());
     let ok = !features.iter().any(Feature::is_missing);
-    let report = Findings { kernel: &kernel, ok, features: features.iter().map(Row::of).collect() };
+    let vms = client.and_then(|client| client.vms().ok()).unwrap_or_default();
+    let swap = SwapFindings::now(&vms);
+    let report = Findings { kernel: &kernel, ok, features: features.iter().map(Row::of).collect(), swap: &swap };
     if json {
         show::json(&report)?
     } else {
-        let vms = client.and_then(|client| client.vms().ok()).unwrap_or_default();
         let kept = vms.iter().filter_map(show::keeps_free_memory);
         show::print(&kept.fold(describe(&report), |text, sentence| text + &sentence + "\n"))?
     }
@@ -104,7 +107,7 @@ fn describe(report: &Findings<'_>) -> String {
         count(false, true),
         count(false, false)
     );
-    text
+    text + &report.swap.describe()
 }
 
 #[cfg(test)]
@@ -122,7 +125,7 @@ mod tests {
             without: "LOST",
         };
         let features = vec![row("good", "yes", true), row("bad", "no", true), row("odd", "unknown", false)];
-        let text = describe(&Findings { kernel: "6.1", ok: false, features });
+        let text = describe(&Findings { kernel: "6.1", ok: false, features, swap: &SwapFindings::now(&[]) });
         let line = |name: &str| text.lines().find(|line| line.contains(name)).expect("a line").to_owned();
         assert!(line("good").starts_with("ok") && !line("good").contains("LOST"), "{text}");
         assert!(line("bad").starts_with("MISSING") && line("bad").contains("LOST"), "{text}");

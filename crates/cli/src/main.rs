@@ -5,6 +5,7 @@
 //! Units: people see KiB and larger with their names; JSON has bytes. Promise: one error is one line that says what was
 //! tried, what went wrong, and what to do.
 
+mod adopt;
 mod agent;
 mod args;
 mod doctor;
@@ -45,6 +46,8 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Demo(args) => match lab::run("demo", args, cli.json)? {},
         Command::Bench(args) => match lab::run("bench", args, cli.json)? {},
         Command::Vm(command) => vm::run(&client()?, &command, cli.json)?,
+        Command::Adopt(args) => adopt::adopt(&client()?, &args, cli.json)?,
+        Command::Release(args) => adopt::release(&client()?, &args, cli.json)?,
         Command::Top(args) => top::run(client()?, args, cli.json)?,
         Command::Policy(command) => policy::run(&client()?, &command, cli.json)?,
         Command::Pool(command) => pool::run(&client()?, &command, cli.json)?,

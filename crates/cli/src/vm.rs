@@ -4,9 +4,10 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ballast_api::{Client, GuestRange, Latency, LimitsPatch, Psi, RegionStat, VmPatch, VmStat, VmStatus};
+use ballast_api::{Client, GuestRange, Latency, LimitsPatch, Psi, RegionStat, VmKind, VmPatch, VmStat, VmStatus};
 use ballast_base::{Bytes, PAGE_SIZE};
 
+use crate::adopt;
 use crate::agent;
 use crate::args::VmCommand;
 use crate::heat;
@@ -149,16 +150,24 @@ fn restore(client: &Client, name: &str) -> Result<VmStat> {
 
 fn list(vms: &[VmStat]) -> String {
     if vms.is_empty() {
-        return "No VM is attached. `ballast run -- qemu-system-x86_64 ...` starts one.\n".into();
+        return "No VM is attached or adopted. `ballast run -- qemu-system-x86_64 ...` starts one, and \
+                `ballast adopt --all` adopts those that run.\n"
+            .into();
     }
     // Targets are shown if a policy or a program decides.
     let decided = vms.iter().any(|vm| vm.target_bytes.is_some());
-    let mut head = vec!["NAME", ">PID", "CLASS", "STATUS", ">SIZE", ">LIMIT"];
+    // The kind is shown if one is adopted.
+    let adopted = vms.iter().any(|vm| vm.kind == VmKind::Adopted);
+    let mut head = vec!["NAME", ">PID"];
+    head.extend(adopted.then_some("KIND"));
+    head.extend(["CLASS", "STATUS", ">SIZE", ">LIMIT"]);
     head.extend(decided.then_some(">TARGET"));
     head.extend([">RESIDENT", ">FAR", ">ZERO", ">UNTOUCHED"]);
     let mut table = show::table(&head);
     for vm in vms {
-        let mut row = vec![vm.name.clone(), vm.pid.to_string(), vm.class.to_string(), vm.status.to_string()];
+        let mut row = vec![vm.name.clone(), vm.pid.to_string()];
+        row.extend(adopted.then(|| vm.kind.to_string()));
+        row.extend([vm.class.to_string(), vm.status.to_string()]);
         row.extend([show::size(vm.size_bytes), show::limit(vm.limit_bytes)]);
         row.extend(decided.then(|| vm.target_bytes.map_or("-".into(), show::size)));
         row.extend([vm.resident_bytes, vm.far_bytes, vm.zero_bytes, vm.untouched_bytes].map(show::size));
@@ -215,6 +224,9 @@ fn screen(vm: &VmStat) -> String {
     }
     let _ = writeln!(text, "{}, pid {}, id {}\n", vm.vmm, vm.pid, vm.id);
     text += &memory(vm);
+    if let Some(adopted) = &vm.adopted {
+        return text + &adopt::screen(vm, adopted);
+    }
     text += &faults_and_reclaim(vm);
     let _ = writeln!(text, "\nSTALL (PSI form; percent, and microseconds in all)");
     let _ = writeln!(text, "{}\n{}", psi("some", &vm.stall.some), psi("full", &vm.stall.full));
@@ -305,6 +317,9 @@ fn memory(vm: &VmStat) -> String {
     let _ = writeln!(text, "size = {}: {} = {} KiB", names.join(" + "), show::kib(vm.size_bytes), sums.join(" + "));
     if sum != vm.size_bytes {
         let _ = writeln!(text, "THIS DOES NOT ADD UP: the parts make {} KiB. Please report it.", show::kib(sum));
+    }
+    if vm.kind == VmKind::Adopted {
+        return text;
     }
     let ratio = if vm.store_bytes == 0 {
         0.0
