@@ -157,12 +157,6 @@ pub fn encode<T: Message>(message: &T) -> Vec<u8> {
     postcard::to_extend(&(message, ADDED), bytes).expect("messages serialise")
 }
 
-/// The version of the program that wrote this message, if it is one.
-pub fn version_of(bytes: &[u8]) -> Option<u16> {
-    let header = bytes.get(..HEADER).filter(|header| header[..4] == MAGIC)?;
-    Some(u16::from_le_bytes([header[4], header[5]]))
-}
-
 /// Decodes the message in `bytes`, which may have any content. Fields that a newer writer appended are ignored; fields
 /// that an older one did not know read as zero.
 pub fn decode<T: Message>(bytes: &[u8]) -> Result<T, WireError> {

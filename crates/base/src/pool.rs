@@ -64,8 +64,7 @@ impl std::fmt::Display for Pages {
     }
 }
 
-/// The nodes of the host that a VM's memory comes from. The first two have the encoding of the `Option` of a node in
-/// version 1.
+/// The nodes of the host that a VM's memory comes from.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Nodes {
     /// One node that has all of it, or else all nodes as evenly as possible.
@@ -149,19 +148,11 @@ pub enum Given {
     Refused(String),
 }
 
-/// Version 3: memory on demand, which an older engine does not know. Version 4: base pages, likewise.
-const FORMAT: Format = Format { version: 4, least_reader: 1, oldest: 1 };
+/// The versions of messages on the pool's socket.
+const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
 
 impl Message for Take {
     const FORMAT: Format = FORMAT;
-
-    fn least_reader(&self) -> u16 {
-        match self.pages {
-            Pages::Slices | Pages::Mix | Pages::Gib => FORMAT.least_reader,
-            Pages::OnDemand => 3,
-            Pages::Base => 4,
-        }
-    }
 }
 
 impl Message for Given {
@@ -193,16 +184,15 @@ mod tests {
     use crate::format::{HEADER, encode};
 
     #[test]
-    fn messages_are_these_bytes_in_version_4() {
-        assert_eq!(FORMAT.version, 4, "raise FORMAT, and put what is said now here");
+    fn messages_are_the_bytes_of_their_version() {
+        assert_eq!(FORMAT.version, 1, "raise FORMAT, and put what is said now here");
         let hex = |bytes: Vec<u8>| bytes[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let take = Take { name: "vm".into(), size: Bytes(5), pages: Pages::Gib, nodes: Nodes::One(7) };
         assert_eq!(hex(encode(&take)), "02766d05020107");
         let on_demand = Take { pages: Pages::OnDemand, ..take.clone() };
-        assert_eq!((take.least_reader(), on_demand.least_reader()), (1, 3));
         assert_eq!(hex(encode(&on_demand)), "02766d05030107");
         let base = Take { pages: Pages::Base, ..take.clone() };
-        assert_eq!((base.least_reader(), hex(encode(&base)).as_str()), (4, "02766d05040107"));
+        assert_eq!(hex(encode(&base)), "02766d05040107");
         let of = |nodes| hex(encode(&Take { nodes, ..take.clone() }))[10..].to_owned();
         assert_eq!((of(Nodes::Any).as_str(), of(Nodes::Balanced(vec![0, 1])).as_str()), ("00", "02020001"));
         assert_eq!(of(Nodes::Split(vec![(1, Bytes(5))])), "03010105");

@@ -15,16 +15,12 @@ use serde::{Deserialize, Serialize};
 use crate::extent::{Extent, MAX_EXTENTS};
 use crate::extents::Extents;
 use crate::format::{Format, Message};
-pub use crate::format::{WireError, decode, encode, version_of};
+pub use crate::format::{WireError, decode, encode};
 use crate::guest::GuestRange;
 use crate::units::{Bytes, Hva, PAGE_SIZE};
 
-/// The client's link. Version 2: file stores in escrow. Version 3: several userfaultfds. Version 4: an attach that must
-/// wait. Version 5: a zap answered part by part. Version 6: each message states its least reader. Version 7: regions of
-/// extents, guest-physical addresses, counted descriptors; nothing older is read, but a client of version 6 can read
-/// why. Version 8: guest-physical ranges, told later. Version 9: the port of the guest's agent, RAM that is not
-/// managed, names of any letters.
-pub const FORMAT: Format = Format { version: 9, least_reader: 7, oldest: 7 };
+/// The versions of the client's link.
+pub const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
 /// Most RAM regions one VM may have.
 pub const MAX_REGIONS: usize = 32;
 /// Most userfaultfds of one process; each has a fault worker of the engine.
@@ -402,25 +398,9 @@ pub enum AgentPort {
 
 impl Message for ClientToKeeper {
     const FORMAT: Format = FORMAT;
-
-    fn least_reader(&self) -> u16 {
-        match self {
-            Self::GuestRanges { .. } => 8,
-            Self::Unmanaged { .. } => 9,
-            _ => FORMAT.least_reader,
-        }
-    }
 }
 impl Message for KeeperToClient {
     const FORMAT: Format = FORMAT;
-
-    fn least_reader(&self) -> u16 {
-        match self {
-            // A client that is too old reads why it is refused.
-            Self::Refused(_) | Self::Later(_) => 6,
-            Self::Attached { .. } | Self::Ok => FORMAT.least_reader,
-        }
-    }
 }
 impl Message for EngineToClient {
     const FORMAT: Format = FORMAT;

@@ -35,13 +35,13 @@ pub struct Settings {
     pub policy: Setup,
     /// A cluster that pages go to.
     pub remote: Option<Remoting>,
-    /// The pool; `None` if the keeper is older than it.
-    pub pool: Option<Pooling>,
-    /// Protection of pages that go to a cluster; none if the keeper is older than this.
+    /// The pool.
+    pub pool: Pooling,
+    /// Protection of pages that go to a cluster.
     pub privacy: Privacy,
-    /// Nodes of fast and of slow memory; none if the keeper is older than this.
+    /// Nodes of fast and of slow memory.
     pub tier: Option<Tiering>,
-    /// How VMs are adopted; none if the keeper is older than this.
+    /// How VMs are adopted.
     pub adopt: Option<Adopting>,
 }
 
@@ -139,11 +139,11 @@ impl Settings {
                 budget: remote.budget(),
                 after_s: remote.after_s,
             }),
-            pool: Some(Pooling {
+            pool: Pooling {
                 dir: config.runtime_dir.join("pool"),
                 socket: config.pool_socket(),
                 gid: config.attach_gid,
-            }),
+            },
             privacy: config.remote.as_ref().map_or_else(Privacy::default, Privacy::of),
             tier: config.tier,
             adopt: Some(Adopting { dir: config.runtime_dir.clone(), all: config.adopt.all }),
@@ -177,7 +177,7 @@ pub fn for_keeper(config: &Config) -> Options {
 }
 
 impl Message for Settings {
-    const FORMAT: Format = Format { version: 6, least_reader: 1, oldest: 1 };
+    const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
 }
 
 #[cfg(test)]
@@ -206,7 +206,7 @@ mod tests {
                 budget: Bytes(2),
                 after_s: 3,
             }),
-            pool: Some(Pooling { dir: "/p".into(), socket: "/s".into(), gid: Some(3) }),
+            pool: Pooling { dir: "/p".into(), socket: "/s".into(), gid: Some(3) },
             privacy: Privacy {
                 tls: Some(TlsFiles { ca: "/c".into(), own: Some(("/o".into(), "/k".into())), name: Some("n".into()) }),
                 encrypt: true,
@@ -216,10 +216,10 @@ mod tests {
         };
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let expected = (
-            6,
+            1,
             "040005010601022f6407080900000000000000e03f01000501010203000000000000e03f04".to_owned()
                 + "0101016e0001022f70010203"
-                + "01022f70022f730103"
+                + "022f70022f730103"
                 + "01022f6301022f6f022f6b01016e01"
                 + "0101020304"
                 + "01022f7201",

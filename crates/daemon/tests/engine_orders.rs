@@ -252,7 +252,7 @@ fn an_engine_whose_keeper_died_before_it_read_that_a_vm_was_left_records_it() {
         engine.order(&open, &[state.fd(), arena.as_fd(), ram.as_fd()]);
     }
     engine.done(&Order::Tell { seq: 1, vm: other }, &[]).expect("it is open");
-    engine.done(&Order::ServeFaults { seq: 2, vm: VM, all: true }, &[]).expect("it can");
+    engine.done(&Order::ServeFaults { seq: 2, vm: VM }, &[]).expect("it can");
     let [(state, _), _] = &vms;
     // The engine that follows it: some other process.
     let next = Process::this().expect("this process");
@@ -292,7 +292,7 @@ fn of_two_engines_whose_keeper_died_both_end_when_the_vm_is_gone() {
         let [old, next] = engines.each_ref().map(Engine::process);
         state.name_engine(old.pid, old.start);
         serve(&engines[0], &open_with(stores.clone(), 1));
-        engines[0].done(&Order::ServeFaults { seq: 1, vm: VM, all: true }, &[]).expect("it can");
+        engines[0].done(&Order::ServeFaults { seq: 1, vm: VM }, &[]).expect("it can");
         state.name_beside(next.pid, next.start);
         let Order::OpenVm { vm, vmm: name, pinned, may_pin, stores, files, regions, .. } = open_with(stores, 1) else {
             panic!("another order")

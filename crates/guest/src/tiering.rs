@@ -130,10 +130,3 @@ pub(crate) fn sample() -> Tiering {
     let state = TieringState::Working;
     Tiering { state, tiers, hits: Some(0), classifier_cpu_us: 5, ..Tiering::default() }
 }
-
-#[cfg(test)]
-pub(crate) fn bytes(tiering: &Tiering) -> Vec<u8> {
-    let mut body = Writer::default();
-    put(&mut body, tiering);
-    body.0
-}

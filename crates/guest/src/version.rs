@@ -2,14 +2,9 @@
 //!
 //! Promise: a changed message raises the version; a change that an older reader must not ignore also raises the least
 //! reader.
-//!
-//! | Version | What is new |
-//! |---|---|
-//! | 2 | tiering, at the end of a tick |
-//! | 3 | restores for services of the guest's kernel, after it |
 
 /// The version that this program writes.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 1;
 /// The oldest version that may read what this program writes.
 pub const LEAST_READER: u16 = 1;
 /// The oldest version that this program reads.

@@ -84,12 +84,11 @@ pub struct Layout {
     pub slab_bytes: usize,
 }
 
-/// The RAM store's arena: the slabs hold the blobs. Version 2: it states its least reader. Version 3: the VM's id
-/// seeds the checksums; nothing older is read.
+/// The RAM store's arena: the slabs hold the blobs. The VM's id seeds the checksums.
 pub static RAM: Layout = Layout {
     name: "RAM store arena",
     magic: u64::from_le_bytes(*b"BALSTORE"),
-    format: Format { version: 3, least_reader: 3, oldest: 3 },
+    format: Format { version: 1, least_reader: 1, oldest: 1 },
     slab_bytes: 64 * 1024,
 };
 
@@ -101,12 +100,12 @@ pub static GROUP: Layout = Layout {
     slab_bytes: 64 * 1024,
 };
 
-/// The file store's index: its slabs are 512 headers of 16 bytes, and each describes an area of the file. Version 2: it
-/// states its least reader. Version 3: the VM's id seeds the checksums; nothing older is read.
+/// The file store's index: its slabs are 512 headers of 16 bytes, and each describes an area of the file. The VM's id
+/// seeds the checksums.
 pub static INDEX: Layout = Layout {
     name: "file store index",
     magic: u64::from_le_bytes(*b"BALFILES"),
-    format: Format { version: 3, least_reader: 3, oldest: 3 },
+    format: Format { version: 1, least_reader: 1, oldest: 1 },
     slab_bytes: 512 * 16,
 };
 

@@ -2,9 +2,7 @@
 //! any more.
 //!
 //! Before: the engine of a VM has been told to do nothing for it except to serve faults. After: one engine has the VM.
-//! Threads: any. Promise: a program that finds the file can end every engine that may change anything of the VM. A
-//! program that knows of one engine only is refused meanwhile: the least reader of the file is raised for as long as it
-//! names two.
+//! Threads: any. Promise: a program that finds the file can end every engine that may change anything of the VM.
 //!
 //! While there are two engines, the list of threads (`threads`) does not tell whose they are. So an engine that dies
 //! meanwhile must be gone entirely before another one may repair its words.
@@ -13,8 +11,6 @@ use std::sync::atomic::Ordering;
 
 use crate::state_file::{FORMAT, Field, StateFile};
 
-/// The first layout whose readers know that there may be two.
-const KNOWS_TWO: u16 = 5;
 /// Beside the pid of the engine that leaves: the other one serves every process of the VM.
 const FOLLOWED: u64 = 1 << 32;
 
@@ -23,9 +19,7 @@ impl StateFile {
     /// the order.
     pub fn name_beside(&self, pid: u32, start_time: u64) {
         let Some((leaving, leaving_start)) = self.engine() else { return self.name_engine(pid, start_time) };
-        let mut stamp = FORMAT.raise(self.stamp());
-        stamp.least_reader = stamp.least_reader.max(KNOWS_TWO);
-        self.set(Field::Layout, stamp.to_word());
+        self.set(Field::Layout, FORMAT.raise(self.stamp()).to_word());
         self.thread_list().share();
         // In this order: a keeper that dies anywhere here has named the one that serves.
         self.set(Field::LeavingStart, leaving_start);
@@ -78,11 +72,6 @@ impl StateFile {
         }
         self.set(Field::LeavingPid, 0);
         self.set(Field::LeavingStart, 0);
-        let mut stamp = self.stamp();
-        if stamp.least_reader == KNOWS_TWO {
-            stamp.least_reader = FORMAT.least_reader;
-            self.set(Field::Layout, stamp.to_word());
-        }
     }
 }
 
@@ -95,19 +84,18 @@ mod tests {
     const LOST: Lost = Lost { flags: 0, word: 0 };
 
     #[test]
-    fn two_engines_are_named_until_one_has_left_and_older_programs_are_refused_meanwhile() {
+    fn two_engines_are_named_until_one_has_left() {
         let state = StateFile::create(VmId([5; 16]), "test").expect("state");
         state.take_over(10, 99, LOST).expect("no journal");
-        let least = || state.stamp().least_reader;
-        assert_eq!((state.engine(), state.leaving(), least()), (Some((10, 99)), None, 3));
+        assert_eq!((state.engine(), state.leaving()), (Some((10, 99)), None));
         state.name_beside(12, 100);
-        assert_eq!((state.engine(), state.leaving(), least()), (Some((12, 100)), Some((10, 99)), 5));
+        assert_eq!((state.engine(), state.leaving()), (Some((12, 100)), Some((10, 99))));
         assert_eq!(state.open_beside(12, 100), 2, "as many have opened it");
         assert!(!state.is_followed());
         state.set_followed();
         assert_eq!((state.is_followed(), state.leaving()), (true, Some((10, 99))));
         state.has_left();
-        assert_eq!((state.engine(), state.leaving(), least()), (Some((12, 100)), None, 3));
+        assert_eq!((state.engine(), state.leaving()), (Some((12, 100)), None));
         state.set_followed();
         assert!(!state.is_followed(), "nobody leaves");
     }
@@ -136,6 +124,5 @@ mod tests {
         state.name_beside(12, 100);
         state.take_over(14, 101, LOST).expect("no journal");
         assert_eq!((state.engine(), state.leaving()), (Some((14, 101)), None));
-        assert_eq!(state.stamp().least_reader, 3);
     }
 }

@@ -78,8 +78,6 @@ pub struct KeptEngine {
     pub pidfd: Number,
     /// The keeper's end of its socket.
     pub socket: Number,
-    /// The version of its messages.
-    pub version: u16,
 }
 
 /// A VM.
@@ -151,16 +149,8 @@ pub struct KeptAsk {
     pub attaches: bool,
 }
 
-/// The first version that knows [`Kept::owed`].
-const OWED: u16 = 3;
-
 impl Message for Kept {
-    const FORMAT: Format = Format { version: 3, least_reader: 1, oldest: 1 };
-
-    /// An older program would never send the replies that are held back, so it must not become the keeper then.
-    fn least_reader(&self) -> u16 {
-        if self.owed.is_empty() { Self::FORMAT.least_reader } else { OWED }
-    }
+    const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
 }
 
 impl Kept {
@@ -243,7 +233,7 @@ mod tests {
             since_unix_s: 2,
             restarts: 3,
             upgrading: vec![4],
-            engine: KeptEngine { pid: 5, start: 6, pidfd: 7, socket: 8, version: 9 },
+            engine: KeptEngine { pid: 5, start: 6, pidfd: 7, socket: 8 },
             zombies: vec![(1, 9)],
             vms: vec![vm(10)],
             closing: vec![(2, true, vm(20))],
@@ -261,24 +251,14 @@ mod tests {
         let said: String = encode(&kept())[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let vm = "020101160202181a020001011c0f101101710101700112";
         let expected = (
-            3,
+            1,
             format!(
-                "080a0c022f70022f6f0101010203010405060e10090101120114{vm}01020128{vm}\
+                "080a0c022f70022f6f0101010203010405060e100101120114{vm}01020128{vm}\
                  01032c0405060107070707070707070707070707070707022e300332018020804001010703010801090a\
                  01016701016d01030200020506"
             ),
         );
         assert_eq!((Kept::FORMAT.version, said), expected, "raise FORMAT, and put what is written now here");
-    }
-
-    #[test]
-    fn a_program_that_does_not_know_of_replies_that_are_held_back_may_not_read_it_while_there_are_any() {
-        let least_reader = |kept: &Kept| {
-            let bytes = encode(kept);
-            u16::from_le_bytes([bytes[6], bytes[7]])
-        };
-        assert_eq!(least_reader(&kept()), 3);
-        assert_eq!(least_reader(&Kept { owed: Vec::new(), ..kept() }), 1);
     }
 
     #[test]
@@ -299,7 +279,7 @@ mod tests {
         let file = File::from(file);
         file.write_all_at(&bytes, 0).expect("written");
         let said = Kept::read(&file).expect_err("too new").to_string();
-        assert!(said.contains("version 5 and needs a reader of at least 4; this program has version 3"), "{said}");
+        assert!(said.contains("version 5 and needs a reader of at least 4; this program has version"), "{said}");
         let (reader, _writer) = io::pipe().expect("a pipe");
         Kept::read(&reader).expect_err("a pipe");
         Kept::read(memfd::create("ballast-test", Bytes(2 << 30)).expect("memfd")).expect_err("too long");

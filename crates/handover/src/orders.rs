@@ -16,20 +16,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::upgrading::Upgrading;
 
-/// The messages in this file. Version 6: the engine's settings are bytes. Version 7: counted descriptors, regions of
-/// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
-/// Version 9: two engines of one VM. Version 10: whether the keeper was replaced. Version 11: how
-/// long VMs had two engines. Version 12: two engines of a VM with any stores. Version 13: how many regions an order
-/// to open or check a VM is about, and which one is unplugged. Version 14: an engine that lost descriptors says so.
-pub const FORMAT: Format = Format { version: 14, least_reader: 7, oldest: 7 };
-/// The first version that knows the orders and reports of an upgrade.
-const UPGRADES: u16 = 8;
-/// The first version of an engine that may serve a VM beside another one.
-pub const BESIDE: u16 = 9;
-/// The first one that may do so with any stores.
-pub const ALL_BESIDE: u16 = 12;
-/// The first version that knows [`Report::Lost`].
-const LOST: u16 = 14;
+/// The versions of the messages in this file.
+pub const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
 
 /// The parameters of a new engine. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -67,8 +55,8 @@ pub enum Order {
         /// Another engine serves its faults, and does nothing else for it ([`Order::ServeFaults`]): do no more than
         /// that either until [`Order::Alone`], and mend nothing.
         beside: bool,
-        /// How many regions the state file had; 0 from older keepers. Later ones, which may be in it by the time the
-        /// order is read, come with [`Order::AddRegion`].
+        /// How many regions the state file had. Later ones, which may be in it by the time the order is read, come
+        /// with [`Order::AddRegion`].
         regions: u32,
     },
     /// Serve the faults of this process. Descriptors: its userfaultfds in its order, then the control socket.
@@ -107,8 +95,8 @@ pub enum Order {
         pid: u32,
         /// Where it is mapped.
         hva: Hva,
-        /// One more than its number; 0 from older keepers. [`Order::AddView`] may come without it.
-        region: u32,
+        /// Its number, if the keeper knows it. [`Order::AddView`] may come without it.
+        region: Option<u32>,
     },
     /// Keep all pages resident from now on. Answered by [`Report::Done`] when they are: a VMM that is about to pin its
     /// memory must not find pages that are far, or on their way.
@@ -183,7 +171,7 @@ pub enum Order {
         stores: Vec<StoreFiles>,
         /// How many RAM files there are.
         files: u8,
-        /// How many regions the state file had; 0 from older keepers.
+        /// How many regions the state file had.
         regions: u32,
     },
     /// Decide nothing more for the host, and answer no more requests: VMs are about to move from this engine or to it.
@@ -231,9 +219,6 @@ pub enum Order {
         seq: u64,
         /// The VM.
         vm: VmId,
-        /// That engine can do so whatever stores the VM has ([`ALL_BESIDE`]). Without it, only if all return at once
-        /// and nobody shares them.
-        all: bool,
     },
     /// The engine that served this VM beside this one has closed it.
     Alone {
@@ -326,34 +311,10 @@ pub enum Report {
 
 impl Message for Order {
     const FORMAT: Format = FORMAT;
-
-    fn least_reader(&self) -> u16 {
-        match self {
-            Self::CheckVm { .. }
-            | Self::Rest { .. }
-            | Self::Resume
-            | Self::HandOver { .. }
-            | Self::Tell { .. }
-            | Self::Leave
-            | Self::Past(_)
-            | Self::Upgrading(_)
-            | Self::Asked { .. } => UPGRADES,
-            Self::OpenVm { beside: true, .. } | Self::ServeFaults { .. } | Self::Alone { .. } => BESIDE,
-            _ => FORMAT.least_reader,
-        }
-    }
 }
 
 impl Message for Report {
     const FORMAT: Format = FORMAT;
-
-    fn least_reader(&self) -> u16 {
-        match self {
-            Self::Refused(_) | Self::Past(_) | Self::Upgrade { .. } => UPGRADES,
-            Self::Lost(_) => LOST,
-            _ => FORMAT.least_reader,
-        }
-    }
 }
 
 #[cfg(test)]
@@ -379,7 +340,7 @@ mod tests {
             open,
             add,
             Order::AddRegion { vm, pid: 1, span: Some(span), number: 2, files: 3 },
-            Order::RemoveRegion { seq: 1, vm, pid: 2, hva: Hva(3), region: 4 },
+            Order::RemoveRegion { seq: 1, vm, pid: 2, hva: Hva(3), region: Some(4) },
             Order::Pin { seq: 1, vm, reason: "r".into() },
             Order::MayPin { seq: 1, vm },
             Order::Reach { seq: 1, vm, pid: 2, regions: vec![3] },
@@ -398,7 +359,7 @@ mod tests {
             Order::Past(vec![7]),
             Order::Upgrading(upgrading),
             Order::Asked { ask: 1, result: Err("e".into()) },
-            Order::ServeFaults { seq: 1, vm, all: true },
+            Order::ServeFaults { seq: 1, vm },
             Order::Alone { vm },
         ];
         let reports = [
@@ -420,7 +381,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (14, SAID.to_owned()),
+            (1, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -437,13 +398,13 @@ mod tests {
     const SAID: &str = "00010203020405 \
         01070707070707070707070707070707070171010170010201010202050106 \
         020707070707070707070707070707070701020180208040030104 \
-        03070707070707070707070707070707070101802080400203 040107070707070707070707070707070707020304 \
+        03070707070707070707070707070707070101802080400203 04010707070707070707070707070707070702030104 \
         0501070707070707070707070707070707070172 060107070707070707070707070707070707 \
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
         090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d \
         0e0107070707070707070707070707070707000203 0f01 10 110107070707070707070707070707070707 \
         120107070707070707070707070707070707 13 140107 15010170000000000000016d0101016b00 1601010165 \
-        17010707070707070707070707070707070701 1807070707070707070707070707070707 0001010165 \
+        170107070707070707070707070707070707 1807070707070707070707070707070707 0001010165 \
         0101010165 02 03 \
         040106 050172 060107 07010170 0807070707070707070707070707070707";
 }

@@ -3,8 +3,7 @@
 //!
 //! Before: an engine made one, for a VM whose pages are to be sealed. After: each engine after it has the same.
 //! Threads: the one that opens the VM. Units: words.
-//! Promise: either a key is there with all of its words, or it is known to be damaged, or there never was one. A
-//! program that does not know of keys does not open the file: it could read none of the pages.
+//! Promise: either a key is there with all of its words, or it is known to be damaged, or there never was one.
 //!
 //! The VM's own VMM, which keeps the file in escrow, could read the key; it has the guest's memory anyway.
 
@@ -14,8 +13,6 @@ use crate::state_file::{SECRET_WORDS, StateFile};
 
 /// The generation from which it counts (zero: there is no key), the key, a checksum.
 const WORDS: usize = SECRET_WORDS;
-/// The first version of a program that knows of keys.
-const KNOWN_SINCE: u16 = 6;
 
 /// The state of a VM's key.
 #[derive(Clone, PartialEq, Eq)]
@@ -71,8 +68,6 @@ impl StateFile {
     /// Writes this key for a VM that has none. `since` is not zero.
     pub fn keep_secret(&self, since: u64, key: &[u8; 32]) {
         let words: [u64; 4] = std::array::from_fn(|at| u64::from_le_bytes(key.as_chunks::<8>().0[at]));
-        // First, because older programs must not open the file from here on.
-        self.need_reader(KNOWN_SINCE);
         let values = words.into_iter().chain([checksum(since, &words), since]);
         // The generation comes last: without it the key counts as damaged, and no page is sealed with it yet.
         for (at, value) in [1, 2, 3, 4, 5, 0].into_iter().zip(values) {
@@ -102,11 +97,10 @@ mod tests {
     #[test]
     fn the_next_reader_of_the_file_finds_the_key() {
         let file = StateFile::create(VmId([1; 16]), "vm").expect("create");
-        assert_eq!((file.secret(), file.stamp().least_reader < KNOWN_SINCE), (Secret::None, true));
+        assert_eq!(file.secret(), Secret::None);
         let key = std::array::from_fn(|at| at as u8);
         file.keep_secret(7, &key);
         assert_eq!(open(&file).secret(), Secret::Kept { since: 7, key });
-        assert_eq!(file.stamp().least_reader, KNOWN_SINCE, "a program that does not know of keys does not open it");
         assert!(!format!("{:?}", file.secret()).contains("31"));
     }
 

@@ -44,12 +44,8 @@ use crate::threads::{self, ThreadList};
 mod regions;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
-/// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
-/// since version 1. Version 3: regions of several extents, which older programs would take for one; guest-physical
-/// addresses. Version 4: ranges of guest-physical addresses. Version 5: a second engine beside the one that is named.
-/// Version 6: a key; a file that has one needs a reader that knows it. Version 7: which cluster has the VM's pages.
-/// Version 8: memory on demand; the file of a VM that has some needs a reader that knows it.
-pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 9 } else { 8 }, least_reader: 3, oldest: 1 };
+/// The versions of the file's layout and of page-state words.
+pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 2 } else { 1 }, least_reader: 1, oldest: 1 };
 /// A build that tests use as the successor and predecessor of this one: as if the next version had one more word.
 const NEXT_LAYOUT: bool = cfg!(feature = "next-layout");
 const HEADER_LEN: usize = 32 * 1024;
@@ -229,13 +225,6 @@ impl StateFile {
     /// What it states of its layout.
     pub(crate) fn stamp(&self) -> Stamp {
         Stamp::from_word(self.get(Field::Layout))
-    }
-
-    /// Only programs of at least this version open it from now on.
-    pub(crate) fn need_reader(&self, least: u16) {
-        let theirs = self.stamp();
-        let raised = Stamp { least_reader: theirs.least_reader.max(least), ..FORMAT.raise(theirs) };
-        self.set(Field::Layout, raised.to_word());
     }
 
     /// The descriptor.

@@ -29,7 +29,7 @@ mod read;
 
 const MAGIC: &[u8; 8] = b"BLSTHEAT";
 /// Version of the file's layout.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 1;
 const SEEN: u8 = 1;
 const FINE: u8 = 2;
 const TOUCHED: u8 = 4;
@@ -315,7 +315,7 @@ mod tests {
         assert!(error(b"NOT-HEAT-AT-ALL").contains("does not begin as one"));
         let mut bytes = header("x");
         bytes[8] = 9;
-        assert_eq!(error(&bytes), "Reading a heat recording: it has version 9; this program reads version 3");
+        assert_eq!(error(&bytes), "Reading a heat recording: it has version 9; this program reads version 1");
         let mut bytes = Recording { source: "x".into(), frames: vec![Frame::Layout(vec![7])] }.encode();
         bytes.pop();
         assert_eq!(error(&bytes), "Reading a heat recording: frame 0 (byte 13): it ends 1 bytes too early");

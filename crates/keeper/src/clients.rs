@@ -179,7 +179,7 @@ impl Keeper {
             ClientToKeeper::RemoveRegion(hva) => {
                 let view = self.clients[&key].view.as_ref().ok_or("attach first")?;
                 let span = view.spans.iter().find(|(span, _)| span.hva == hva);
-                let region = span.map_or(0, |(_, number)| number + 1);
+                let region = span.map(|(_, number)| *number);
                 self.entry_of(key)?.looks_at.get_or_insert(Instant::now() + FORGET_EVERY);
                 self.ask_engine(key, Answer::Ok, |seq, vm, pid| Order::RemoveRegion { seq, vm, pid, hva, region })
             }

@@ -98,8 +98,6 @@ pub struct Engine {
     pub begun: Instant,
     /// It was told that it has all VMs.
     pub told_to_serve: bool,
-    /// The version of its messages; 0 before the first one.
-    pub version: u16,
 }
 
 impl Engine {
@@ -115,7 +113,6 @@ impl Engine {
             killed: None,
             begun: Instant::now(),
             told_to_serve: false,
-            version: 0,
         }
     }
 

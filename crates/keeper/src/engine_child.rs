@@ -228,7 +228,7 @@ impl Keeper {
     /// something else there.
     pub(crate) fn unplugs_of(&self, id: VmId) -> Vec<(u32, Hva, u32)> {
         let of = |asked: &Asked| match asked.order {
-            Order::RemoveRegion { vm, pid, hva, region, .. } if vm == id => Some((pid, hva, region.checked_sub(1)?)),
+            Order::RemoveRegion { vm, pid, hva, region, .. } if vm == id => Some((pid, hva, region?)),
             _ => None,
         };
         self.pending.values().filter_map(of).collect()
@@ -286,7 +286,6 @@ impl Keeper {
             let Some(engine) = engine else { return };
             let Ok(Some(received)) = scm::receive(&engine.socket) else { return };
             engine.pulse.silent = 0;
-            engine.version = wire::version_of(&received.bytes).unwrap_or(engine.version);
             let closer = self.closer.clone();
             match wire::decode::<Report>(&received.bytes) {
                 Ok(Report::Pong) => {}

@@ -79,7 +79,6 @@ impl Keeper {
                 start,
                 pidfd: number(&engine.child.pidfd()),
                 socket: number(&engine.socket),
-                version: engine.version,
             },
             zombies: self.zombies.iter().map(|child| (child.id(), number(&child.pidfd()))).collect(),
             vms: self.vms.iter().map(kept_vm).collect(),
@@ -115,9 +114,9 @@ impl Keeper {
         };
         keeper.last_upgrade = upgrading;
         let child = |pid, pidfd: OwnedFd| Child::known(pid, pidfd).with_context(|| format!("Taking over child {pid}"));
-        let KeptEngine { pid, start, pidfd, socket, version } = kept.engine;
+        let KeptEngine { pid, start, pidfd, socket } = kept.engine;
         let mut engine = Engine::new(child(pid, fd(pidfd)?)?, Process { pid, start }, fd(socket)?);
-        (engine.told_to_serve, engine.version, engine.pulse.starting) = (true, version, None);
+        (engine.told_to_serve, engine.pulse.starting) = (true, None);
         keeper.engine = Some(engine);
         for (pid, pidfd) in &kept.zombies {
             keeper.zombies.push(child(*pid, fd(*pidfd)?)?);

@@ -8,7 +8,7 @@
 use std::time::Instant;
 
 use ballast_base::wire::VmId;
-use ballast_handover::orders::{ALL_BESIDE, BESIDE, Order};
+use ballast_handover::orders::Order;
 use ballast_sys::clock;
 
 use crate::keeper::Keeper;
@@ -28,24 +28,17 @@ impl Keeper {
         let moving = |vm: &&VmEntry| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..));
         let closing = self.closing.iter().filter(|closing| closing.entry.state.leaving().is_some()).count();
         let busy = upgrade.opening.len() + self.vms.iter().filter(moving).count() + closing;
-        let all = upgrade.next.version >= ALL_BESIDE;
-        let know_two = [self.engine.as_ref(), Some(&upgrade.next)];
-        let know_two = know_two.into_iter().all(|engine| engine.is_some_and(|engine| engine.version >= BESIDE));
         let stay = self.vms.iter().filter(|vm| vm.at == At::Engine && vm.is_handed_over()).map(|vm| vm.state.id());
         let next: Vec<_> = stay.take(AT_ONCE.saturating_sub(busy)).collect();
         if next.is_empty() && busy == 0 && (upgrade.stage == Stage::Moving || upgrade.serves) {
             return self.upgrade_goes_on();
         }
         for vm in next {
-            if !know_two {
-                self.part(vm);
-                continue;
-            }
             let seq = self.ask(Asked::ServeFaults(vm));
             if let Some(entry) = self.entry(vm) {
                 entry.at = At::Resting(seq);
             }
-            self.order(&Order::ServeFaults { seq, vm, all }, &[]);
+            self.order(&Order::ServeFaults { seq, vm }, &[]);
         }
     }
 

@@ -354,9 +354,6 @@ impl VmEntry {
                 "with region {at} the RAM of this VM would be in {extents} extents; {MAX_EXTENTS} are allowed"
             ));
         }
-        if memfd::any_is_on_demand(ram.files.iter().map(|(file, _)| file)).map_err(|error| error.to_string())? {
-            self.state.keep_on_demand();
-        }
         let ids: Vec<_> = ram.files.iter().map(|(_, id)| *id).collect();
         let number = self.state.add_region(&ids, &ram.extents, ram.guest_address).map_err(|error| error.to_string())?;
         self.ram.push(None);

@@ -458,7 +458,7 @@ fn a_region_that_no_engine_has_removed_keeps_its_files_and_a_removed_one_does_no
     keeper.vms[0].bring(0, region.files);
     for is_removed in [false, true] {
         let (key, _socket) = process_of(&mut keeper, vm, 7);
-        let order = Order::RemoveRegion { seq: 1, vm, pid: 7, hva: Hva(0), region: 1 };
+        let order = Order::RemoveRegion { seq: 1, vm, pid: 7, hva: Hva(0), region: Some(0) };
         let asked = Asked { client: key, order, answer: Answer::Ok };
         if is_removed {
             keeper.vms[0].state.remove_region(0);
@@ -554,7 +554,7 @@ fn the_next_engine_is_not_told_of_memory_that_a_process_waits_to_unplug() {
     let (mut keeper, _dir) = keeper();
     let vm = new_vm(&mut keeper, "web");
     let (key, _socket) = process_of(&mut keeper, vm, 7);
-    let order = Order::RemoveRegion { seq: 1, vm, pid: 7, hva: Hva(0), region: 1 };
+    let order = Order::RemoveRegion { seq: 1, vm, pid: 7, hva: Hva(0), region: Some(0) };
     keeper.pending.insert(1, Asked { client: key, order, answer: Answer::Ok });
     let unplugged = keeper.unplugs_of(vm);
     assert_eq!(unplugged, [(7, Hva(0), 0)]);

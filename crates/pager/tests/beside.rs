@@ -97,6 +97,7 @@ fn moves(rig: &Rig, stores: impl Fn(&Stores) -> Stores) {
             next.start().expect("start");
             vm = next;
         }
+        until("pages go", || vm.stats().get(Counter::Far) > 0);
         vm
     });
     last.serve_faults_only();

@@ -36,13 +36,10 @@ pub struct VmState {
     /// Time and restore count of past samples, oldest first, one window at most.
     pub restores: Vec<(u64, u64)>,
     /// The target at the last decision.
-    #[serde(default)]
     pub target_bytes: Option<u64>,
     /// Estimated need of a VM that is not tracked.
-    #[serde(default)]
     pub need: Option<Need>,
     /// State of the gain policy.
-    #[serde(default)]
     pub gain: Sums,
     /// The pressure policy takes nothing before this time.
     pub pause_until_ms: u64,

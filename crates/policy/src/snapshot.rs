@@ -71,10 +71,8 @@ pub struct VmSample {
     /// Restores since the VM attached, by fault or readahead.
     pub restores: u64,
     /// Sum of all refault intervals: pages (of `page_bytes`) times milliseconds.
-    #[serde(default, alias = "away_page_ms")]
     pub refault_page_ms: u64,
     /// Sum of one over each refault interval, in 1/1000 Hz.
-    #[serde(default, alias = "back_milli_hz")]
     pub refault_milli_hz: u64,
     /// Share of the time since the last snapshot in which some thread waited for its memory, 0 to 1.
     pub stall: f64,

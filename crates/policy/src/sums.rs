@@ -29,31 +29,24 @@ pub struct Sums {
     /// Time of the last sample.
     pub at_ms: u64,
     /// Sum of all refault intervals until then, since the VM attached, in page-milliseconds.
-    #[serde(alias = "away_page_ms")]
     pub refault_page_ms: u64,
     /// Restores until then.
-    #[serde(default)]
     pub restores: u64,
     /// Sum of one over each refault interval until then, in 1/1000 Hz.
-    #[serde(default, alias = "back_milli_hz")]
     pub refault_milli_hz: u64,
     /// Far memory at the last sample.
     pub far_bytes: u64,
     /// Resident memory at the last sample.
-    #[serde(default)]
     pub resident_bytes: u64,
     /// Seconds, decayed.
     pub time_s: f64,
     /// Seconds of waiting, decayed.
     pub waited_s: f64,
     /// Restores, decayed.
-    #[serde(default)]
     pub returned: f64,
     /// One over each refault interval, in Hz, decayed.
-    #[serde(default)]
     pub returned_hz: f64,
     /// Restored bytes times their refault intervals, in byte-seconds, decayed.
-    #[serde(alias = "away_byte_s")]
     pub refault_byte_s: f64,
 }
 

@@ -26,11 +26,8 @@ use crate::damage::Damage;
 use crate::unit::{FRAME_SLICES, FrameIdx, NodeIdx, SliceIdx};
 use crate::words::Words;
 
-/// Versions that this program writes and reads. Version 2: a pool that has memory on demand needs a reader that knows
-/// it; nothing else has changed since version 1.
-pub const FORMAT: Format = Format { version: 2, least_reader: 1, oldest: 1 };
-/// The first version of a program that knows memory on demand.
-pub(crate) const ON_DEMAND_SINCE: u16 = 2;
+/// Versions that this program writes and reads.
+pub const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
 /// The most nodes of a host.
 pub const MAX_NODES: usize = 16;
 /// The most slices of a pool: 64 TiB.
@@ -255,10 +252,10 @@ mod tests {
 
     /// A change of any of these is a new version.
     #[test]
-    fn the_places_of_version_2_are_these() {
+    fn the_places_of_version_1_are_these() {
         let layout = Layout::new(&NODES, 32, 100).expect("a layout");
         let places = [layout.states, layout.classes, layout.owners, layout.vms_start, layout.entries_start];
-        assert_eq!(FORMAT, Format { version: 2, least_reader: 1, oldest: 1 });
+        assert_eq!(FORMAT, Format { version: 1, least_reader: 1, oldest: 1 });
         assert_eq!(places, [32, 224, 225, 249, 649]);
         assert_eq!(layout.words(), 649 + 3 * 1536);
         assert_eq!([WORD_INTENT, WORD_OPERAND, WORD_VM_MARK, WORD_ENTRY_MARK], [4, 5, 6, 7]);
@@ -298,7 +295,7 @@ mod tests {
         let layout = Layout::new(&NODES, 32, 100).expect("a layout");
         let mut words = vec![0; layout.words()];
         layout.write(&mut words);
-        words[WORD_STAMP] = Stamp { version: 3, least_reader: 2 }.to_word();
+        words[WORD_STAMP] = Stamp { version: 3, least_reader: 1 }.to_word();
         assert!(Layout::read(&words).is_ok());
         words[WORD_STAMP] = Stamp { version: 3, least_reader: 3 }.to_word();
         let said = Layout::read(&words).expect_err("too new").to_string();

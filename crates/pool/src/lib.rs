@@ -26,7 +26,6 @@ mod damage;
 mod index;
 mod intent;
 pub mod layout;
-mod needs;
 mod plan;
 mod pool;
 pub mod request;

@@ -204,7 +204,6 @@ fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<(bool, Vec<Hva>)> 
         }
         match client.set_guest_ranges(*hva, ranges) {
             Ok(()) => {}
-            // An older keeper does not know this message.
             Err(RequestError::Refused(why)) => return Err(io::Error::other(why)),
             // It was unmapped meanwhile; or there is no keeper now.
             Err(RequestError::Invalid(_) | RequestError::NoAnswer | RequestError::Later(_)) => all = false,

@@ -10,26 +10,21 @@
 //! An identity is under 16 keys spread over the slots, so it outlives any shard. One key that has it is enough. The
 //! first engine that finds none of them makes the identity; engines add keys that are missing (`mend`).
 //!
-//! | The VM keeps | It has pages | The cluster says | Nobody has a page: | A put: |
-//! |---|---|---|---|---|
-//! | X | any | X | it is lost | goes on |
-//! | X | any | only others, or nothing, under all keys | unknown, and an event | refused |
-//! | X | any | not X, and some keys cannot be asked for | unknown | refused |
-//! | nothing | no | Y | it is nobody's: absent | keeps Y, goes on |
-//! | nothing | no | nothing, under all keys | the same | makes Y, keeps it, goes on |
-//! | nothing | by an older engine | a page of the VM, by the same map | as if it kept what is there | the same |
-//! | nothing | by an older engine | none | unknown, and an event | refused |
+//! | The VM keeps | The cluster says | Nobody has a page: | A put: |
+//! |---|---|---|---|
+//! | X | X | it is lost | goes on |
+//! | X | only others, or nothing, under all keys | unknown, and an event | refused |
+//! | X | not X, and some keys cannot be asked for | unknown | refused |
+//! | nothing | Y | it is nobody's: absent | keeps Y, goes on |
+//! | nothing | nothing, under all keys | absent | makes Y, keeps it, goes on |
 //!
-//! A cluster that was emptied looks like another one. Only operators know, and say so by giving it the identity again,
-//! or, if none is kept, the VM's lease the value `lost`. A lease alone proves nothing: a renewal that is tried again
-//! may go to a cluster that took over a node's address.
+//! A cluster that was emptied looks like another one. Only operators know, and say so by giving it the identity again.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::VmId;
 use ballast_store::held;
 
 use crate::cluster::Cluster;
@@ -44,10 +39,6 @@ use crate::stream::gives_way;
 
 /// Keys of an identity.
 const KEYS: usize = 16;
-/// Pages of a VM that are asked for to find out whether a cluster has it.
-pub(crate) const PROOFS: usize = 16;
-/// What operators set a VM's lease to, if they know that its pages are lost.
-const LOST: &[u8] = b"lost";
 /// Longest time that one node may take, and all of them together.
 const TIMEOUT: Duration = Duration::from_secs(1);
 const ALL: Duration = Duration::from_secs(5);
@@ -85,15 +76,8 @@ pub type Tell = Box<dyn Fn(String) + Send + Sync>;
 
 /// The cluster of one VM.
 pub(crate) struct Home {
-    vm: VmId,
     kept: Box<dyn Kept>,
     tell: Option<Tell>,
-    /// Words name pages, or may do so.
-    has_pages: AtomicBool,
-    /// As long as no identity is kept (an older engine put them): the map by which one of them was found.
-    proved: Mutex<Option<Arc<SlotMap>>>,
-    /// Keys of some of these pages.
-    proofs: Mutex<Vec<Vec<u8>>>,
     /// What operators were told, while it is so.
     elsewhere: Mutex<Option<String>>,
 }
@@ -109,16 +93,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Home {
-    pub fn new(vm: VmId, kept: Box<dyn Kept>, tell: Option<Tell>) -> Self {
-        Self {
-            vm,
-            kept,
-            tell,
-            has_pages: AtomicBool::new(false),
-            proved: Mutex::default(),
-            proofs: Mutex::default(),
-            elsewhere: Mutex::default(),
-        }
+    pub fn new(kept: Box<dyn Kept>, tell: Option<Tell>) -> Self {
+        Self { kept, tell, elsewhere: Mutex::default() }
     }
 
     /// Is it kept which cluster has pages of the VM?
@@ -126,38 +102,9 @@ impl Home {
         self.kept.get() != 0
     }
 
-    /// Words name pages of the VM, or may do so.
-    pub fn has_pages(&self) {
-        self.has_pages.store(true, Ordering::Release);
-    }
-
-    fn has_no_pages(&self) {
+    /// All words are known, no other engine puts any pages, and no word names one.
+    pub fn has_no_pages(&self) {
         self.kept.forget();
-        self.has_pages.store(false, Ordering::Release);
-    }
-
-    /// All words are known, and no other engine puts any pages: these keys are some of those that words name.
-    pub fn is_named(&self, some: Vec<Vec<u8>>) {
-        let any = !some.is_empty();
-        *lock(&self.proofs) = some;
-        if any { self.has_pages() } else { self.has_no_pages() }
-    }
-
-    /// Did an older engine put pages of the VM, and is the cluster not known that has them?
-    fn is_unnamed(&self) -> bool {
-        self.has_pages.load(Ordering::Acquire) && self.kept.get() == 0
-    }
-
-    /// Did an older engine put pages of the VM, and was one found by this map?
-    fn is_proved(&self, map: &Arc<SlotMap>) -> bool {
-        self.is_unnamed() && lock(&self.proved).as_ref().is_some_and(|by| Arc::ptr_eq(by, map))
-    }
-
-    /// A page of the VM came from the cluster of this map.
-    pub fn found(&self, map: &Arc<SlotMap>) {
-        if self.is_unnamed() {
-            *lock(&self.proved) = Some(map.clone());
-        }
     }
 
     /// What operators were told, if this is not the cluster of the VM.
@@ -171,27 +118,11 @@ impl Home {
     /// It is not, or that is not known; the reason.
     pub fn takes(&self, cluster: &Cluster) -> Result<(), String> {
         let map = with_nodes(cluster)?;
-        self.takes_by(cluster, &map)
-    }
-
-    /// Is this the cluster whose lease is renewed? One that cannot be given an identity, because a node is full, may
-    /// have the VM's pages all the same.
-    ///
-    /// # Errors
-    /// The same.
-    pub fn renews(&self, cluster: &Cluster) -> Result<(), String> {
-        let map = with_nodes(cluster)?;
-        let takes = self.takes_by(cluster, &map);
-        // A new map may have come meanwhile.
-        if self.is_proved(&map) { Ok(()) } else { takes }
-    }
-
-    fn takes_by(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
         let kept = self.kept.get();
-        if kept != 0 && cluster.was_seen(kept, map, FRESH) {
+        if kept != 0 && cluster.was_seen(kept, &map, FRESH) {
             return Ok(());
         }
-        self.ask(cluster, map).inspect_err(|_| cluster.refresh())
+        self.ask(cluster, &map).inspect_err(|_| cluster.refresh())
     }
 
     /// Does it count that no node of this map has a page?
@@ -199,19 +130,13 @@ impl Home {
     /// # Errors
     /// It does not; the reason.
     pub fn loses(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
-        if self.kept.get() == 0 && !self.has_pages.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        self.ask(cluster, map)
+        if self.is_kept() { self.ask(cluster, map) } else { Ok(()) }
     }
 
     /// Asks the nodes of this map.
     fn ask(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
         let until = Instant::now() + ALL;
         let mut kept = self.kept.get();
-        if self.is_unnamed() && !self.is_proved(map) {
-            self.prove(cluster, map, until)?;
-        }
         let said = read(cluster, map, kept, until);
         if kept == 0 {
             let here = said.most().map_or_else(|| make(cluster, map, &said, until), Ok)?;
@@ -254,37 +179,6 @@ impl Home {
         }
         text
     }
-
-    /// An older engine put the VM's pages: into this cluster, if that has one of some, or operators say that it had.
-    fn prove(&self, cluster: &Cluster, map: &Arc<SlotMap>, until: Instant) -> Result<(), String> {
-        let lease = name::lease(self.vm);
-        let mut silent = None;
-        let proofs = lock(&self.proofs).clone();
-        for key in proofs.iter().chain([&lease]) {
-            if held::is_wanted() {
-                return Err(gives_way().to_string());
-            }
-            match value(cluster, map, key, until) {
-                Ok(Some(value)) if *key != lease || value == LOST => {
-                    *lock(&self.proved) = Some(map.clone());
-                    *lock(&self.elsewhere) = None;
-                    return Ok(());
-                }
-                Ok(_) => {}
-                Err(why) => silent = Some(why),
-            }
-        }
-        if let Some(why) = silent {
-            return Err(format!("it is not known whether this cluster has the VM's pages: {why}"));
-        }
-        Err(self.say(format!(
-            "its pages were sent by an older ballastd, and the cluster in [remote] has none of some of them: it is \
-             another one, or was emptied. They wait, and no more go there. If it is another one, put the right nodes \
-             back within a day. If it was emptied, SET {} {} there says so, and its pages are lost",
-            String::from_utf8_lossy(&lease),
-            String::from_utf8_lossy(LOST)
-        )))
-    }
 }
 
 /// Returns a map that has nodes.
@@ -293,21 +187,6 @@ fn with_nodes(cluster: &Cluster) -> Result<Arc<SlotMap>, String> {
         cluster.owner(slot_of(&name::identity(0))).map_err(|error| error.to_string())?;
     }
     Ok(cluster.map())
-}
-
-/// The value that the key's node has.
-fn value(cluster: &Cluster, map: &SlotMap, key: &[u8], until: Instant) -> Result<Option<Vec<u8>>, String> {
-    let addr = map.primary(slot_of(key)).ok_or("some slots have no node")?;
-    let until = until.min(Instant::now() + TIMEOUT);
-    let asked = cluster.with(addr, until, |link| {
-        let replies = link.ask(&Commands::one(&[b"GET", key]), until)?;
-        let reply = replies.get(0);
-        match reply.error() {
-            Some(error) => Err(std::io::Error::other(error)),
-            None => Ok(reply.bytes().map(<[u8]>::to_vec)),
-        }
-    });
-    asked.map_err(|error| format!("{addr}: {error}"))
 }
 
 /// What a cluster says under the keys of its identity.

@@ -98,11 +98,6 @@ impl Seal {
         !matches!(self.0, Kind::Lost)
     }
 
-    /// Returns the number of bytes that sealing adds to a value.
-    pub fn overhead(&self) -> usize {
-        if matches!(self.0, Kind::Sealed { .. }) { TAG_BYTES } else { 0 }
-    }
-
     /// Seals the value that begins at `start`, in place.
     pub fn seal(&self, page: PageKey, generation: Handle, values: &mut Vec<u8>, start: usize) {
         let Kind::Sealed { key, .. } = &self.0 else { return };
@@ -173,7 +168,7 @@ mod tests {
             seal.seal(PAGE, handle(11), &mut values, 6);
             prop_assert_eq!(&values[..6], b"before");
             let value = &values[6..];
-            prop_assert_eq!(value.len(), text.len() + seal.overhead());
+            prop_assert_eq!(value.len(), text.len() + TAG_BYTES);
             prop_assert_eq!(opens(&seal, PAGE, 11, value), Some(text));
             let mut other = key;
             other[0] ^= 1;

@@ -31,7 +31,7 @@ use crate::chunk::{UnderWay, Write, of_part, parts, plus};
 use crate::cluster::Cluster;
 use crate::garbage::Garbage;
 use crate::generation::Generations;
-use crate::identity::{self, Home, Kept, Tell};
+use crate::identity::{Home, Kept, Tell};
 use crate::lease::Lease;
 use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
@@ -78,7 +78,7 @@ impl RemoteStore {
             share: Share::new(budget),
             codec,
             sealing: Sealing::with(Seal::plain()),
-            home: Home::new(vm, Box::new(Arc::new(AtomicU64::new(0))), None),
+            home: Home::new(Box::new(Arc::new(AtomicU64::new(0))), None),
             lease: Lease::new(vm, lease),
             generations: Generations::new(),
             used: AtomicBool::new(false),
@@ -108,7 +108,7 @@ impl RemoteStore {
     /// Makes the store keep there which cluster has its pages, and tell operators if that is not the one it has.
     #[must_use]
     pub fn kept_in(mut self, kept: impl Kept + 'static, tell: Option<Tell>) -> Self {
-        self.home = Home::new(self.vm, Box::new(kept), tell);
+        self.home = Home::new(Box::new(kept), tell);
         self
     }
 
@@ -129,7 +129,7 @@ impl RemoteStore {
         if !self.used.load(Relaxed) {
             return None;
         }
-        let why = self.home.renews(&self.cluster).and_then(|()| self.lease.ensure(&self.cluster)).err()?;
+        let why = self.ensure_lease().err()?;
         Some((self.lease.overdue()?, why))
     }
 
@@ -154,7 +154,9 @@ impl RemoteStore {
         let count = live.len() as u64 + waiting;
         self.used.fetch_or(count > 0, Relaxed);
         self.share.inherit(count);
-        self.home.is_named(name::keys(live.iter().take(identity::PROOFS).copied()));
+        if live.is_empty() {
+            self.home.has_no_pages();
+        }
     }
 
     /// Records the reason of a refused put.
@@ -232,13 +234,6 @@ impl RemoteStore {
     /// Gets pages of one chunk.
     fn get_chunk(&self, keys: &[PageKey], handles: &[Handle], out: &mut [PageBytes], outcomes: &mut [GetOutcome]) {
         let names = name::keys(keys.iter().copied().zip(handles.iter().copied()));
-        let map = self.cluster.map();
-        // Only if it was asked by one map is it known which cluster has a page.
-        let is_here = || {
-            if Arc::ptr_eq(&map, &self.cluster.map()) {
-                self.home.found(&map);
-            }
-        };
         let mut missing = Vec::new();
         let seal = self.sealing.get();
         let opens = |at: usize, value: &[u8], out: &mut PageBytes| seal.restores(keys[at], handles[at], value, out);
@@ -254,10 +249,7 @@ impl RemoteStore {
             return;
         }
         let asked = request::run(&self.cluster, Verb::Get, &names, &mut |at, said| match said {
-            Found::Value(bytes) if found(at, bytes, out) => {
-                is_here();
-                outcomes[at] = GetOutcome::Found;
-            }
+            Found::Value(bytes) if found(at, bytes, out) => outcomes[at] = GetOutcome::Found,
             // A replica may have it undamaged.
             Found::Value(_) | Found::Nothing => missing.push(at),
             Found::Elsewhere | Found::Done(_) => {}
@@ -273,10 +265,7 @@ impl RemoteStore {
         let verdicts = loss::verdicts(&self.cluster, &names, &mut opens, &loses);
         for (at, verdict) in missing.iter().zip(verdicts) {
             outcomes[*at] = match verdict {
-                Verdict::Found => {
-                    is_here();
-                    GetOutcome::Found
-                }
+                Verdict::Found => GetOutcome::Found,
                 Verdict::Damaged => GetOutcome::Corrupt,
                 Verdict::Lost => GetOutcome::Absent,
                 Verdict::Unknown(why) => {
@@ -410,7 +399,6 @@ impl Store for RemoteStore {
     /// The store may have pages, so their lease must not expire.
     fn follow(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         self.used.store(true, Relaxed);
-        self.home.has_pages();
     }
 
     /// Pages that were freed here since [`Store::follow`] must still be unlinked, and count until then. A page that is

@@ -165,47 +165,6 @@ fn a_page_is_lost_in_its_own_cluster_only_even_if_the_settings_name_nodes_of_two
 }
 
 #[test]
-fn pages_of_an_older_engine_are_in_the_cluster_that_has_one_of_them() {
-    let (Some(right), Some(wrong)) = (start(ONE), start(ONE)) else { return };
-    let (at_right, at_wrong) = (client(&[&right]), client(&[&wrong]));
-    let live = put(&Vm::default().engine(&at_right, &[]), 0..3);
-    let lost = (key(7), live[0].1);
-    let all = [&live[..], &[lost]].concat();
-    // That engine knew of no identity.
-    right
-        .say(0, &["EVAL", "for _,k in ipairs(redis.call('KEYS','bl{cluster*')) do redis.call('DEL',k) end", "0"])
-        .expect("EVAL");
-    let vm = Vm::default();
-    waits(&vm.engine(&at_wrong, &all), live[0]);
-    assert_eq!(vm.kept.load(Ordering::Relaxed), 0);
-    assert_eq!(get_at_last(&vm.engine(&at_right, &all), lost), GetOutcome::Absent, "it has other pages");
-    assert_eq!(identities(&right), vec![format!("{:016x}", vm.kept.load(Ordering::Relaxed)); 16]);
-    // The lease is lost, and is made again.
-    let lease = format!("bl{{{VM}}}");
-    right.say(0, &["DEL", &lease]).expect("DEL");
-    let engine = Vm::default().engine(&at_right, &all);
-    until(|| {
-        assert_eq!(engine.keep_lease(), None);
-        let exists = right.say(0, &["EXISTS", &lease]).and_then(read::<i64>).expect("EXISTS");
-        if exists == 1 { Ok(()) } else { Err("it is not made again") }
-    });
-    assert_eq!(get_at_last(&engine, lost), GetOutcome::Absent);
-    put(&engine, 20..21);
-    // All is lost, or it is another cluster; operators know how to say which.
-    let vm = Vm::default();
-    let engine = vm.engine(&at_wrong, &all);
-    waits(&engine, live[0]);
-    let told = vm.told();
-    assert!(matches!(&told[..], [only] if only.contains(&format!("SET {lease} lost"))), "{told:?}");
-    assert_eq!(engine.elsewhere().as_ref(), told.first());
-    wrong.say(0, &["SET", &lease, "1"]).expect("SET");
-    waits(&engine, live[0]);
-    wrong.say(0, &["SET", &lease, "lost"]).expect("SET");
-    assert_eq!(get_at_last(&engine, live[0]), GetOutcome::Absent);
-    assert_eq!(engine.elsewhere(), None);
-}
-
-#[test]
 fn engines_that_give_an_identity_at_the_same_time_agree_and_a_key_that_is_lost_comes_back() {
     let Some(valkey) = start(Layout { replicas: 0, ..Layout::default() }) else { return };
     let vms: Vec<Vm> = (0..8).map(|_| Vm::default()).collect();

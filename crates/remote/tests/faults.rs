@@ -290,22 +290,7 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
         assert_eq!(next.keep_lease(), None);
         if ttl() > 60_000 { Ok(()) } else { Err("a full node does not renew it") }
     });
-    // Also that of pages of an older engine, in a cluster that is too full for an identity.
-    let identities = "for _,k in ipairs(redis.call('KEYS','bl{cluster*')) do redis.call('DEL',k) end";
-    valkey.say(0, &["EVAL", identities, "0"]).expect("EVAL");
-    valkey.say(0, &["PEXPIRE", &lease, "60000"]).expect("PEXPIRE");
-    let older = another(&ours, &Arc::default());
-    older.recover(&mut (0..).map(key).zip(handles.iter().copied())).expect("recover");
-    let begun = Instant::now();
-    while ttl() <= 60_000 {
-        assert!(begun.elapsed() < Duration::from_secs(60), "it is renewed without an identity");
-        // So long after the last one that a new map is requested.
-        std::thread::sleep(Duration::from_millis(200));
-        assert_eq!(older.keep_lease(), None);
-    }
     set("maxmemory", "0");
-    let identity = format!("{:016x}", its_cluster.load(Ordering::Acquire));
-    valkey.say(0, &["SET", "bl{cluster:0}", &identity]).expect("SET");
     // The lease runs out while writes are refused.
     valkey.say(0, &["DEL", &lease]).expect("DEL");
     let mut leaseless = lease::Leaseless::default();

@@ -61,7 +61,6 @@ impl Reserve {
             }
         }
         let Some(live) = &mut self.live else { return Err(Error::Request("nothing is reserved for VMs".into())) };
-        live.pool.state_on_demand(true);
         let vm = loop {
             let (id, _) = live.new_vm().during("Asking for random numbers")?;
             if !live.promises.contains_key(&id.get()) {
@@ -154,10 +153,6 @@ impl Reserve {
         for numa in live.each_node().collect::<Vec<_>>() {
             live.set_aside_of(numa, &self.dir.join("names.json"))?;
         }
-        if live.promises.is_empty() {
-            let has = live.aside().next().is_some();
-            live.pool.state_on_demand(has);
-        }
         Ok(())
     }
 
@@ -165,8 +160,6 @@ impl Reserve {
     pub(crate) fn punch_all_aside(&mut self) -> Result<(), Error> {
         let Some(live) = &mut self.live else { return Ok(()) };
         let aside: Vec<VmId> = live.aside().map(|(vm, _)| vm).collect();
-        // A program of before did not say so.
-        live.pool.state_on_demand(!aside.is_empty() || !live.promises.is_empty());
         aside.into_iter().try_for_each(|vm| live.punch_aside(vm))
     }
 }

@@ -93,37 +93,13 @@ fn what_is_said_is_what_this_version_says() {
         messages.iter().map(body).collect()
     }
     let said = [hex(&client), hex(&keeper), hex(&engine), hex(&back)].concat().join(" ");
-    assert_eq!((FORMAT.version, said.as_str()), (9, SAID), "raise FORMAT, and put what is said now into SAID");
+    assert_eq!((FORMAT.version, said.as_str()), (1, SAID), "raise FORMAT, and put what is said now into SAID");
 }
 
 const SAID: &str = "00057765622d310180808080021271656d752d73797374656d2d7838365f3634a00a010101017001018080808080e01f80\
     8080800401000080808080040001070707070707070707070707070707070201010202 0180208060020180e00180400080a001802001804\
     002 028020 030174 04 05802001806080208040 06017780200174 0007070707070707070707070707070707020101020201 01 02017\
     4 030174 00010180208040 0102010174 0203 030174 04 0001012c0180208040 01020180208040 0203 0300 0301 03020174";
-
-/// What a client of version 6 knows of its keeper's answers.
-#[derive(Debug, Serialize, Deserialize)]
-enum Answer6 {
-    Attached(VmId),
-    Ok,
-    Refused(String),
-    Later(String),
-}
-
-impl Message for Answer6 {
-    const FORMAT: Format = Format { version: 6, least_reader: 6, oldest: 6 };
-}
-
-#[test]
-fn an_older_client_is_refused_with_both_versions_and_can_read_why() {
-    let mut bytes = encode(&ClientToKeeper::MayPin);
-    bytes[4..8].copy_from_slice(&[6, 0, 6, 0]);
-    let why = decode::<ClientToKeeper>(&bytes).expect_err("it is too old").to_string();
-    assert!(why.contains("has version 6") && why.contains("version 9 and reads from 7 on"), "{why}");
-    let read = decode::<Answer6>(&encode(&KeeperToClient::Refused(why.clone()))).expect("it reads that");
-    assert!(matches!(read, Answer6::Refused(read) if read == why));
-    decode::<Answer6>(&encode(&KeeperToClient::Ok)).expect_err("nothing else");
-}
 
 #[test]
 fn trailing_bytes_are_refused() {

@@ -17,9 +17,7 @@ use ballast_pager::vm::ram::RamFile;
 /// The regions whose files came with an order that says how many there were: the keeper may have added more since.
 pub(super) fn sent_regions(state: &StateFile, count: u32) -> Vec<RegionRecord> {
     let mut regions = state.regions();
-    if count > 0 {
-        regions.truncate(count as usize);
-    }
+    regions.truncate(count as usize);
     regions
 }
 

@@ -41,7 +41,7 @@ pub mod demand;
 /// The engine's part of the pool.
 #[derive(Debug)]
 pub struct PoolService {
-    place: Option<Pooling>,
+    place: Pooling,
     state: Mutex<State>,
     /// Notified when slices become dirty or zeroed.
     changed: Condvar,
@@ -68,23 +68,17 @@ enum State {
 
 impl PoolService {
     /// Begin to take the pool.
-    pub fn start(place: Option<Pooling>, events: Arc<Events>) -> io::Result<Arc<Self>> {
+    pub fn start(place: Pooling, events: Arc<Events>) -> io::Result<Arc<Self>> {
         let service = Self::new(place);
-        if service.place.is_some() {
-            let service = service.clone();
-            std::thread::Builder::new().name("pool".into()).spawn(move || service.work(&events))?;
-        }
+        let worker = service.clone();
+        std::thread::Builder::new().name("pool".into()).spawn(move || worker.work(&events))?;
         Ok(service)
     }
 
-    fn new(place: Option<Pooling>) -> Arc<Self> {
-        let state = match &place {
-            Some(_) => State::Coming("it is being opened".into()),
-            None => State::Without("the keeper is older than the pool".into()),
-        };
+    fn new(place: Pooling) -> Arc<Self> {
         Arc::new(Self {
             place,
-            state: Mutex::new(state),
+            state: Mutex::new(State::Coming("it is being opened".into())),
             changed: Condvar::new(),
             silent: Mutex::default(),
             is_elsewhere: AtomicBool::new(false),
@@ -102,7 +96,7 @@ impl PoolService {
 
     /// Take the pool from its last owner, and tend it.
     fn work(self: &Arc<Self>, events: &Events) {
-        let Some(place) = &self.place else { return };
+        let place = &self.place;
         let mut said = String::new();
         let parts = loop {
             match Parts::open(&place.dir) {
@@ -328,7 +322,7 @@ impl PoolService {
 
     /// Is this one of its files?
     pub fn has(&self, file: FileId) -> bool {
-        self.place.as_ref().is_some_and(|place| pool_parts::has(&place.dir, file))
+        pool_parts::has(&self.place.dir, file)
     }
 }
 

@@ -118,16 +118,12 @@ impl Served {
         self.vm.stores.tiers().iter().filter(|tier| !tier.is_slow()).for_each(|tier| tier.store.tidy());
     }
 
-    /// Only serve its faults from now on, from whatever store. `all`: the other engine can do so as well; an engine
-    /// that is too old for that can do so only from stores that return at once and that no other VM shares.
+    /// Only serve its faults from now on, from whatever store.
     ///
     /// Nothing is put into any store from then on. If an operation is under way that only recovery could finish (a
     /// write that the disk has not taken for long, a file that is being opened and swept), the VM moves without that.
-    pub fn serve_faults_only(&self, all: bool) -> io::Result<()> {
+    pub fn serve_faults_only(&self) -> io::Result<()> {
         let stores = &self.vm.stores;
-        if !all && (stores.has_slow() || self.group.is_some()) {
-            return Err(io::Error::other("the other engine cannot do that with a store of this VM"));
-        }
         if let Some(why) = self.unserved() {
             return Err(io::Error::other(why));
         }

@@ -101,7 +101,7 @@ impl Engine {
             }
             (Order::RemoveRegion { seq, pid, hva, region, .. }, Some(served)) => {
                 let view = served.vm.views().into_iter().find(|view| view.pid == pid);
-                let unplug = |view: Arc<View>| self.unplug(served, &view, hva, region.checked_sub(1));
+                let unplug = |view: Arc<View>| self.unplug(served, &view, hva, region);
                 self.done(seq, view.map_or(Ok(()), unplug))
             }
             (Order::Pin { seq, reason, .. }, Some(served)) => self.restore(served, Hold::Pinned, reason, seq),
@@ -110,9 +110,9 @@ impl Engine {
                 served.vm.set_may_pin();
                 self.done(seq, Ok(()))
             }
-            (Order::ServeFaults { seq, all, .. }, _) => {
+            (Order::ServeFaults { seq, .. }, _) => {
                 let served = served.as_ref().ok_or_else(|| io::Error::other("it is not open"));
-                self.done(seq, served.and_then(|served| served.serve_faults_only(all)))
+                self.done(seq, served.and_then(|served| served.serve_faults_only()))
             }
             (Order::Alone { .. }, Some(served)) => self.alone(served),
             (Order::RemoveView { pid, .. }, Some(served)) => self.remove_view(served, pid),

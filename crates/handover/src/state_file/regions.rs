@@ -19,9 +19,6 @@ use super::{Field, REGION_RECORD, REGIONS_OFFSET, StateError, StateFile};
 use crate::records::{self, RegionRecord};
 use crate::table::{Lost, flags_len, table_len};
 
-/// The first version of a program that knows memory on demand.
-const ON_DEMAND_SINCE: u16 = 8;
-
 impl StateFile {
     /// The regions, removed ones included: a region's number is its index.
     pub fn regions(&self) -> Vec<RegionRecord> {
@@ -39,13 +36,6 @@ impl StateFile {
 
     pub(super) fn record_words(&self, index: usize) -> &[AtomicU64] {
         self.header.words(REGIONS_OFFSET + index * REGION_RECORD, records::WORDS)
-    }
-
-    /// The VM has, or is about to have, memory on demand. A program that does not know it would unregister it, so none
-    /// opens the file from now on.
-    pub fn keep_on_demand(&self) {
-        self.need_reader(ON_DEMAND_SINCE);
-        self.remember();
     }
 
     /// Make room for one more region, of these extents of these files, and return its number.

@@ -249,10 +249,6 @@ impl Vm {
         if region.is_fixed() {
             self.hold(Hold::Pinned, Some(FIXED.into()));
         }
-        if region.is_on_demand() {
-            // A keeper of before did not say so.
-            self.state.keep_on_demand();
-        }
         match self.memory.add_region(region) {
             true => Ok(number),
             false => Err(StateError::Invalid(format!("region {number} was opened twice at once"))),

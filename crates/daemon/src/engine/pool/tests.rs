@@ -18,7 +18,7 @@ fn a_part_that_cannot_be_opened_and_a_socket_that_cannot_be_made_are_tried_again
     let place = Pooling { dir: at("pool"), socket: at("later/pool.sock"), gid: None };
     std::fs::create_dir_all(at("pool/gib")).expect("make");
     std::fs::write(at("pool/gib/state"), "no state").expect("write");
-    let service = PoolService::new(Some(place.clone()));
+    let service = PoolService::new(place.clone());
     *service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("one part is enough")));
     let mut listens = false;
     for _ in 0..2 {
@@ -45,7 +45,7 @@ fn a_part_that_cannot_be_opened_and_a_socket_that_cannot_be_made_are_tried_again
 fn a_part_that_fails_keeps_neither_the_other_part_nor_what_is_to_be_zeroed() {
     let dir = tempfile::tempdir().expect("a directory");
     let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
-    let service = PoolService::new(Some(place.clone()));
+    let service = PoolService::new(place.clone());
     *service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("open")));
     for file in ["pool/lending.json", "pool/gib/lending.json", "pool/base/lending.json"] {
         std::fs::write(dir.path().join(file), "no limits").expect("write");
@@ -82,7 +82,7 @@ impl Own {
     fn new(mib: u64, pages: PoolPages) -> Option<Self> {
         let dir = tempfile::tempdir().expect("a directory");
         let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
-        let service = PoolService::new(Some(place.clone()));
+        let service = PoolService::new(place.clone());
         let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         let own = Self { service, pages, dir, _one: one };
         if !rustix::process::geteuid().is_root() {
