@@ -11,9 +11,9 @@ use std::sync::OnceLock;
 use ballast_adopt::swap::Swap as HostSwap;
 use ballast_adopt::{Adopted, How, Memory, Program, Refusal, look};
 use ballast_base::MIB;
-use ballast_needs::program::install;
-use ballast_needs::skip;
-use ballast_needs::swap::Swap;
+use ballast_testkit::program::install;
+use ballast_testkit::skip;
+use ballast_testkit::swap::Swap;
 
 /// The program, under the names of VMMs.
 fn programs() -> Option<&'static Path> {

@@ -119,11 +119,7 @@ pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
             (client.lend_pool(&request)?, Some(*pages))
         }
     };
-    let parts = [
-        (PoolPages::Huge, Some(&pool)),
-        (PoolPages::Gib, pool.gib.as_deref()),
-        (PoolPages::Base, pool.base.as_deref()),
-    ];
+    let parts = [(PoolPages::Huge, Some(&pool)), (PoolPages::Gib, pool.gib.as_deref())];
     let said = parts.into_iter().filter(|(pages, _)| changed.is_none_or(|changed| changed == *pages));
     for note in said.filter_map(|(_, part)| part).flat_map(|part| &part.notes) {
         show::say(note);

@@ -21,8 +21,8 @@ use ballast_heat::record::{Frame, Line, Recorded, Recording};
 use ballast_heat::scripted::Scripted;
 use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
 use ballast_heat::{Phase, Settings};
-use ballast_needs::program::{self, install_script};
-use ballast_needs::skip;
+use ballast_testkit::program::{self, install_script};
+use ballast_testkit::skip;
 
 struct Canned(Mutex<Vec<VmStat>>);
 

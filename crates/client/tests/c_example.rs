@@ -11,9 +11,9 @@ use std::process::{Command, Stdio};
 use ballast_base::Bytes;
 use ballast_base::guest::GuestRange;
 use ballast_base::wire::{ClientToKeeper, EngineToClient, KeeperToClient};
-use ballast_needs::missing;
 use ballast_sys::memfd;
 use ballast_sys::uffd::FillOutcome;
+use ballast_testkit::missing;
 use double::{Keeper, have_uffd};
 
 /// Compile the example; `None`, with a printed skip, without a C compiler.

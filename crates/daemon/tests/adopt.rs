@@ -12,8 +12,8 @@ use std::sync::OnceLock;
 
 use ballast_api::{AdoptRequest, AdoptedBy, VmClass, VmKind, VmStat, VmStatus};
 use ballast_base::MIB;
-use ballast_needs::skip;
-use ballast_needs::swap::Swap;
+use ballast_testkit::skip;
+use ballast_testkit::swap::Swap;
 
 use common::guest::Guest;
 use common::{Daemon, kill, until};

@@ -10,8 +10,8 @@ use std::time::Duration;
 use ballast_api::policy::Kind;
 use ballast_api::{AdoptRequest, PolicyPatch, VmKind, VmStat};
 use ballast_base::{Bytes, MIB};
-use ballast_needs::skip;
-use ballast_needs::swap::Swap;
+use ballast_testkit::skip;
+use ballast_testkit::swap::Swap;
 use ballast_testvm::qemu::load::{Dataset, Mix, load, throughput, verify};
 use ballast_testvm::qemu::{QemuGuest, qemu_missing};
 

@@ -14,7 +14,7 @@ use ballast_base::{MIB, PAGE_SIZE};
 use ballast_guest::message::{MAX_RUNS, NODES_END, Node, Tick, TierUse, Tiering, TieringState, Tracking};
 use ballast_guest::run::COLD;
 use ballast_guest::{Kind, Run, ToGuest, ToHost, frame};
-use ballast_needs::random::Random;
+use ballast_testkit::random::Random;
 use ballast_testvm::Finally;
 use common::agent::{
     Fake, HIGH, NONCES, PAGES, Port, agent_of, all_is_there, attach, no_worker_panicked, one_at_a_time, proved, run,

@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::atomic::Ordering;
 
 use ballast_base::PAGE_SIZE;
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_sys::Mapping;
 use common::raw::{Ram, files, no_uffd, open};
 use common::{Daemon, until};

@@ -16,7 +16,7 @@ use ballast_daemon::config::Config;
 use ballast_daemon::settings::Settings;
 use ballast_handover::orders::{Begin, Order, Report};
 use ballast_handover::state_file::StateFile;
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_store::{Budget, RamOptions, RamStore};
 use ballast_sys::process::Process;
 use ballast_sys::{Mapping, Uffd, memfd, scm, uffd};

@@ -19,7 +19,7 @@ use ballast_base::wire::{
     self, ClientToKeeper, KeeperToClient, MAX_FILES, MAX_REGIONS, MAX_SHARDS, RegionInfo, Span, StoreFiles,
 };
 use ballast_base::{Bytes, Extent, Hva};
-use ballast_needs::random::Random;
+use ballast_testkit::random::Random;
 use ballast_sys::{Uffd, memfd, scm};
 use common::raw::{Ram, RawClient, connect, files, hear, no_uffd, userfaultfd};
 use common::{Daemon, FORKS, kill, limit_descriptors, may_fork, signal_process, stop_process, until};

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ballast_api::{HostTierStat, VmPatch};
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_testvm::Finally;
 use common::raw::{Ram, no_uffd};
 use common::{Daemon, until};

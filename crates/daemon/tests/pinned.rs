@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use ballast_api::VmClass;
 use ballast_base::{Bytes, GIB, Hva};
 use ballast_client::{Client, Ram as Described};
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_sys::Mapping;
 use common::raw::{Ram, no_uffd};
 use common::{Daemon, until};

@@ -365,7 +365,7 @@ fn the_kernels_stall_is_read_where_a_vm_has_a_cgroup_to_itself() {
     if common::raw::no_uffd() {
         return;
     }
-    let Ok(cgroup) = Cgroup::new().inspect_err(|why| ballast_needs::skip("cgroup2", why)) else { return };
+    let Ok(cgroup) = Cgroup::new().inspect_err(|why| ballast_testkit::skip("cgroup2", why)) else { return };
     let daemon = Daemon::start(&config("fixed", "64M"));
     let guest = Guest::start(&daemon, "one", VM);
     let stall = || daemon.api.snapshot().expect("snapshot").vms[0].kernel_stall;

@@ -16,7 +16,7 @@ use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, GIB, Hva, MIB, PAGE_SIZE};
 use ballast_client::Ram;
 use ballast_client::pool::take;
-use ballast_needs::random::Random;
+use ballast_testkit::random::Random;
 use ballast_reserve::Reserve;
 use ballast_sys::Mapping;
 

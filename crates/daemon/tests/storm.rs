@@ -4,7 +4,7 @@
 
 mod common;
 
-use ballast_needs::random::Random;
+use ballast_testkit::random::Random;
 use ballast_testvm::fuse::{Fuse, Held};
 use common::guest::Guest;
 use common::parking::{fuse, park, parkable};

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_api::UpgradeStage;
 use ballast_base::wire::KeeperToClient;
-use ballast_needs::program::install;
+use ballast_testkit::program::install;
 use rustix::process::Signal;
 
 use common::guest::{Guest, moves};

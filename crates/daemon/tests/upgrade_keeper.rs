@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_api::{UpgradeStage, UpgradeStat};
 use ballast_base::wire::KeeperToClient;
-use ballast_needs::program::{install, install_script};
+use ballast_testkit::program::{install, install_script};
 use ballast_testvm::Finally;
 
 use common::guest::{Guest, moves};

@@ -74,12 +74,7 @@ impl Keeper {
             since_unix_s: self.since_unix_s,
             restarts: self.restarts,
             upgrading: encode(&Order::Upgrading(self.last_upgrade.clone())),
-            engine: KeptEngine {
-                pid,
-                start,
-                pidfd: number(&engine.child.pidfd()),
-                socket: number(&engine.socket),
-            },
+            engine: KeptEngine { pid, start, pidfd: number(&engine.child.pidfd()), socket: number(&engine.socket) },
             zombies: self.zombies.iter().map(|child| (child.id(), number(&child.pidfd()))).collect(),
             vms: self.vms.iter().map(kept_vm).collect(),
             closing: self.closing.iter().map(|closing| (closing.seq, closing.given, kept_vm(&closing.entry))).collect(),

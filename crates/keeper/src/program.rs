@@ -60,8 +60,8 @@ impl Program {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_needs::program::install_script;
     use ballast_sys::scm;
+    use ballast_testkit::program::install_script;
     use std::os::fd::AsFd;
 
     #[test]

@@ -169,7 +169,7 @@ fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
 mod tests {
     use super::*;
     use crate::closer::Closer;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
 
     #[test]
     fn memory_files_are_told_from_others_without_asking_their_file_system() {

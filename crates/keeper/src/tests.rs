@@ -9,9 +9,9 @@ use ballast_base::wire::{Attach, ClientToKeeper, KeeperToClient, Span, VmId, dec
 use ballast_base::{Bytes, Extents, Hva};
 use ballast_handover::orders::Order;
 use ballast_handover::table::Lost;
-use ballast_needs::program::install_script;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
+use ballast_testkit::program::install_script;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::admit::{Escrow, Ram};

@@ -11,9 +11,9 @@ use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_handover::upgrading::Stage as Shown;
-use ballast_needs::program::install_script;
 use ballast_sys::process::Process;
 use ballast_sys::{memfd, scm};
+use ballast_testkit::program::install_script;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 

@@ -283,7 +283,7 @@ mod tests {
     use ballast_base::Bytes;
     use ballast_base::store::GetOutcome;
     use ballast_base::wire::VmId;
-    use ballast_store::NullStore;
+    use ballast_testkit::NullStore;
 
     use super::*;
     use crate::memory::{Holds, Punched};

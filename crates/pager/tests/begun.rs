@@ -14,15 +14,16 @@ use std::time::Duration;
 use ballast_base::store::{FILE_STORE, OnReply};
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_needs::skip;
 use ballast_page::copies::store_number;
 use ballast_pager::tier::stores::Tier;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{
-    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, NullStore, PageBytes, PageKey,
-    PutOutcome, Recovered, Store, StoreUsage,
+    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome,
+    Recovered, Store, StoreUsage,
 };
+use ballast_testkit::NullStore;
+use ballast_testkit::skip;
 use common::third::THIRD;
 use common::{Rig, churn, until};
 

@@ -15,8 +15,8 @@ use ballast_page::copies::store_number;
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::ram::RamFile;
-use ballast_store::NullStore;
 use ballast_sys::memfd;
+use ballast_testkit::NullStore;
 use common::{Rig, churn, hammer, until};
 
 const QUICK: Duration = Duration::from_millis(20);
@@ -172,7 +172,7 @@ fn what_is_far_when_the_last_process_is_gone_goes_back_to_its_place_in_its_file(
         let (file, offset) = regions[0].extents().place(page);
         let mut bytes = [0; PAGE_SIZE];
         rustix::io::pread(&regions[0].files()[usize::from(file)], &mut bytes, offset).expect("read");
-        assert!(bytes == ballast_store::pages::half_compressible(1 << 32 | page.0), "{page}");
+        assert!(bytes == ballast_testkit::pages::half_compressible(1 << 32 | page.0), "{page}");
     }
     rig.check_not_ram();
 }
@@ -210,7 +210,7 @@ fn extents_that_cannot_be_ram_are_refused_by_name() {
     let said = refused(&[extent(0, 0, 5), extent(1, 6, 5)], &[small(), small()]);
     assert!(said.contains("extent 1 ends at offset 0xb000 of file 1"), "{said}");
     let size = Bytes(4 * HUGE_SIZE as u64);
-    let Ok(huge) = memfd::create_huge("ballast-test", size) else { return ballast_needs::skip("hugetlb", "no file") };
+    let Ok(huge) = memfd::create_huge("ballast-test", size) else { return ballast_testkit::skip("hugetlb", "no file") };
     let huge = RamFile::new(huge).expect("stat");
     let said = refused(&[extent(0, 0, 512), extent(0, 600, 512)], std::slice::from_ref(&huge));
     assert!(said.contains("must be whole pages of 2097152 bytes"), "{said}");

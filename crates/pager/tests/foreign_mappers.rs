@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_needs::skip;
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_sys::Mapping;
+use ballast_testkit::skip;
 use ballast_testvm::Finally;
 use common::{Rig, churn, file_of, mapped_by_a_foreign_mapper, until};
 

@@ -10,12 +10,13 @@ use std::time::Duration;
 use ballast_base::store::RAM_STORE;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
-use ballast_needs::skip;
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
-use ballast_store::{Budget, FileOptions, FileStore, NullStore, Store};
+use ballast_store::{Budget, FileOptions, FileStore, Store};
+use ballast_testkit::NullStore;
+use ballast_testkit::skip;
 use common::{Rig, hammer, random, until};
 
 const QUICK: Duration = Duration::from_millis(20);

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use common::{Rig, until};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 

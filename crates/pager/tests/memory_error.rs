@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
-use ballast_needs::skip;
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_sys::hugetlb::PoolLoan;
 use ballast_sys::{Mapping, memfd};
+use ballast_testkit::skip;
 use common::{Rig, until};
 
 const RAM: Bytes = Bytes(32 * MIB);

@@ -109,7 +109,7 @@ fn squeezed() -> Rig {
 }
 
 fn filled(page: u64) -> Vec<u8> {
-    ballast_store::pages::half_compressible(1 << 32 | page).to_vec()
+    ballast_testkit::pages::half_compressible(1 << 32 | page).to_vec()
 }
 
 #[test]

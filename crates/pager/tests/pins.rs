@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use ballast_base::units::{GIB, MIB};
 use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_needs::skip;
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
+use ballast_testkit::skip;
 use ballast_testvm::Finally;
 use ballast_testvm::fuse::Fuse;
 

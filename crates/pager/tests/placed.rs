@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
-use ballast_needs::skip;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::tuning::{HostTiers, Track};
 use ballast_sys::numa::{self, Place};
+use ballast_testkit::skip;
 use ballast_testvm::Finally;
 use common::{Rig, random, until};
 

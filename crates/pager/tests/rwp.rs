@@ -12,7 +12,7 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, Hva, PAGES_PER_UNIT};
 use ballast_heat::source::FineWatch;
 use ballast_heat::{AccessSource, PageMap, Seen, Watch};
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_pager::scan::source::Scans;
 use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::shard::Shards;

@@ -12,7 +12,6 @@ use ballast_base::store::{Ending, FILE_STORE, RAM_STORE, Recovered, RegionKey};
 use ballast_base::units::MIB;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
-use ballast_needs::skip;
 use ballast_page::copies::store_number;
 use ballast_page::page_state::{State, Word};
 use ballast_pager::run::pool::Pool;
@@ -23,9 +22,11 @@ use ballast_pager::vm::Hold;
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{
-    Budget, DiskFault, DiskFaults, Faults, FaultyStore, FileOptions, FileStore, GetOutcome, Handle, NullStore,
-    PageBytes, PageKey, PutFault, PutOutcome, RamOptions, RamStore, Store, StoreUsage, held,
+    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome,
+    RamOptions, RamStore, Store, StoreUsage, held,
 };
+use ballast_testkit::skip;
+use ballast_testkit::{Faults, FaultyStore, NullStore, PutFault};
 use ballast_testvm::Finally;
 use common::{Rig, random, until};
 

@@ -14,7 +14,8 @@ use ballast_page::copies::store_number;
 use ballast_pager::tier::stores::Tier;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
-use ballast_store::{NullStore, PutOutcome, Store, pages};
+use ballast_store::{PutOutcome, Store};
+use ballast_testkit::{NullStore, pages};
 use common::third::{THIRD, ThirdStore};
 use common::{Rig, until};
 

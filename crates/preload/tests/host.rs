@@ -10,8 +10,8 @@ use std::process::Command;
 
 use ballast_base::wire::{ClientToEngine, ClientToKeeper, KeeperToClient};
 use ballast_base::{Bytes, MIB};
-use ballast_needs::missing;
 use ballast_sys::memfd;
+use ballast_testkit::missing;
 use common::{Driven, preloaded};
 use double::{Keeper, Session, have_uffd};
 

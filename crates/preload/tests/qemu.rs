@@ -9,9 +9,9 @@ use std::process::Command;
 
 use ballast_base::wire::{ClientToKeeper, KeeperToClient};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
-use ballast_needs::missing;
 use ballast_sys::memfd;
 use ballast_sys::uffd::FillOutcome;
+use ballast_testkit::missing;
 use common::{Driven, preloaded};
 use double::{Keeper, Session, have_uffd};
 use serde_json::json;

@@ -3,12 +3,12 @@
 //!
 //! ```text
 //! samples of accesses ─► Classifier ─► ranges ─► rank ─► plan ─► an agent moves pages
-//!   (virtual addresses)   Published                       ▲
-//!                         Fitted                       placement (page table)
+//!   (virtual addresses)   Fitted                          ▲
+//!                                                      placement (page table)
 //! ```
 //!
-//! Read the files in this order: `roots` (what is classified), `range` (ranges, the trait, the order), `published` (the
-//! paper's rule), `histogram` and `fitted` (ours), [`relocate`].
+//! Read the files in this order: `roots` (what is classified), `range` (ranges, the trait, the order), `histogram` and
+//! `fitted` (the rule), [`relocate`].
 //!
 //! Before: a source samples accesses with their *virtual* addresses. Data that is used together is often adjacent in
 //! virtual memory, but not in physical memory. After: an agent moves pages between the nodes of its guest. Threads:
@@ -31,12 +31,10 @@
 
 mod fitted;
 mod histogram;
-mod published;
 mod range;
 pub mod relocate;
 mod roots;
 
 pub use fitted::Fitted;
-pub use published::{Parameters, Published};
 pub use range::{Classifier, Range, SAMPLE, rank};
 pub use roots::{Roots, RootsError, UNIT};

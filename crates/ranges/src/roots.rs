@@ -100,12 +100,12 @@ impl Roots {
     }
 
     /// Returns the first unit of each root, and its number of units.
-    pub(crate) fn spans(&self) -> impl ExactSizeIterator<Item = (u64, u64)> {
+    pub fn spans(&self) -> impl ExactSizeIterator<Item = (u64, u64)> {
         self.list.iter().map(|root| (root.first, (root.end - root.start) / UNIT))
     }
 
     /// Returns the addresses of these units, which are of one root.
-    pub(crate) fn addresses(&self, first: u64, units: u64) -> (u64, u64) {
+    pub fn addresses(&self, first: u64, units: u64) -> (u64, u64) {
         let after = self.list.partition_point(|root| root.first <= first);
         let root = self.list[..after].last().expect("the first root has unit 0");
         let start = root.start + (first - root.first) * UNIT;

@@ -1,6 +1,7 @@
 //! What every classifier promises of any samples, and what the paper claims of its own (Demeter §3.2.1).
 
-use ballast_ranges::{Classifier, Fitted, Parameters, Published, Roots, SAMPLE, UNIT, rank};
+use ballast_ranges::{Classifier, Fitted, Roots, SAMPLE, UNIT, rank};
+use ballast_testkit::published::{Parameters, Published};
 use proptest::prelude::*;
 
 const TIB: u64 = 1 << 40;

@@ -6,10 +6,11 @@ use std::sync::atomic::Ordering;
 
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_ranges::relocate::{Limits, Placement, Rule, Tier, plan};
-use ballast_ranges::{Classifier, Fitted, Parameters, Published, Range, Roots, UNIT, rank};
+use ballast_ranges::{Classifier, Fitted, Range, Roots, UNIT, rank};
 use ballast_sys::perf::records::{Record, Sample};
 use ballast_sys::perf::{Event, Opened, Sampler};
 use ballast_sys::{Mapping, memfd};
+use ballast_testkit::published::{Parameters, Published};
 
 const UNITS: usize = 32;
 const HOT: usize = 20;
@@ -33,7 +34,9 @@ impl Placement for FirstIsFast {
 fn memory_that_faults_most_is_found_hot_and_promoted() {
     let mut sampler = match Sampler::open(Event::PageFaults, 0, 1, 64).expect("opened or not") {
         Opened::Sampler(sampler) => sampler,
-        Opened::NoEvent | Opened::NotPermitted => return ballast_needs::skip("perf", "no page faults can be sampled"),
+        Opened::NoEvent | Opened::NotPermitted => {
+            return ballast_testkit::skip("perf", "no page faults can be sampled");
+        }
     };
     let bytes = UNITS * UNIT as usize;
     let file = memfd::create("hot", Bytes(bytes as u64)).expect("a file");
@@ -60,7 +63,7 @@ fn memory_that_faults_most_is_found_hot_and_promoted() {
             classifier.end_epoch();
         }
         if seen < 30 * 100 {
-            return ballast_needs::skip(
+            return ballast_testkit::skip(
                 "perf",
                 "too few faults were sampled: memory in huge pages, or a throttled event",
             );

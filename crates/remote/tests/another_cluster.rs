@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, identity};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store};
+use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, Valkey, read};
 use common::{LEASE, start, stored, until};
 

@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
-use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, RegionKey, Store, blob, pages};
+use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, RegionKey, Store, blob};
+use ballast_testkit::pages;
 use ballast_testvm::valkey::Layout;
 use common::{LEASE, cluster, get_at_last, played, shards, start, stored, tls_cluster, until};
 

@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, blob, pages};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, blob};
+use ballast_testkit::pages;
 use common::{LEASE, played, shards};
 
 const FLOODS: VmId = VmId([0xaa; 16]);

@@ -10,8 +10,9 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{RemoteBudget, RemoteStore, Seal};
 use ballast_store::{
-    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store, pages,
+    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store,
 };
+use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, Valkey, read};
 use common::{LEASE, cluster, handles, owner, put_at_last, start, until};
 

@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_needs::random::Random;
 use ballast_remote::{RemoteBudget, RemoteStore, slot_of};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store};
+use ballast_testkit::pages;
+use ballast_testkit::random::Random;
 use ballast_testvm::Finally;
 use ballast_testvm::valkey::{Layout, Valkey};
 use common::{LEASE, cluster, env, start};

@@ -9,7 +9,8 @@ use std::time::Duration;
 use ballast_base::Bytes;
 use ballast_base::wire::VmId;
 use ballast_remote::RemoteBudget;
-use ballast_store::{Codec, Store, conformance};
+use ballast_store::{Codec, Store};
+use ballast_testkit::conformance;
 use ballast_testvm::valkey::Layout;
 use common::{LEASE, cluster, start};
 

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Access, Cluster, RemoteBudget, RemoteStore, lease, slot_of};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store};
+use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, read};
 use common::{LEASE, cluster, end, owner, played, played_to, shards, start, tidy_up, until};
 

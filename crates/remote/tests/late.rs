@@ -13,7 +13,8 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
 use ballast_store::held::{Holding, Wanted};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, blob, pages};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, blob};
+use ballast_testkit::pages;
 use ballast_testvm::Finally;
 use common::{LEASE, played, serve, until};
 

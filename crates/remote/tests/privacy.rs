@@ -16,7 +16,8 @@ use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{
     Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Seal, Tls, check, seal, tick_now,
 };
-use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, conformance};
+use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store};
+use ballast_testkit::conformance;
 use ballast_testvm::valkey::{Layout, Valkey};
 use common::{LEASE, cluster, start, tls, tls_cluster, until};
 
@@ -33,7 +34,7 @@ fn key(page: u64) -> PageKey {
 }
 
 fn page(seed: u64) -> PageBytes {
-    let mut bytes = ballast_store::pages::incompressible(seed);
+    let mut bytes = ballast_testkit::pages::incompressible(seed);
     bytes[100..100 + SECRET.len()].copy_from_slice(SECRET);
     bytes
 }

@@ -12,7 +12,8 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::check::check;
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store};
+use ballast_testkit::pages;
 use ballast_testvm::valkey::Layout;
 use common::{LEASE, cluster, start};
 

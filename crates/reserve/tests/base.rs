@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, MIB, PAGE_SIZE};
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_pool::Mode;
 use ballast_reserve::{Grant, Host, Lacks, Page, Reserve, Want};
 use ballast_sys::memfd::file_id;

@@ -120,7 +120,7 @@ fn a_page_of_a_gib_and_a_hole_are_told_apart_by_any_byte_of_it() {
     };
     let presence = match presence(GIB as usize) {
         Ok(presence) => presence,
-        Err(why) => return ballast_needs::skip("uffd", why),
+        Err(why) => return ballast_testkit::skip("uffd", why),
     };
     let at = |offset: u64| presence.place(offset as usize).expect("ask");
     assert_eq!([at(0), at(HUGE_SIZE as u64), at(GIB)], [hugetlb::Place::Page; 3]);

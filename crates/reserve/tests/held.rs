@@ -6,7 +6,7 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use ballast_base::{HUGE_SIZE, MIB};
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_reserve::Page;
 
 use common::{Place, grant, hold_in_pipe, map, search_and_mark, sum, zero_all};

@@ -202,7 +202,7 @@ fn what_a_process_holds_pages_of_is_promised_to_no_vm_on_demand_before_they_are_
     assert!(said.contains("and 0 MiB are left") || said.contains("and 0 B are left"), "{said}");
     zero_all(&mut reserve);
     if reserve.overview().waiting == Bytes(0) {
-        return ballast_needs::skip("hugetlb", "the kernel had a page that was nobody's");
+        return ballast_testkit::skip("hugetlb", "the kernel had a page that was nobody's");
     }
     let mut promise = |mib: u64| {
         let given = reserve.grant_on_demand("next", Bytes(mib * MIB), &here);

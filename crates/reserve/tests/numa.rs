@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGE_SIZE};
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_pool::Mode;
 use ballast_reserve::{Grant, Host, Page, Reserve, Want};
 use ballast_sys::Mapping;

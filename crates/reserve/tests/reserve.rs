@@ -209,7 +209,7 @@ fn pages_that_take_the_place_of_held_ones_leave_the_host_its_margin() {
     // The kernel of this machine knows nothing of these pages, so all slices wait.
     zero_all(&mut reserve);
     if reserve.overview().waiting != Bytes(32 * MIB) {
-        return ballast_needs::skip("hugetlb", "this machine has huge pages that nobody uses");
+        return ballast_testkit::skip("hugetlb", "this machine has huge pages that nobody uses");
     }
     // From now on the host is one of 8 GiB, of which 520 MiB are available: 8 MiB more than the margin.
     for node in [0, 1] {
@@ -269,7 +269,7 @@ fn a_pool_that_grows_beside_pages_beyond_the_reserved_ones_has_its_own_and_leave
         drop(loan);
         Ok(map)
     });
-    let Ok(others) = others.inspect_err(|why| ballast_needs::skip("hugetlb", why)) else { return };
+    let Ok(others) = others.inspect_err(|why| ballast_testkit::skip("hugetlb", why)) else { return };
     // The kernel decides which node they are of: the pool is of the one that has most of them.
     let gained = nodes.iter().zip(at_first).map(|(node, first)| (surplus(node).saturating_sub(first), *node));
     let (gained, node) = gained.max().expect("a node");

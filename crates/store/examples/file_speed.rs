@@ -13,9 +13,10 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, GIB, PAGE_SIZE, PageIdx};
 use ballast_store::{
     Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore,
-    RegionKey, Store, pages,
+    RegionKey, Store,
 };
 use ballast_sys::{direct, ring::Buffer};
+use ballast_testkit::pages;
 
 const PAGES: usize = 4096;
 const EXTENT: usize = 512;

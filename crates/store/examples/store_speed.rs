@@ -14,8 +14,9 @@ use std::time::Instant;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, GIB, PAGE_SIZE, PageIdx};
 use ballast_store::{
-    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store, pages,
+    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store,
 };
+use ballast_testkit::pages;
 
 const PAGES: usize = 2000;
 const REPETITIONS: usize = 15;

@@ -51,8 +51,8 @@ pub fn open(key: PageKey, handle: Handle, blob: &[u8], out: &mut PageBytes) -> b
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pages;
     use ballast_base::PageIdx;
+    use ballast_testkit::pages;
     use proptest::prelude::*;
 
     const KEY: PageKey = RegionKey { vm: VmId([7; 16]), number: 1 }.page(PageIdx(2));

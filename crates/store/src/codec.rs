@@ -244,9 +244,9 @@ pub(crate) fn open(key: PageKey, header: BlobHeader, out: &mut PageBytes, read: 
 mod tests {
     use super::*;
     use crate::RegionKey;
-    use crate::pages;
     use ballast_base::PageIdx;
     use ballast_base::wire::VmId;
+    use ballast_testkit::pages;
     use proptest::prelude::*;
 
     const KEY: PageKey = RegionKey { vm: VmId([7; 16]), number: 1 }.page(PageIdx(2));

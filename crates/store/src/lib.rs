@@ -7,33 +7,26 @@
 //! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
 //!
 //! [`RamStore`] is the compressed RAM store; a [`Group`] is one in which VMs that trust each other store equal pages
-//! once; [`FileStore`] keeps pages in a file on a disk. [`NullStore`] is the simplest correct store, [`FaultyStore`]
-//! makes any store fail on command, [`conformance`] has the checks that every store must pass, [`pages`] makes pages of
-//! known content. [`blob`] is for stores on other machines, which are crates of their own.
+//! once; [`FileStore`] keeps pages in a file on a disk.
+//! [`blob`] is for stores on other machines, which are crates of their own.
 
 mod alloc;
 mod arena;
 pub mod blob;
 mod budget;
 mod codec;
-pub mod conformance;
-mod faulty;
 mod file;
 mod group;
 mod handle;
 pub mod held;
 mod lz4;
-mod null;
-pub mod pages;
 mod ram;
 mod slab;
 mod unlz4;
 
-pub use faulty::{Calls, Faults, FaultyStore, PutFault};
 pub use file::{AREA_BYTES, DiskFault, DiskFaults, FileOptions, FileStore, FileUsage, Refusal};
 pub use file::{has_late_writes, notice_late_writes};
 pub use group::{Group, GroupMember, GroupUsage};
-pub use null::NullStore;
 pub use ram::{Budget, Codec, Inconsistent, MAX_SLABS, RamOptions, RamStore, RamUsage};
 pub use slab::SLAB_BYTES;
 

@@ -201,7 +201,8 @@ pub(crate) fn encode(page: &PageBytes, table: &mut Table, block: &mut [u8; BLOCK
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{pages, unlz4};
+    use crate::unlz4;
+    use ballast_testkit::pages;
     use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
     use proptest::prelude::*;
 

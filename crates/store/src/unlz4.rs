@@ -110,8 +110,8 @@ fn repeat(out: &mut [u8], at: usize, offset: usize, len: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pages;
     use ballast_base::PAGE_SIZE;
+    use ballast_testkit::pages;
     use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
     use proptest::prelude::*;
 

@@ -11,12 +11,13 @@ use std::sync::Arc;
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
-use ballast_needs::skip;
 use ballast_store::{
-    Budget, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, SLAB_BYTES, Store, pages,
+    Budget, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, SLAB_BYTES, Store,
 };
 use ballast_sys::uffd::{FillOutcome, REQUIRED_FEATURES, Uffd, feature};
 use ballast_sys::{memfd, memory_error};
+use ballast_testkit::pages;
+use ballast_testkit::skip;
 
 const PAGES: u64 = 3000;
 /// Entries of 32 slabs are in one page of the table.

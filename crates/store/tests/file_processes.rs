@@ -16,12 +16,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_needs::skip;
 use ballast_store::{
     Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, RegionKey, Store,
-    pages,
 };
 use ballast_sys::{Mapping, memfd};
+use ballast_testkit::pages;
+use ballast_testkit::skip;
 
 const ENV_FILE: &str = "BALLAST_TEST_FILE";
 const ENV_INDEX: &str = "BALLAST_TEST_INDEX";

@@ -17,12 +17,13 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_needs::skip;
 use ballast_store::{
     AREA_BYTES, Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey,
-    PutOutcome, Recovered, Refusal, RegionKey, Store, conformance, pages,
+    PutOutcome, Recovered, Refusal, RegionKey, Store,
 };
 use ballast_sys::memfd;
+use ballast_testkit::skip;
+use ballast_testkit::{conformance, pages};
 use ballast_testvm::fuse::Fuse;
 use proptest::prelude::*;
 use rustix::event::{PollFd, PollFlags, poll};

@@ -14,9 +14,9 @@ use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_handover::arena::{self, GROUP};
 use ballast_store::{
     Budget, GetOutcome, Group, GroupMember, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RegionKey, Store,
-    conformance, pages,
 };
 use ballast_sys::memfd;
+use ballast_testkit::{conformance, pages};
 use proptest::prelude::*;
 
 const SLABS: u32 = 256;

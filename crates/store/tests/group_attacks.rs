@@ -14,9 +14,10 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_handover::arena;
 use ballast_store::{
-    Budget, GetOutcome, Group, GroupMember, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RegionKey, Store, pages,
+    Budget, GetOutcome, Group, GroupMember, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RegionKey, Store,
 };
 use ballast_sys::memfd;
+use ballast_testkit::pages;
 use proptest::prelude::*;
 
 const SLABS: u32 = 256;

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_needs::skip;
 use ballast_store::held::WithTime;
 use ballast_store::{
     Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome,
-    RegionKey, Store, pages,
+    RegionKey, Store,
 };
+use ballast_testkit::pages;
+use ballast_testkit::skip;
 use ballast_testvm::fuse::Fuse;
 
 const MIB: u64 = 1 << 20;

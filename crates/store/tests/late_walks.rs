@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_needs::random::Random;
-use ballast_needs::skip;
 use ballast_store::held::{Holding, WithTime};
 use ballast_store::{
     Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store,
-    has_late_writes, notice_late_writes, pages,
+    has_late_writes, notice_late_writes,
 };
+use ballast_testkit::pages;
+use ballast_testkit::random::Random;
+use ballast_testkit::skip;
 
 const MIB: u64 = 1 << 20;
 const BLOCKS: usize = (64 * MIB) as usize / PAGE_SIZE;

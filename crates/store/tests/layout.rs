@@ -8,12 +8,13 @@ use ballast_base::format::{Format, Stamp};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageIdx};
 use ballast_handover::arena;
-use ballast_needs::skip;
 use ballast_store::{
     Budget, FileOptions, FileStore, GetOutcome, Group, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey,
-    Store, pages,
+    Store,
 };
 use ballast_sys::memfd;
+use ballast_testkit::pages;
+use ballast_testkit::skip;
 
 const STAMP: u64 = 8;
 

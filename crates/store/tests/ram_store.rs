@@ -13,9 +13,10 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_store::{
     Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, SLAB_BYTES,
-    Store, conformance, pages,
+    Store,
 };
 use ballast_sys::memfd;
+use ballast_testkit::{conformance, pages};
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;

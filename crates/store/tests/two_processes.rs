@@ -13,8 +13,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_store::{Budget, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store, pages};
+use ballast_store::{Budget, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store};
 use ballast_sys::{Mapping, memfd};
+use ballast_testkit::pages;
 
 const ENV_ARENA: &str = "BALLAST_TEST_ARENA";
 const ENV_LEDGER: &str = "BALLAST_TEST_LEDGER";

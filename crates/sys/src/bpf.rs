@@ -389,7 +389,7 @@ impl Program {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
 
     #[test]
     fn a_program_runs_with_its_argument_and_returns_a_result() {

@@ -242,7 +242,7 @@ fn extra(found: &Type) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
 
     /// `struct a { int x; struct { const b *p; }; int y[3]; }`, `typedef struct c { int z } b` and an enumeration.
     fn small() -> Vec<u8> {

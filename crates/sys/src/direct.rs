@@ -102,7 +102,7 @@ pub fn is_direct_file(fd: impl AsFd, writable: bool) -> io::Result<bool> {
 mod tests {
     use super::*;
     use crate::memfd;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
 
     #[test]
     fn an_unnamed_file_is_sparse_and_leaves_no_trace_in_its_directory() {

@@ -164,13 +164,13 @@ mod tests {
     fn a_door_stays_while_a_file_that_came_through_it_is_named_open_mapped_or_on_its_way() {
         use rustix::fs::{Mode, OFlags, open};
         if !rustix::process::geteuid().is_root() {
-            return ballast_needs::skip("root", "only root mounts file systems");
+            return ballast_testkit::skip("root", "only root mounts file systems");
         }
         let dir = tempfile::tempdir().expect("a directory");
         let (pool, door) = (dir.path().join("pool"), dir.path().join("pool/door"));
         std::fs::create_dir(&pool).expect("make");
         if let Err(why) = mount(&pool, Bytes(HUGE_SIZE as u64)) {
-            return ballast_needs::skip("hugetlb", why);
+            return ballast_testkit::skip("hugetlb", why);
         }
         mount(&pool, Bytes(HUGE_SIZE as u64)).expect("again");
         let size = 2 * HUGE_SIZE;
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn a_tmpfs_is_mounted_once_and_has_doors_that_stay_while_anybody_has_a_file_of_it() {
         if !rustix::process::geteuid().is_root() {
-            return ballast_needs::skip("root", "only root mounts file systems");
+            return ballast_testkit::skip("root", "only root mounts file systems");
         }
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
         let (pool, door) = (dir.path().join("pool"), dir.path().join("pool/door"));

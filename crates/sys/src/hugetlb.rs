@@ -172,7 +172,7 @@ mod tests {
     use super::*;
     use crate::memfd;
     use ballast_base::{Bytes, HUGE_SIZE};
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
     use std::sync::atomic::Ordering;
 
     #[test]

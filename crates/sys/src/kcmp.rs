@@ -35,7 +35,7 @@ mod tests {
 
     #[test]
     fn another_program_has_memory_of_its_own_and_a_process_that_is_gone_has_none() {
-        if ballast_needs::missing("kcmp", (!is_available()).then_some("the kernel has no kcmp")) {
+        if ballast_testkit::missing("kcmp", (!is_available()).then_some("the kernel has no kcmp")) {
             return;
         }
         let me = std::process::id();

@@ -61,7 +61,7 @@ mod tests {
     use crate::remote::Collapsed;
     use crate::{Mapping, memfd};
     use ballast_base::{Bytes, HUGE_SIZE};
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
 
     #[test]
     fn a_large_page_is_split_without_a_changed_byte_and_the_next_one_is_not() {

@@ -30,12 +30,23 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Map `len` bytes of `file` from `offset` (page-aligned), shared, readable and writable.
     pub fn shared(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
-        Self::new(file, offset, len, ProtFlags::READ | ProtFlags::WRITE)
-    }
-
-    /// The same, read-only: writing through it ends the process with a signal.
-    pub fn shared_read_only(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
-        Self::new(file, offset, len, ProtFlags::READ)
+        let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
+        let base = if len < HUGE_SIZE {
+            // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range: no existing mapping is
+            // replaced.
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, file, offset)? }
+        } else {
+            let place = reserve_aligned(len)?;
+            // SAFETY: exactly the reserved range is replaced, and no other code knows it.
+            let mapped = unsafe { rustix::mm::mmap(place, len, prot, flags | MapFlags::FIXED, file, offset) };
+            if mapped.is_err() {
+                // SAFETY: the same range, which still holds nothing.
+                let _ = unsafe { rustix::mm::munmap(place, len) };
+            }
+            mapped?
+        };
+        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap returned the null address"))?;
+        Ok(Self { base, len })
     }
 
     /// Map pieces of files one after the other, as [`Self::shared`] maps one: files, offsets and lengths, whole pages
@@ -61,26 +72,6 @@ impl Mapping {
             at += len;
         }
         Ok(mapping)
-    }
-
-    fn new(file: impl AsFd, offset: u64, len: usize, prot: ProtFlags) -> io::Result<Self> {
-        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        let base = if len < HUGE_SIZE {
-            // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range: no existing mapping is
-            // replaced.
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, file, offset)? }
-        } else {
-            let place = reserve_aligned(len)?;
-            // SAFETY: exactly the reserved range is replaced, and no other code knows it.
-            let mapped = unsafe { rustix::mm::mmap(place, len, prot, flags | MapFlags::FIXED, file, offset) };
-            if mapped.is_err() {
-                // SAFETY: the same range, which still holds nothing.
-                let _ = unsafe { rustix::mm::munmap(place, len) };
-            }
-            mapped?
-        };
-        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap returned the null address"))?;
-        Ok(Self { base, len })
     }
 
     /// Bytes mapped.
@@ -251,7 +242,7 @@ mod tests {
     fn two_mappings_of_one_file_see_the_same_words() {
         let fd = crate::memfd::create("ballast-test", Bytes(8192)).expect("memfd");
         let a = Mapping::shared(&fd, 0, 8192).expect("map");
-        let b = Mapping::shared_read_only(&fd, 4096, 4096).expect("map");
+        let b = Mapping::shared(&fd, 4096, 4096).expect("map");
         a.words(4096, 2)[1].store(42, Ordering::Release);
         assert_eq!(b.words(0, 2)[1].load(Ordering::Acquire), 42);
         a.zap(0, 8192).expect("zap");

@@ -298,7 +298,7 @@ mod tests {
     use crate::Mapping;
     use crate::uffd::{FillOutcome, REQUIRED_FEATURES, Uffd, feature};
     use ballast_base::Hva;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
     use std::sync::Arc;
 
     const PAGES: usize = 6;

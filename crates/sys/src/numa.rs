@@ -142,10 +142,10 @@ mod tests {
         }
         let pages: Vec<u64> = (0..600).map(|page| start + page * PAGE_SIZE as u64).collect();
         let located = match locate(std::process::id(), &pages) {
-            Err(error) => return ballast_needs::skip("numa", error),
+            Err(error) => return ballast_testkit::skip("numa", error),
             Ok(located) => located.expect("this process"),
         };
-        let Place::Node(node) = located[0] else { return ballast_needs::skip("numa", format!("{:?}", located[0])) };
+        let Place::Node(node) = located[0] else { return ballast_testkit::skip("numa", format!("{:?}", located[0])) };
         assert!(located.iter().all(|place| matches!(place, Place::Node(_))), "{located:?}");
         let moved = move_pages(std::process::id(), &pages, node).expect("permitted").expect("this process");
         assert!(moved.iter().all(|place| *place == Place::Node(node)), "{moved:?}");
@@ -158,7 +158,7 @@ mod tests {
         memory.word(0).store(1, Ordering::Relaxed);
         let page = [memory.addr() as u64];
         if let Err(error) = locate(std::process::id(), &page) {
-            return ballast_needs::skip("numa", error);
+            return ballast_testkit::skip("numa", error);
         }
         let mut child = std::process::Command::new("true").spawn().expect("true");
         child.wait().expect("ended");

@@ -212,7 +212,7 @@ mod tests {
             Opened::NoEvent => "this kernel has no perf events",
             Opened::NotPermitted => "perf_event_paranoid does not let this user sample",
         };
-        ballast_needs::skip("perf", why);
+        ballast_testkit::skip("perf", why);
         None
     }
 

@@ -42,7 +42,7 @@ pub fn run_beside() {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
 
     #[test]
     fn a_thread_that_runs_first_starts_threads_and_programs_that_do_not() {

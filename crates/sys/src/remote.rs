@@ -166,7 +166,7 @@ mod tests {
     use crate::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES};
     use crate::{Mapping, Uffd, memfd};
     use ballast_base::Bytes;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
     use std::sync::atomic::Ordering;
 
     fn seeing_accesses() -> Option<Uffd> {

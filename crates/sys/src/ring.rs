@@ -306,7 +306,7 @@ mod tests {
     use super::*;
     use crate::memfd;
     use ballast_base::Bytes;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     const TIMEOUT: Duration = Duration::from_secs(60);

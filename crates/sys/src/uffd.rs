@@ -361,7 +361,7 @@ mod tests {
     use super::*;
     use crate::{Mapping, memfd};
     use ballast_base::Bytes;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
 
     const LEN: u64 = 16 * PAGE_SIZE as u64;
 

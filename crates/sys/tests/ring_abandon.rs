@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ballast_base::Bytes;
-use ballast_needs::skip;
 use ballast_sys::memfd;
 use ballast_sys::ring::{Buffer, Direction, Ring, Transfer};
+use ballast_testkit::skip;
 
 const MINUTE: Duration = Duration::from_secs(60);
 

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
-use ballast_needs::skip;
-use ballast_sys::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES};
+use ballast_sys::uffd::REQUIRED_FEATURES;
 use ballast_sys::{Mapping, Uffd, memfd};
+use ballast_testkit::skip;
 
 const PAGES: usize = 64;
 const LEN: u64 = (PAGES * PAGE_SIZE) as u64;

@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn pages_that_are_there_already_count_as_moved_and_absent_ones_are_told_of() {
         let files = Files::default();
-        let Ok(mut tiers) = Tiers::detect(&files) else { return ballast_needs::skip("numa", "no nodes") };
+        let Ok(mut tiers) = Tiers::detect(&files) else { return ballast_testkit::skip("numa", "no nodes") };
         // One tier is enough to move to where pages are.
         tiers.list.truncate(1);
         let memory = ballast_sys::Anon::new(8 * PAGE_SIZE).expect("memory");
@@ -252,7 +252,7 @@ mod tests {
         };
         assert!(mover.carry(Tier::Fast, &orders, &mut moves, each).expect("meminfo"));
         if moves.refused > 0 {
-            return ballast_needs::skip("numa", "this kernel moves no pages between nodes");
+            return ballast_testkit::skip("numa", "this kernel moves no pages between nodes");
         }
         assert_eq!((moves.promoted, moves.absent, gone), (7, 1, vec![orders[7].address]));
     }
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn what_the_kernel_refuses_for_one_program_keeps_no_page_of_another_one_where_it_is() {
         let files = Files::default();
-        let Ok(mut tiers) = Tiers::detect(&files) else { return ballast_needs::skip("numa", "no nodes") };
+        let Ok(mut tiers) = Tiers::detect(&files) else { return ballast_testkit::skip("numa", "no nodes") };
         tiers.list.truncate(1);
         let memory = ballast_sys::Anon::new(PAGE_SIZE).expect("memory");
         memory.word(0).store(9, Ordering::Relaxed);
@@ -271,7 +271,7 @@ mod tests {
         let each = &mut |order: Order, became| seen.push((order.process, became));
         assert!(mover.carry(Tier::Fast, &[order(0), order(1)], &mut moves, each).expect("meminfo"));
         if seen[0].1 != Became::Refused || seen[1].1 == Became::Refused {
-            return ballast_needs::skip("numa", format!("{seen:?}"));
+            return ballast_testkit::skip("numa", format!("{seen:?}"));
         }
         assert_eq!(seen, [(0, Became::Refused), (1, Became::In(Tier::Fast))]);
         assert_eq!((moves.refused, moves.promoted), (1, 1));

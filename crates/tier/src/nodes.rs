@@ -283,7 +283,7 @@ pub(crate) mod tests {
     fn this_machine_has_tiers_or_says_that_it_has_none() {
         match Tiers::detect(&Files::default()) {
             Ok(tiers) => assert!(!tiers.list.is_empty() && tiers.list.iter().all(|tier| !tier.nodes.is_empty())),
-            Err(error) => ballast_needs::skip("numa", error),
+            Err(error) => ballast_testkit::skip("numa", error),
         }
     }
 }

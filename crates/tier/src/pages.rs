@@ -374,7 +374,7 @@ mod tests {
     #[test]
     fn the_pages_of_a_real_process_are_found_and_belong_to_a_node() {
         let files = crate::kernel_files::Files::default();
-        let Ok(tiers) = Tiers::detect(&files) else { return ballast_needs::skip("numa", "no nodes") };
+        let Ok(tiers) = Tiers::detect(&files) else { return ballast_testkit::skip("numa", "no nodes") };
         let memory = ballast_sys::Anon::new(3000 * PAGE_SIZE).expect("memory");
         let touch = |pages: std::ops::Range<usize>| {
             let words = pages.step_by(2).map(|page| memory.word(page * PAGE_SIZE));
@@ -389,7 +389,7 @@ mod tests {
             pages.look(&process, &tiers, 100, 0).expect("readable");
         }
         if pages.counts() == (0, 0) {
-            return ballast_needs::skip("root", "physical addresses are hidden");
+            return ballast_testkit::skip("root", "physical addresses are hidden");
         }
         assert_eq!(pages.counts().0, 150);
         // What is mapped later is read first, and at once, however slowly what is known is read again.

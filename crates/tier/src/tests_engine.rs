@@ -14,7 +14,7 @@ fn start(files: &Files, source: Scripted) -> Option<Tierer> {
     let settings = Settings { choice, ..Settings::default() };
     match Tierer::with_files(files.clone(), settings, Box::new(source)) {
         Err(Unavailable::Frames(why)) => {
-            ballast_needs::skip("root", why);
+            ballast_testkit::skip("root", why);
             None
         }
         tierer => Some(tierer.expect("two tiers")),
@@ -51,7 +51,7 @@ impl Sleeper {
         // What it maps changes until then.
         while !std::fs::read_to_string(format!("{folder}/stat")).expect("its state").contains(") S ") {
             if began.elapsed() > Duration::from_secs(10) {
-                ballast_needs::skip("sleep", "a process that is to sleep does not within 10 s");
+                ballast_testkit::skip("sleep", "a process that is to sleep does not within 10 s");
                 return None;
             }
             std::thread::yield_now();

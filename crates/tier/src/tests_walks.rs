@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ballast_needs::random::Random;
 use ballast_ranges::UNIT;
 use ballast_sys::numa::Place;
+use ballast_testkit::random::Random;
 
 use super::*;
 use crate::kernel::{Mapped, PageTable};
@@ -392,7 +392,7 @@ fn tierer(model: &Shared, most: u64) -> Option<Tierer> {
     let settings = Settings { choice, most_bytes_per_s: 2 * most * PAGE, ..Settings::default() };
     match Tierer::with_files(files, settings, Box::new(Source(model.clone(), Vec::new()))) {
         Err(Unavailable::Frames(why)) => {
-            ballast_needs::skip("root", why);
+            ballast_testkit::skip("root", why);
             None
         }
         tierer => {

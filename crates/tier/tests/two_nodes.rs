@@ -25,7 +25,7 @@ fn two_tiers() -> Option<(Files, Tiers, MutexGuard<'static, ()>)> {
     let files = Files::default();
     let tiers = Tiers::detect(&files).ok().filter(|tiers| tiers.list.len() > 1);
     if tiers.is_none() {
-        ballast_needs::skip("two-nodes", "this machine has one tier of memory");
+        ballast_testkit::skip("two-nodes", "this machine has one tier of memory");
     }
     tiers.map(|tiers| (files, tiers, alone))
 }
@@ -162,7 +162,7 @@ impl Drop for Confined {
 fn a_program_whose_cpuset_is_without_the_node_is_refused_and_others_go_there() {
     let Some((files, tiers, _alone)) = two_tiers() else { return };
     let mut confined = match Confined::start(tiers.list[0].nodes[0]) {
-        Err(error) => return ballast_needs::skip("cgroup", error),
+        Err(error) => return ballast_testkit::skip("cgroup", error),
         Ok(confined) => confined,
     };
     let pid = confined.child.id();
@@ -195,7 +195,7 @@ fn a_full_node_ends_the_turn_and_nothing_is_lost() {
     let Some((files, tiers, _alone)) = two_tiers() else { return };
     let fast = tiers.list[0].nodes[0];
     let room = usage(&files, fast).expect("read").free as usize;
-    let Ok(memory) = Anon::new(room + (16 << 20)) else { return ballast_needs::skip("two-nodes", "no memory") };
+    let Ok(memory) = Anon::new(room + (16 << 20)) else { return ballast_testkit::skip("two-nodes", "no memory") };
     let pages = memory.len() / PAGE_SIZE;
     (0..pages).for_each(|page| memory.word(page * PAGE_SIZE).store(page as u64, Ordering::Relaxed));
     let pids = [std::process::id()];

@@ -134,7 +134,7 @@ impl Drop for Cgroup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
 
     #[test]
     fn version_1_is_found_by_its_option_and_version_2_by_its_controllers() {

@@ -108,10 +108,10 @@ impl Data {
     /// The words of one page.
     pub fn page(self, page: u64) -> ballast_store::PageBytes {
         match self {
-            Self::HalfCompressible => ballast_store::pages::half_compressible(page),
-            Self::Incompressible => ballast_store::pages::incompressible(page),
-            Self::Equal(_) if !page.is_multiple_of(4) => ballast_store::pages::half_compressible(page),
-            Self::Equal(guest) => ballast_store::pages::half_compressible(page | (u64::from(guest) + 1) << 40),
+            Self::HalfCompressible => ballast_testkit::pages::half_compressible(page),
+            Self::Incompressible => ballast_testkit::pages::incompressible(page),
+            Self::Equal(_) if !page.is_multiple_of(4) => ballast_testkit::pages::half_compressible(page),
+            Self::Equal(guest) => ballast_testkit::pages::half_compressible(page | (u64::from(guest) + 1) << 40),
         }
     }
 }

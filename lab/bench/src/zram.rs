@@ -126,7 +126,7 @@ fn unused() -> Result<(PathBuf, PathBuf)> {
 mod tests {
     use super::*;
     use crate::swaps::{used, used_pages};
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
 
     /// The settings that a bench may change, as they are now.
     fn machine() -> Vec<String> {

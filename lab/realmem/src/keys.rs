@@ -8,6 +8,8 @@
 //! Generating Billion-Record Synthetic Databases* (SIGMOD 1994), section 3.2. Ranks are scattered over the keys, so
 //! that popular keys do not lie side by side.
 
+use ballast_testkit::random::Random;
+
 /// Requests after which [`Sequence::Repeat`] begins again: some 20 s of a server at full speed.
 pub const PERIOD: u64 = 1_500_000;
 /// Requests after which the popular keys of [`Sequence::Moving`] are others: some 60 s.
@@ -52,26 +54,6 @@ pub struct Request {
     pub write: bool,
 }
 
-/// SplitMix64: small, and good enough to choose keys and fill values.
-#[derive(Clone, Copy, Debug)]
-pub struct Random(pub u64);
-
-impl Random {
-    /// The next 64 random bits.
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut bits = self.0;
-        bits = (bits ^ bits >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        bits = (bits ^ bits >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        bits ^ bits >> 31
-    }
-
-    /// A number in `0..1`.
-    fn unit(&mut self) -> f64 {
-        (self.bits() >> 11) as f64 / (1u64 << 53) as f64
-    }
-}
-
 /// The sequence of requests.
 #[derive(Debug)]
 pub struct Keys {
@@ -95,7 +77,7 @@ impl Keys {
         let mut random = Random(seed ^ 0x5eed);
         let mut of_rank: Vec<u32> = (0..keys).collect();
         for at in (1..of_rank.len()).rev() {
-            of_rank.swap(at, (random.bits() % (at as u64 + 1)) as usize);
+            of_rank.swap(at, (random.word() % (at as u64 + 1)) as usize);
         }
         let term = |rank: u32| f64::from(rank).powf(-EXPONENT);
         let zeta: f64 = (1..=keys).map(term).sum();
@@ -112,7 +94,7 @@ impl Keys {
         }
         let count = self.count;
         self.count += 1;
-        let write = self.random.bits().is_multiple_of(WRITE_EVERY);
+        let write = self.random.word().is_multiple_of(WRITE_EVERY);
         let keys = self.of_rank.len() as u64;
         if self.sequence == Sequence::ScanBeside && count.is_multiple_of(SCAN_EVERY) {
             let key = self.scan;
@@ -126,7 +108,8 @@ impl Keys {
 
     /// A rank by Zipf's law: 0 is the most frequent one.
     fn rank(&mut self) -> u64 {
-        let unit = self.random.unit();
+        // A number in `0..1`.
+        let unit = (self.random.word() >> 11) as f64 / (1u64 << 53) as f64;
         let scaled = unit * self.zeta;
         if scaled < 1.0 {
             return 0;

@@ -7,8 +7,7 @@
 use std::io::Write as _;
 
 use anyhow::{Result, bail};
-
-use crate::keys::Random;
+use ballast_testkit::random::Random;
 
 /// Bytes of a value.
 pub const VALUE: usize = 1024;
@@ -40,7 +39,7 @@ pub fn fill(value: &mut [u8; VALUE], key: u32, version: u32) {
     let mut random = Random(seed);
     let (first, second) = value.split_at_mut(VALUE / 2);
     for word in first.chunks_exact_mut(8) {
-        word.copy_from_slice(&random.bits().to_le_bytes());
+        word.copy_from_slice(&random.word().to_le_bytes());
     }
     second.fill(b'a' + (seed % 23) as u8);
 }

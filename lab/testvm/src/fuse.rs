@@ -463,7 +463,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
     use std::fs::OpenOptions;
     use std::sync::mpsc;
 

@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use ballast_base::{Bytes, Hva, MIB, PAGE_SIZE, PageIdx};
-use ballast_needs::missing;
+use ballast_testkit::missing;
 use ballast_sys::uffd::{Fault, FillOutcome, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, memfd};
 use ballast_testvm::{

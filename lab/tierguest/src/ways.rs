@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use ballast_base::PAGE_SIZE;
 use ballast_ranges::relocate::Rule;
-use ballast_ranges::{Parameters, Published};
+use ballast_testkit::published::{Parameters, Published};
 use ballast_tier::kernel_files::Files;
 use ballast_tier::{EPOCH, Settings, Tierer, Tiers};
 

@@ -11,9 +11,9 @@ use ballast_base::wire::{
     self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, Range, StoreFiles, VmId,
 };
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
-use ballast_needs::missing;
 use ballast_sys::uffd::{Fault, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, memfd, scm};
+use ballast_testkit::missing;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 

@@ -223,7 +223,7 @@ mod tests {
     use ballast_base::store::RegionKey;
     use ballast_base::wire::VmId;
     use ballast_base::{Bytes, PageIdx};
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
     use ballast_store::{Budget, GetOutcome, PageKey, PutOutcome, Store};
 
     use super::*;
@@ -282,7 +282,7 @@ mod tests {
         };
         let vm = VmId([3; 16]);
         let key = |page| PageKey { region: RegionKey { vm, number: 0 }, page: PageIdx(page) };
-        let put = |page: u64| match file.put(key(page), &ballast_store::pages::incompressible(page)) {
+        let put = |page: u64| match file.put(key(page), &ballast_testkit::pages::incompressible(page)) {
             PutOutcome::Stored(handle) => handle,
             refused => panic!("{refused:?}"),
         };

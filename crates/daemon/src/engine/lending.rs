@@ -81,7 +81,7 @@ fn decide(state: HostState, free: u64, min_free: u64, lent: u64) -> u64 {
 mod tests {
     use super::*;
     use ballast_base::MIB;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
     use ballast_reserve::{Host, Want};
     use std::path::Path;
 

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_api::{PoolPages, PoolRequest, PoolStat};
 use ballast_base::MIB;
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_reserve::{Host, Page};
 
 use super::{Daemon, until};

@@ -87,7 +87,7 @@ fn processor(stat: &str) -> Option<Ran> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
     #[test]

@@ -59,11 +59,6 @@ impl Units {
         self.get(page.unit())
     }
 
-    /// Is or was any unit of these pages mapped huge?
-    pub fn any_huge(&self, pages: PageRange) -> bool {
-        self.covering(pages).any(|unit| unit.mapped.load(Ordering::Acquire) & HUGE != 0)
-    }
-
     /// Some of these pages are in Quarantine and about to be zapped. See [`Unit::disturb`].
     pub fn disturb(&self, pages: PageRange, pause: impl Fn()) {
         self.covering(pages).for_each(|unit| unit.disturb(&pause));

@@ -230,7 +230,7 @@ mod tests {
     use ballast_base::store::RegionKey;
     use ballast_base::wire::VmId;
     use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-    use ballast_store::{FaultyStore, NullStore};
+    use ballast_testkit::{FaultyStore, NullStore};
 
     #[test]
     fn a_page_that_is_read_ahead_is_not_waited_for_until_a_fault_asks_for_it() {

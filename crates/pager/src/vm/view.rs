@@ -422,7 +422,7 @@ mod tests {
     fn forgotten_after(serving: Guard, other: Guard) {
         let uffd = match Uffd::create(0) {
             Ok((uffd, _)) => uffd,
-            Err(error) => return ballast_needs::skip("native", error),
+            Err(error) => return ballast_testkit::skip("native", error),
         };
         let (control, _theirs) = scm::pair().expect("socketpair");
         let view = View::new(1, Shards::new(vec![uffd]).expect("one"), 0, Arc::new(ClientPeer::new(control, 1)));

@@ -15,7 +15,6 @@ use ballast_base::wire::{self, ClientToEngine, EngineToClient, Span, VmId};
 use ballast_base::{Bytes, Extents, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_handover::state_file::StateFile;
 use ballast_heat::{PageMap, UnitId, Watch};
-use ballast_needs::{missing, skip};
 use ballast_pager::reclaim::pinned::Pins;
 use ballast_pager::tier::stores::{Stores, Tier};
 use ballast_pager::vm::client_peer::ClientPeer;
@@ -27,12 +26,13 @@ use ballast_pager::vm::tuning::{HostTiers, Track};
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Tuning, Vm};
 use ballast_store::{
-    Budget, Faults, FaultyStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Recovered,
-    Store, StoreUsage,
+    Budget, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Recovered, Store, StoreUsage,
 };
 use ballast_sys::hugetlb::PoolLoan;
 use ballast_sys::remote::Collapsed;
 use ballast_sys::{Mapping, Remote, Uffd, memfd, scm, uffd};
+use ballast_testkit::{Faults, FaultyStore};
+use ballast_testkit::{missing, skip};
 use ballast_testvm::Finally;
 
 /// A VM and its guest side.
@@ -389,7 +389,7 @@ impl Rig {
 
     /// Write `seed`-dependent, half-compressible bytes to a page.
     pub fn fill(&self, page: u64, seed: u64) {
-        self.guest.copy_in(page as usize * PAGE_SIZE, &ballast_store::pages::half_compressible(seed << 32 | page));
+        self.guest.copy_in(page as usize * PAGE_SIZE, &ballast_testkit::pages::half_compressible(seed << 32 | page));
     }
 
     /// The same to every page, with seed 1.
@@ -401,7 +401,7 @@ impl Rig {
     pub fn holds(&self, page: u64, seed: u64) -> bool {
         let mut bytes = [0; PAGE_SIZE];
         self.guest.copy_out(page as usize * PAGE_SIZE, &mut bytes);
-        bytes == ballast_store::pages::half_compressible(seed << 32 | page)
+        bytes == ballast_testkit::pages::half_compressible(seed << 32 | page)
     }
 
     /// Every page holds what [`Rig::fill_all`] wrote.

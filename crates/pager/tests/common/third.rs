@@ -7,7 +7,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ballast_base::{Bytes, PageIdx};
-use ballast_store::{GetOutcome, Handle, NullStore, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
+use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
+use ballast_testkit::NullStore;
 
 /// Its number.
 pub const THIRD: u8 = 3;

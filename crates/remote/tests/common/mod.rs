@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use ballast_base::PageIdx;
 use ballast_base::wire::VmId;
-use ballast_needs::missing;
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteStore, Tls, lease, slot_of};
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store};
+use ballast_testkit::missing;
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
 /// Duration of a lease, longer than any test.

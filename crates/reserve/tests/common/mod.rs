@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, Extent, MIB, PAGE_SIZE};
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_pool::Mode;
 use ballast_reserve::{Grant, Host, Page, Reserve, Want};
 use ballast_sys::Mapping;

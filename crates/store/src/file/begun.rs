@@ -346,7 +346,7 @@ impl Drop for BegunReads {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
     use std::sync::Barrier;
 
     #[test]

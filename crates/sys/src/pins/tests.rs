@@ -8,7 +8,7 @@ use crate::Mapping;
 use crate::hugetlb::PoolLoan;
 use crate::memfd;
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 

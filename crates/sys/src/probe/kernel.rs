@@ -225,7 +225,7 @@ pub(super) fn pin_check() -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_needs::skip;
+    use ballast_testkit::skip;
 
     #[test]
     fn a_collapse_without_userfaultfd_fills_holes_so_the_probe_can_fail() {

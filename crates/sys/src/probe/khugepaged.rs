@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn this_kernel_is_tried_and_its_version_says_the_same() {
         let now = Khugepaged::now(fills_holes());
-        let Some(fills) = now.fills else { return ballast_needs::skip("collapse", "MADV_COLLAPSE cannot be tried") };
+        let Some(fills) = now.fills else { return ballast_testkit::skip("collapse", "MADV_COLLAPSE cannot be tried") };
         assert_eq!(fills, version(&now.release).is_none_or(|version| version < (6, 4)), "{now:?}");
     }
 }

@@ -108,7 +108,7 @@ mod tests {
         let files = Files::default();
         let mut perf = match Perf::open(&files, Event::PageFaults, 1).expect("opened or not") {
             Found::Perf(perf) => perf,
-            Found::Not(why) => return ballast_needs::skip("perf", why),
+            Found::Not(why) => return ballast_testkit::skip("perf", why),
         };
         let memory = ballast_sys::Anon::new(200 * PAGE_SIZE).expect("memory");
         let own = std::process::id();

@@ -15,7 +15,8 @@ mod stream;
 
 use anyhow::Result;
 use ballast_base::{GIB, MIB};
-use ballast_ranges::{Parameters, UNIT};
+use ballast_ranges::UNIT;
+use ballast_testkit::published::Parameters;
 
 use crate::cpu;
 use crate::report::Row;

@@ -8,7 +8,8 @@
 
 use anyhow::Result;
 use ballast_base::GIB;
-use ballast_ranges::{Parameters, UNIT};
+use ballast_ranges::UNIT;
+use ballast_testkit::published::Parameters;
 
 use super::simulate::{EPOCH_MS, Guest, VCPUS, Way};
 use super::stream::{Kind, Stream};

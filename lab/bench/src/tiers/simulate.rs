@@ -9,7 +9,8 @@
 use std::ops::ControlFlow;
 
 use ballast_ranges::relocate::{self, Limits, Placement, Rule, Tier};
-use ballast_ranges::{Classifier, Fitted, Parameters, Published, Range, Roots, UNIT, rank};
+use ballast_ranges::{Classifier, Fitted, Range, Roots, UNIT, rank};
+use ballast_testkit::published::{Parameters, Published};
 
 /// The end of mappings on x86-64, and the bytes below it that they may use: the roots are those of a real program.
 const MAPPINGS_END: u64 = 0x7fff_f7ff_f000;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ballast_base::{Bytes, MIB};
-use ballast_needs::missing;
+use ballast_testkit::missing;
 
 use super::load::{Dataset, Mix, load, throughput, verify};
 use super::*;

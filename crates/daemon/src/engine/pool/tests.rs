@@ -5,7 +5,7 @@ use std::process::Command;
 
 use ballast_base::MIB;
 use ballast_base::pool::{Nodes, Pages, Take};
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use ballast_reserve::Far;
 use ballast_sys::memfd;
 

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Weak, mpsc};
 
-use ballast_needs::skip;
+use ballast_testkit::skip;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::super::queue::{Next, Queue};

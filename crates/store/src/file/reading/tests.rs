@@ -5,9 +5,9 @@ use std::sync::Arc;
 use super::super::faults::{DiskFault, DiskFaults};
 use super::*;
 use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_needs::skip;
 use ballast_sys::memfd;
 use ballast_sys::ring::{Buffer, Ring};
+use ballast_testkit::skip;
 
 fn disk() -> Disk {
     let file = memfd::create("ballast-test", Bytes(64 * PAGE_SIZE as u64)).expect("memfd");

@@ -1,8 +1,9 @@
 //! Tests of what members and sweeps of a group keep each other from.
 
 use super::*;
-use crate::{Budget, GroupMember, pages};
+use crate::{Budget, GroupMember};
 use ballast_base::Bytes;
+use ballast_testkit::pages;
 
 fn group() -> (OwnedFd, Arc<Group>) {
     let arena = ballast_handover::arena::create().expect("memfd");

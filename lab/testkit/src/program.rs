@@ -32,7 +32,7 @@ mod tests {
 
     #[test]
     fn a_script_and_its_copy_can_be_executed_at_once() {
-        let dir = std::env::temp_dir().join(format!("ballast-needs-{}", std::process::id()));
+        let dir = std::env::temp_dir().join(format!("ballast-testkit-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("a directory");
         let [script, copy] = ["script", "copy"].map(|name| dir.join(name));
         install_script(&script, "a='it'\necho \"$a $1\"");

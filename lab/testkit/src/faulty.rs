@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use ballast_base::PageIdx;
 
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
+use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 
 /// How a put fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -283,8 +283,8 @@ impl<S: Store> Store for FaultyStore<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::RegionKey;
     use crate::{NullStore, pages};
+    use ballast_base::store::RegionKey;
     use ballast_base::wire::VmId;
     use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 

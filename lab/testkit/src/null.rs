@@ -11,7 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_base::{Bytes, PAGE_SIZE};
 
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
+use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 
 /// A store that is a map. See the module's first lines.
 #[derive(Debug)]

@@ -6,11 +6,9 @@
 
 use ballast_base::PAGE_SIZE;
 
-use crate::PageBytes;
-use crate::codec::mix;
+use ballast_base::store::PageBytes;
 
-/// The weyl increment of SplitMix64: an odd constant, so that successive states visit every word.
-const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+use crate::random::{STEP, mix};
 
 /// Noise that no codec shortens.
 pub fn incompressible(seed: u64) -> PageBytes {
@@ -35,7 +33,7 @@ pub fn half_compressible(seed: u64) -> PageBytes {
 /// A page that repeats a 64-bit pattern. With equal halves it is a 32-bit pattern; 0 is the zero page.
 pub fn filled(pattern: u64) -> PageBytes {
     let mut page = [0; PAGE_SIZE];
-    crate::codec::fill(&mut page, pattern);
+    page.chunks_exact_mut(8).for_each(|chunk| chunk.copy_from_slice(&pattern.to_le_bytes()));
     page
 }
 

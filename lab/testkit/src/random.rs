@@ -3,6 +3,16 @@
 //! Before: a seed, fixed or of a variable. After: the same numbers each time, so that a failure repeats.
 //! Threads: each has its own. Promise: the sequence for a seed does not change (SplitMix64).
 
+/// The step of SplitMix64.
+pub(crate) const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// The output function of SplitMix64.
+pub(crate) fn mix(mut word: u64) -> u64 {
+    word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ word >> 31
+}
+
 /// A sequence with this state; it begins with the seed.
 #[derive(Clone, Debug)]
 pub struct Random(pub u64);
@@ -18,10 +28,8 @@ impl Random {
 
     /// Returns the next number.
     pub fn word(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ mixed >> 31
+        self.0 = self.0.wrapping_add(STEP);
+        mix(self.0)
     }
 
     /// Returns the next one, below `end`.

@@ -1,16 +1,27 @@
-//! How a test says what this machine lacks, and when lacking it is a failure.
+//! The code that tests of several crates share. No product crate links it.
 //!
-//! Before: a test that tried something and was refused. After: a line that `scripts/test.sh` counts, or a failed test.
-//! Beside that it has what tests of several crates share: [`program`], [`random`], [`swap`].
+//! Before: a test tried something and was refused. After: [`skip`] prints a line that `scripts/test.sh` counts, or the
+//! test fails. Beside that: [`program`] makes executable files and [`random`] numbers that follow from a seed.
+//! [`conformance`] has the checks that every store must pass. [`NullStore`] is the simplest correct store,
+//! [`FaultyStore`] makes any store fail on command, [`pages`] makes pages of known content, [`published`] is a
+//! rule to compare with, and [`swap`] is swap that is there for a test.
 //! Threads: none of its own. Units: none; a need is one word, like `uffd`, `kvm` or `root`.
 //! Promise: a need that the variable `REQUIRE` names (`REQUIRE=kvm,qemu`) is never skipped: the test fails.
 #![forbid(unsafe_code)]
 
+pub mod conformance;
+mod faulty;
+mod null;
+pub mod pages;
 pub mod program;
+pub mod published;
 pub mod random;
 pub mod swap;
 
 use std::fmt::Display;
+
+pub use faulty::{Calls, Faults, FaultyStore, PutFault};
+pub use null::NullStore;
 
 /// Say `SKIP` and why; the caller returns, or goes on with what stands in. Fails the test if `REQUIRE` names the need.
 #[track_caller]

@@ -6,10 +6,11 @@
 
 use std::os::fd::BorrowedFd;
 
+use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store};
 use ballast_base::wire::VmId;
 use ballast_base::{PAGE_SIZE, PageIdx};
 
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, pages};
+use crate::pages;
 
 /// Check every promise of the [`Store`] trait. `make` returns a new, empty store each time, with a budget of its own of
 /// 1 to 64 MiB (the check of `Full` fills it).

@@ -1,12 +1,11 @@
-//! The published rule (Demeter §3.2.1): a range is split where it has far more accesses than both of its neighbours.
+//! The published rule of a classifier of ranges (Demeter §3.2.1), to compare with: a range is split where it has far more accesses than both of its neighbours.
 //!
 //! Before: samples, by address. After: ranges. The paper leaves some points open; here the two roots are neighbours, a
 //! side without a neighbour counts as one without accesses, and `tau_merge` is 8 splits. The paper also keeps the time
 //! of a range's last access, but decides nothing by it, so it is not kept here. Units: counts in samples, positions in
 //! units of 2 MiB. Promise: pure; at most [`MOST_RANGES`] ranges.
 
-use crate::range::{Classifier, Range, SAMPLE};
-use crate::roots::Roots;
+use ballast_ranges::{Classifier, Range, Roots, SAMPLE};
 
 /// Most ranges. The paper states no bound and sees fewer than 50.
 pub const MOST_RANGES: usize = 4096;
