@@ -45,5 +45,5 @@ export QEMU_MEMORY=4G QEMU_SECONDS=1200 QEMU_ARGS=$nodes REQUIRE=uffd,collapse,h
 exec scripts/in-qemu.sh "$out/vmlinuz" \
     "$(program placed) --test-threads=1" "$(program host_tiers)" \
     "$(program numa) a_vms_pages" "$(program pool_on_demand) pages_on_demand_are a_node_that_promised" \
-    "$(program isolation) --test-threads=1" "$(program base) --test-threads=1" "$(program held)" \
+    "$(program isolation) --test-threads=1" \
     "$(program failed) --test-threads=1"

@@ -17,9 +17,6 @@ pub enum PoolPages {
     /// Pages of 1 GiB.
     #[serde(rename = "1G")]
     Gib,
-    /// Base pages of shared memory.
-    #[serde(rename = "4K")]
-    Base,
 }
 
 impl PoolPages {
@@ -35,8 +32,7 @@ impl FromStr for PoolPages {
         match text {
             "2M" => Ok(Self::Huge),
             "1G" => Ok(Self::Gib),
-            "4K" => Ok(Self::Base),
-            _ => Err(format!("{text:?} is none of 2M, 1G and 4K")),
+            _ => Err(format!("{text:?} is neither 2M nor 1G")),
         }
     }
 }
@@ -80,11 +76,6 @@ pub struct PoolStat {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(no_recursion)]
     pub gib: Option<Box<PoolStat>>,
-    /// The same of its base pages, if any were ever reserved. What a VM frees of those counts as used, and is the
-    /// host's.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(no_recursion)]
-    pub base: Option<Box<PoolStat>>,
 }
 
 /// A node of the host.
@@ -140,7 +131,7 @@ pub struct PoolRequest {
     /// For this node alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<u32>,
-    /// Size of a file: 1 to 512 pages (of 2 MiB, if base pages), a power of two. Once there is a pool it cannot change.
+    /// Size of a file: 1 to 512 pages, a power of two. Once there is a pool it cannot change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file_bytes: Option<u64>,
     /// From now on up to this many percent of what the pool has for memory on demand are promised, 100 to 1000, as far

@@ -23,15 +23,13 @@ pub enum Pages {
     Gib,
     /// Huge pages of 2 MiB, each of which comes when it is touched for the first time.
     OnDemand,
-    /// Base pages of shared memory, which are filled in advance, in pieces of 2 MiB.
-    Base,
 }
 
 impl Pages {
-    /// The size of the pieces that consist of these pages: a huge page, or as much.
+    /// The size of one of these pages.
     pub const fn size(self) -> Bytes {
         match self {
-            Self::Slices | Self::Mix | Self::OnDemand | Self::Base => Bytes(HUGE_SIZE as u64),
+            Self::Slices | Self::Mix | Self::OnDemand => Bytes(HUGE_SIZE as u64),
             Self::Gib => Bytes(GIB),
         }
     }
@@ -46,8 +44,7 @@ impl std::str::FromStr for Pages {
             "mix" => Ok(Self::Mix),
             "1G" => Ok(Self::Gib),
             "on-demand" => Ok(Self::OnDemand),
-            "4K" => Ok(Self::Base),
-            _ => Err(format!("{text:?} is none of 2M, mix, 1G, on-demand and 4K")),
+            _ => Err(format!("{text:?} is none of 2M, mix, 1G and on-demand")),
         }
     }
 }
@@ -59,7 +56,6 @@ impl std::fmt::Display for Pages {
             Self::Mix => "mix",
             Self::Gib => "1G",
             Self::OnDemand => "on-demand",
-            Self::Base => "4K",
         })
     }
 }
@@ -191,8 +187,6 @@ mod tests {
         assert_eq!(hex(encode(&take)), "02766d05020107");
         let on_demand = Take { pages: Pages::OnDemand, ..take.clone() };
         assert_eq!(hex(encode(&on_demand)), "02766d05030107");
-        let base = Take { pages: Pages::Base, ..take.clone() };
-        assert_eq!(hex(encode(&base)), "02766d05040107");
         let of = |nodes| hex(encode(&Take { nodes, ..take.clone() }))[10..].to_owned();
         assert_eq!((of(Nodes::Any).as_str(), of(Nodes::Balanced(vec![0, 1])).as_str()), ("00", "02020001"));
         assert_eq!(of(Nodes::Split(vec![(1, Bytes(5))])), "03010105");
@@ -236,7 +230,7 @@ mod tests {
 
     #[test]
     fn pages_are_read_as_they_are_written() {
-        for pages in [Pages::Slices, Pages::Mix, Pages::Gib, Pages::OnDemand, Pages::Base] {
+        for pages in [Pages::Slices, Pages::Mix, Pages::Gib, Pages::OnDemand] {
             assert_eq!(pages.to_string().parse(), Ok(pages));
         }
         assert!("64K".parse::<Pages>().is_err());

@@ -34,7 +34,7 @@ pub enum PoolCommand {
         #[arg(long, value_name = "PERCENT%")]
         overcommit: Option<Percent>,
         /// Pages of 2 MiB, or beside them: of 1 GiB, in which a VM is not paged; shared memory, paged in 4 KiB
-        #[arg(long, value_name = "2M|1G|4K", default_value = "2M")]
+        #[arg(long, value_name = "2M|1G", default_value = "2M")]
         pages: PoolPages,
     },
     /// Lend unused memory of the pool to the host, this much in all, or only while the host is short
@@ -48,7 +48,7 @@ pub enum PoolCommand {
         #[arg(long)]
         when_short: bool,
         /// The pages to lend
-        #[arg(long, value_name = "2M|1G|4K", default_value = "2M")]
+        #[arg(long, value_name = "2M|1G", default_value = "2M")]
         pages: PoolPages,
     },
     /// Take back all that is lent
@@ -57,7 +57,7 @@ pub enum PoolCommand {
         #[arg(long)]
         node: Option<u32>,
         /// The pages to take back
-        #[arg(long, value_name = "2M|1G|4K", default_value = "2M")]
+        #[arg(long, value_name = "2M|1G", default_value = "2M")]
         pages: PoolPages,
     },
 }
@@ -128,7 +128,7 @@ pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
 }
 
 fn describe(pool: &PoolStat) -> String {
-    let parts = [("2 MiB", Some(pool)), ("1 GiB", pool.gib.as_deref()), ("4 KiB", pool.base.as_deref())];
+    let parts = [("2 MiB", Some(pool)), ("1 GiB", pool.gib.as_deref())];
     let is_there = |(pages, part): (&'static str, Option<_>)| {
         part.filter(|part: &&PoolStat| !part.nodes.is_empty()).map(|part| (pages, part))
     };

@@ -48,8 +48,8 @@ pub struct RunArgs {
     #[arg(long)]
     add_memory_backend: bool,
     /// Take guest RAM from the pool, in pages of 2 MiB (2M, or mix, which has whole GiB of addresses first; on-demand:
-    /// each when it is touched), of 1 GiB (1G), in which nothing is ever paged, or of 4 KiB (4K). QEMU only
-    #[arg(long, value_name = "2M|mix|1G|on-demand|4K", conflicts_with_all = ["optional", "add_memory_backend"])]
+    /// each when it is touched), or of 1 GiB (1G), in which nothing is ever paged. QEMU only
+    #[arg(long, value_name = "2M|mix|1G|on-demand", conflicts_with_all = ["optional", "add_memory_backend"])]
     pool: Option<Pages>,
     /// Take it from these nodes: one (1), as much of each (0,1), or these amounts (0=3G,1=1G) [default: one that has it
     /// all, else as much of each]

@@ -183,9 +183,6 @@ impl Pooling for Canned {
             (None, PoolPages::Gib) => {
                 Ok(PoolStat { gib: request.bytes.map(|bytes| Box::new(of(bytes))), ..self.pool() })
             }
-            (None, PoolPages::Base) => {
-                Ok(PoolStat { base: request.bytes.map(|bytes| Box::new(of(bytes))), ..self.pool() })
-            }
         }
     }
 
@@ -499,11 +496,7 @@ fn the_pool_is_shown_with_its_map_and_notes_are_on_standard_error() {
     assert_eq!((code, err.as_str()), (0, "ballast: whole\n"), "of those pages alone");
     let (huge, gib) = out.split_once("pages of 1 GiB:\n").expect("both are shown");
     assert!(huge.starts_with("pages of 2 MiB:\n") && huge.contains("web-1") && gib.contains("8 GiB"), "{out}");
-    let (code, out, err) = ballast(&daemon.socket, &["pool", "reserve", "4G", "--pages", "4K"]);
-    assert_eq!((code, err.as_str()), (0, "ballast: whole\n"), "of those pages alone");
-    let (huge, base) = out.split_once("pages of 4 KiB:\n").expect("both are shown");
-    assert!(huge.starts_with("pages of 2 MiB:\n") && huge.contains("web-1") && base.contains("4 GiB"), "{out}");
-    assert_eq!(ballast(&daemon.socket, &["pool", "lend", "1G", "--pages", "64K"]).0, 2);
+    assert_eq!(ballast(&daemon.socket, &["pool", "lend", "1G", "--pages", "4K"]).0, 2);
     let (code, out, err) = ballast(&daemon.socket, &["pool", "reserve", "4G", "--node", "3"]);
     assert_eq!((code, out.as_str()), (1, ""));
     assert!(err.contains("there is no node 3; the host has [0]"), "{err}");

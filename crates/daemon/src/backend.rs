@@ -24,7 +24,7 @@ use ballast_remote::{Addr, NodeFigures};
 use ballast_sys::{meminfo, scm};
 
 use crate::engine::adopted::vm::AdoptedVm;
-use crate::engine::governor::{Governor, far, operator};
+use crate::engine::governor::{Governor, operator};
 use crate::engine::host::Host;
 use crate::engine::huge_pages::HugePages;
 use crate::engine::remote::Remote;
@@ -95,19 +95,8 @@ impl Shown {
         let limit = patch.limit_bytes.map_or(vm.state.limit(), |limit| limit.map(Bytes));
         let before = operator::read(vm.state.settings());
         let after = patch.settings_after(before);
-        let mut looks = Ok(());
-        let change = |(settings, limit): far::Terms| {
-            looks = self.scan_before_first_limit(&served, limit);
-            if looks.is_err() {
-                return;
-            }
-            vm.state.set_settings(operator::write(&settings));
-            vm.set_shares(settings.effective_shares());
-            vm.state.set_limit(limit);
-            vm.notify_reclaim();
-        };
-        self.governor.admit(&self.host, &served, after, limit, change).map_err(ChangeError::Invalid)?;
-        looks.map_err(ChangeError::Invalid)?;
+        self.scan_before_first_limit(&served, limit).map_err(ChangeError::Invalid)?;
+        self.governor.change(&self.host, &served, after, limit).map_err(ChangeError::Invalid)?;
         said::change(&self.host, name, patch.limit_bytes.map(|_| limit), (before, after));
         if let Some(NodeBalloon { node, bytes }) = patch.balloon {
             vm.agent().set_balloon(node, bytes / PAGE_SIZE as u64);

@@ -11,8 +11,8 @@ use std::process::Command;
 use std::sync::atomic::Ordering;
 
 use ballast_base::PAGE_SIZE;
-use ballast_testkit::skip;
 use ballast_sys::Mapping;
+use ballast_testkit::skip;
 use common::raw::{Ram, files, no_uffd, open};
 use common::{Daemon, until};
 use rustix::process::Signal;

@@ -16,10 +16,10 @@ use ballast_daemon::config::Config;
 use ballast_daemon::settings::Settings;
 use ballast_handover::orders::{Begin, Order, Report};
 use ballast_handover::state_file::StateFile;
-use ballast_testkit::skip;
 use ballast_store::{Budget, RamOptions, RamStore};
 use ballast_sys::process::Process;
 use ballast_sys::{Mapping, Uffd, memfd, scm, uffd};
+use ballast_testkit::skip;
 use rustix::event::{PollFd, PollFlags};
 
 const VM: VmId = VmId([5; 16]);

@@ -19,8 +19,8 @@ use ballast_base::wire::{
     self, ClientToKeeper, KeeperToClient, MAX_FILES, MAX_REGIONS, MAX_SHARDS, RegionInfo, Span, StoreFiles,
 };
 use ballast_base::{Bytes, Extent, Hva};
-use ballast_testkit::random::Random;
 use ballast_sys::{Uffd, memfd, scm};
+use ballast_testkit::random::Random;
 use common::raw::{Ram, RawClient, connect, files, hear, no_uffd, userfaultfd};
 use common::{Daemon, FORKS, kill, limit_descriptors, may_fork, signal_process, stop_process, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -16,9 +16,9 @@ use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, GIB, Hva, MIB, PAGE_SIZE};
 use ballast_client::Ram;
 use ballast_client::pool::take;
-use ballast_testkit::random::Random;
-use ballast_reserve::Reserve;
+use ballast_pool::Reserve;
 use ballast_sys::Mapping;
+use ballast_testkit::random::Random;
 
 use common::pooled::Pooled;
 use common::{missing, until};
@@ -58,7 +58,6 @@ fn a_vm_that_looks_for_what_others_left() {
     // Of a page of 1 GiB, one word of each 64 bytes is looked at and written.
     let (pages, step) = match name {
         _ if name.contains("gib") => (Pages::Gib, 8),
-        _ if name.contains("base") => (Pages::Base, 1),
         _ => (Pages::Slices, 1),
     };
     // One on demand is attached before it touches anything, or it is no VM.
@@ -113,45 +112,6 @@ fn a_managed_vm_pages_in_huge_pages_of_the_pool_and_what_was_far_of_it_is_not_wr
     assert_eq!(pooled.pages(), 32);
     let mut next = pooled.vm("next", 64);
     pooled.searched(&mut next, "next");
-    next.kill().expect("kill");
-    next.wait().expect("reap");
-}
-
-#[test]
-fn a_managed_vm_on_base_pages_of_the_pool_is_paged_in_4_kib_and_what_it_frees_is_the_hosts() {
-    let Some(pooled) = Pooled::of("", 64, PoolPages::Base) else { return };
-    if missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::REQUIRED_FEATURES).err()) {
-        return;
-    }
-    pooled.settled(64);
-    assert_eq!(pooled.pages(), 32);
-    let name = "managed-base";
-    // A part of its third file is not its own, and is full.
-    let mut vm = pooled.vm(name, 36);
-    let api = &pooled.daemon().api;
-    until("the VM is attached", || api.vm(name).is_ok_and(|vm| vm.resident_bytes == 36 * MIB));
-    let limit = 20 * MIB + 3 * PAGE_SIZE as u64;
-    api.set_limit(name, Some(limit)).expect("limit");
-    until("half of it is far", || api.vm(name).is_ok_and(|vm| vm.resident_bytes <= limit && vm.far_bytes >= 15 * MIB));
-    let (stat, pages) = (pooled.stat(), pooled.pages());
-    assert_eq!((stat.nodes[0].used_bytes, stat.nodes[0].fenced_bytes), (36 * MIB, 12 * MIB));
-    assert!(pages < 26, "what is far is not the host's: {pages} units");
-    let old = pooled.daemon().kill_engine();
-    pooled.daemon().wait_for_engine_after(old);
-    until("the next engine has both", || {
-        pooled.stat().vms.len() == 1 && api.vm(name).is_ok_and(|vm| vm.far_bytes >= 15 * MIB)
-    });
-    let metrics = api.metrics().expect("metrics");
-    assert!(metrics.contains("ballast_pool_reserved_bytes{node=\"0\",pages=\"4K\"} 67108864"), "{metrics}");
-    vm.kill().expect("kill");
-    vm.wait().expect("reap");
-    until("its memory is back", || pooled.stat().vms.is_empty());
-    pooled.settled(64);
-    let events = api.events().expect("events");
-    assert!(events.iter().all(|event| event.kind != "writing-back"), "{events:?}");
-    assert_eq!(pooled.pages(), 32);
-    let mut next = pooled.vm("next-base", 64);
-    pooled.searched(&mut next, "next-base");
     next.kill().expect("kill");
     next.wait().expect("reap");
 }
@@ -314,23 +274,14 @@ fn memory_is_taken_and_lent_in_the_middle_of_upgrades_and_no_request_is_refused(
 
 #[test]
 fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at_any_time() {
-    die_at_any_time(PoolPages::Huge, 40);
-    die_at_any_time(PoolPages::Base, 15);
-}
-
-fn die_at_any_time(pages: PoolPages, kills: u32) {
-    let Some(mut pooled) = Pooled::of("", 64, pages) else { return };
-    let kills = std::env::var("BALLAST_POOL_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(kills);
-    let lend = move |bytes| LendRequest { pages, ..lend(bytes) };
-    let lent = move |pool: &PoolStat| match pages {
-        PoolPages::Huge => pool.nodes.first().map(|node| node.lent_bytes),
-        _ => pool.base.as_ref().and_then(|base| base.nodes.first()).map(|node| node.lent_bytes),
-    };
+    let Some(mut pooled) = Pooled::start("", 64) else { return };
+    let kills = std::env::var("BALLAST_POOL_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(40);
+    let lent = |pool: &PoolStat| pool.nodes.first().map(|node| node.lent_bytes);
     let mut rng = Random::seeded("BALLAST_POOL_SEED");
     let mut vms: Vec<Child> = Vec::new();
     let mut lenders = Vec::new();
     let is_on_demand_there = ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).is_ok();
-    if is_on_demand_there && pages == PoolPages::Huge && pooled.host.nodes().expect("nodes").len() == 1 {
+    if is_on_demand_there && pooled.host.nodes().expect("nodes").len() == 1 {
         let more = PoolRequest { bytes: Some(64 * MIB), overcommit_percent: Some(150), ..PoolRequest::default() };
         pooled.daemon().api.reserve_pool(&more).expect("more may be promised");
     }
@@ -341,11 +292,7 @@ fn die_at_any_time(pages: PoolPages, kills: u32) {
     };
     for number in 0..kills {
         // Some ask for more than is left, and wait for what another one leaves.
-        let kind = match pages {
-            PoolPages::Base => "base",
-            _ if is_on_demand_there && rng.index(3) == 0 => "demand",
-            _ => "vm",
-        };
+        let kind = if is_on_demand_there && rng.index(3) == 0 { "demand" } else { "vm" };
         vms.push(pooled.vm(&format!("{kind}-{number}"), [2, 10, 16, 24, 40][rng.index(5)]));
         std::thread::sleep(Duration::from_millis(rng.index(40) as u64));
         match rng.index(6) {

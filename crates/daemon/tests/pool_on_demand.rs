@@ -173,7 +173,7 @@ fn pool() -> Option<Pooled> {
 }
 
 fn pool_of(nodes: usize, mib: u64) -> Option<Pooled> {
-    let has = ballast_reserve::Host::default().nodes().expect("nodes").len();
+    let has = ballast_pool::Host::default().nodes().expect("nodes").len();
     let needs = if nodes == 1 { "one-node" } else { "numa" };
     if missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
         || missing(needs, (has != nodes).then(|| format!("this machine has {has} nodes")))

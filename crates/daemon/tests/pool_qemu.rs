@@ -121,17 +121,6 @@ fn memory_that_is_unplugged_returns_to_the_pool_while_its_vm_runs_on() {
 }
 
 #[test]
-fn a_qemu_on_base_pages_is_held_to_a_limit_and_its_dimm_returns_to_the_pool() {
-    if missing("qemu", qemu_missing())
-        || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::REQUIRED_FEATURES).err())
-    {
-        return;
-    }
-    let Some(pooled) = Pooled::of("quarantine_ms = 50\n", 128, PoolPages::Base) else { return };
-    plug_and_unplug(&pooled, 32 * MIB, 64 * MIB, Some(48 * MIB));
-}
-
-#[test]
 fn a_qemu_on_pages_of_a_gib_is_pinned_and_its_dimm_returns_to_the_pool_and_half_a_page_is_refused() {
     if missing("qemu", qemu_missing())
         || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())

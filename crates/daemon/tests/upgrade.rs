@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_api::UpgradeStage;
 use ballast_base::Bytes;
-use ballast_testkit::program::install_script;
 use ballast_store::{Budget, FileOptions, FileStore};
+use ballast_testkit::program::install_script;
 use ballast_testvm::Finally;
 use rustix::process::Signal;
 

@@ -16,8 +16,8 @@ use ballast_api::UpgradeStage;
 use ballast_base::wire::{KeeperToClient, MAX_REGIONS};
 use ballast_base::{Bytes, Hva};
 use ballast_client::Client;
-use ballast_testkit::random::Random;
 use ballast_store::{Budget, FileOptions, FileStore};
+use ballast_testkit::random::Random;
 use ballast_testvm::Finally;
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 

@@ -1,5 +1,5 @@
-//! What fair promotion and blocks of base pages gain (Blowfish, 4.3.1), in a model: the real tracker and the real
-//! picking, over a guest whose pages are touched at random, each at its own rate.
+//! What fair promotion (Blowfish, 4.3.1) and blocks of base pages are good for, in a model: the real tracker and the
+//! real picking, over a guest whose pages are touched at random, each at its own rate.
 //!
 //! Before: a distribution of rates. After: which part of the touches missed while a limit kept part of the memory.
 //! Units: touches per second; shares of 1. Promise: no clock and no sleeping; the same seed gives the same result.

@@ -7,8 +7,8 @@
 //!
 //! Read the files in this order: [`settings`] (what an operator sets of a VM), [`snapshot`] (input and output),
 //! [`reason`] (why, as data), [`solve`](mod@solve) (divide a budget exactly), `memory` (what a policy is and
-//! remembers), `frame` (what all policies share), then [`Maestro`], [`Gain`], [`Pressure`], [`Fixed`], [`Ratio`], and
-//! [`replay`] (a recording under another policy). [`balloon`] asks the guest before memory is paged.
+//! remembers), `frame` (what all policies share), then [`Maestro`], [`Pressure`], [`Gain`], and [`replay`] (a recording
+//! under another policy). [`balloon`] asks the guest before memory is paged.
 //!
 //! Before: the governor samples all VMs. After: it sets one limit per VM and nothing else.
 //! Threads: none. Units: in the names; memory is in bytes, and every limit is a whole number of pages.

@@ -1,48 +1,64 @@
-//! The source of VM memory: a pool of 2 MiB slices, after Vmem's (section 4), in user space.
+//! The pool: memory for VMs that is reserved before they start, in pages of one size in files.
 //!
 //! ```text
-//! reserve ─► dirty ─► next_dirty ─► Dirty ─zero─► Zeroed ─► clean ─► ready ─► allocate ─► used ─► release ─► dirty ...
-//!                                                              └► lend ─► the host's ─► take_back ─► dirty
+//! grow ─► the kernel reserves pages ─► refill (allocates, so zeroes) ─► grant ─► a VM maps the files
+//!                                        ▲                                          │
+//!                                        └──── tend: nobody has the files ◄─────────┘
 //! ```
 //!
-//! Read the files in this order: [`unit`] (slices, frames, names), [`state`] (one byte and its truth table), [`layout`]
-//! (places of the state), `words` (its memory), `table` (the state as values), `intent` (atomic changes), `check`
-//! (consistency), [`request`], `plan` (the bidirectional strategy), `index` (FastMap), [`zero`] (dirty memory and the
-//! proof that it is not), [`stats`], `pool`, `zeroing`.
+//! [`map`] decides who gets which slice, and is pure. [`host`] reads and sets the kernel's number of huge pages for
+//! each node. [`balance`] decides how much each node gives. [`files`] are the bricks, named files in a hugetlbfs of our
+//! own. [`journal`] lets the next owner repair the kernel's number if an owner dies during a change. [`failed`] finds
+//! memory that failed. [`refill`] is the worker's part. `owed` keeps account of surplus pages of others that count as
+//! reserved. [`reserve`] combines all of these; [`lend`], `demand` (memory that comes as it is touched) and
+//! [`overview`] add to it.
 //!
-//! A brick is a file, of a frame or less. It belongs to one trust domain at a time, and to none when no VM has a slice
-//! of it: a process that maps a part of a shared file can reach the rest. A VM that is a trust domain of its own, and
-//! whose memory is no multiple of a brick, keeps the rest of its last brick from others.
+//! One directory has everything: the state of [`map`], the names of the VMs that have memory, the journal, and
+//! the mount with the bricks. Nothing else is stored, no process is asked, and no
+//! descriptor passes from one owner to the next. A process that opens the directory gets the pool as it was. The kernel
+//! tells whether a VM is gone (`sys/src/huge_files.rs`): no descriptor, no mapping and no message in flight refers to
+//! its files.
 //!
-//! Before: the host has memory to spare. After: a VM's RAM is a few extents of allocated, zeroed memory.
-//! Threads: the owner's one. Units: slices, of 2 MiB where bytes are meant (`reserve` also has a pool of pages of 1
-//! GiB: a slice is a page there, and `reserve` counts its bytes). Promise: no I/O, no unsafe code. The state is a fixed
-//! layout in words that may be shared memory, and a writer may die between any two stores (`intent`). Damaged words are
-//! refused, never followed.
+//! **Zeroing.** A page that a VM had is not overwritten. It is punched out of its file, and the kernel allocates
+//! another page, which it zeroes. So it does not matter who still holds the old page (a device, or a pipe that the VMM
+//! filled by `vmsplice`). As long as a process does, the kernel has one page less, and the slice waits.
+//!
+//! Before: a host with memory to spare. After: zeroed memory in files, with its pages allocated. Threads: the owner's
+//! thread, and a worker's that has a [`Job`]. Units: slices, of one page each: 2 MiB, or 1 GiB in a pool of such pages.
+//! Promise: no touch of guest memory and no unsafe code. Two processes never own
+//! one pool. If a process dies at any moment, the pool can be opened again, and every page of the kernel's reservation
+//! has an owner.
 #![forbid(unsafe_code)]
 
-mod check;
-mod damage;
-mod index;
-mod intent;
-pub mod layout;
-mod plan;
-mod pool;
-pub mod request;
-pub mod state;
-pub mod stats;
-mod table;
-pub mod unit;
-mod words;
-pub mod zero;
-mod zeroing;
+mod backing;
+pub mod balance;
+mod change;
+mod demand;
+mod error;
+pub mod failed;
+mod failure;
+pub mod files;
+pub mod host;
+mod journal;
+mod lend;
+mod live;
+pub mod map;
+mod origin;
+pub mod overview;
+mod owed;
+mod promises;
+pub mod refill;
+pub mod reserve;
+mod shared;
 
-pub use damage::Damage;
-pub use layout::{Layout, NodeSpec};
-pub use pool::{Hit, Invalid, Pool, Tenant};
-pub use request::{Grant, Part, Refused, Request, Segment};
-pub use state::{Content, SliceState};
-pub use stats::NodeStats;
-pub use unit::{Class, Domain, Extent, FRAME_SLICES, GuestIdx, Kind, Mode, NodeIdx, SLICE_SIZE, SliceIdx, VmId};
-pub use words::Words;
-pub use zero::{Dirty, Zeroed};
+pub use balance::Want;
+pub use error::Error;
+pub use failure::Failure;
+pub use host::{Host, Page};
+pub use lend::Lending;
+pub use live::FILES;
+pub use overview::{Node, Overview, Tenant};
+pub use promises::{Far, Lacks, Overcommitted};
+pub use refill::{Done, Job};
+pub use reserve::{Grant, Reserve};
+pub use shared::Shared;

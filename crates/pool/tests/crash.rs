@@ -9,9 +9,9 @@ use std::num::{NonZeroU32, NonZeroU64};
 use std::ops::Range;
 use std::rc::Rc;
 
-use ballast_pool::{
-    Class, Content, Domain, Extent, FRAME_SLICES, GuestIdx, Kind, Layout, Mode, NodeIdx, NodeSpec, Part, Pool, Request,
-    Segment, SliceIdx, SliceState, VmId, Words,
+use ballast_pool::map::{
+    Content, Domain, Extent, FRAME_SLICES, GuestIdx, Layout, Mode, NodeIdx, NodeSpec, Part, Pool, Request, Segment,
+    SliceIdx, SliceState, VmId, Words,
 };
 use proptest::prelude::*;
 
@@ -65,13 +65,13 @@ fn request(id: u64, domain: u32, mode: Mode, slices: u32, second: u32) -> Reques
     let domain = Domain(NonZeroU32::new(domain + 1).expect("not zero"));
     let mut parts = vec![Part { guest: GuestIdx(0), slices, node: NodeIdx(0) }];
     parts.extend((second > 0).then_some(Part { guest: GuestIdx(2048), slices: second, node: NodeIdx(1) }));
-    Request { vm: vm(id), domain, kind: Kind::Hugetlb, mode, parts }
+    Request { vm: vm(id), domain, mode, parts }
 }
 
-/// All that can be seen of a pool: slices, classes, and what each VM has.
+/// All that can be seen of a pool: slices, and what each VM has.
 #[derive(Clone, Debug, PartialEq)]
 struct Seen {
-    slices: Vec<(SliceState, Option<Class>, Option<Domain>)>,
+    slices: Vec<(SliceState, Option<Domain>)>,
     vms: Vec<(VmId, Vec<Segment>)>,
 }
 
@@ -81,7 +81,7 @@ fn see<W: Words>(pool: &Pool<W>) -> Seen {
         SliceState::Free(Content::Zeroing) => SliceState::Free(Content::Dirty),
         state => state,
     };
-    let slices = (0..SLICES).map(SliceIdx).map(|at| (state(at), pool.class(at), pool.domain(at))).collect();
+    let slices = (0..SLICES).map(SliceIdx).map(|at| (state(at), pool.domain(at))).collect();
     let vms = pool.tenants().map(|tenant| (tenant.vm, pool.segments(tenant.vm).expect("a VM"))).collect();
     Seen { slices, vms }
 }
@@ -124,17 +124,12 @@ fn reopened(words: Recorder) -> Pool<Recorder> {
 
 /// VMs come and go as one. Slices that are lent, taken back or zeroed may do so one by one; none is anything else.
 fn check(before: &Seen, after: &Seen, found: &Seen, at: usize) {
-    let unmapped = |seen: &Seen| {
-        let mut vms = seen.vms.clone();
-        vms.iter_mut().flat_map(|(_, segments)| segments).for_each(|segment| segment.hva = None);
-        vms
-    };
-    let is_old = unmapped(found) == unmapped(before);
-    assert!(is_old || unmapped(found) == unmapped(after), "after {at} stores a VM is neither old nor new");
+    let is_old = found.vms == before.vms;
+    assert!(is_old || found.vms == after.vms, "after {at} stores a VM is neither old nor new");
     for (slice, found) in found.slices.iter().enumerate() {
         let (old, new) = (before.slices[slice], after.slices[slice]);
         assert!(*found == old || *found == new, "after {at} stores slice {slice} is {found:?}: {old:?}, {new:?}");
-        if unmapped(before) != unmapped(after) {
+        if before.vms != after.vms {
             assert_eq!(*found, if is_old { old } else { new }, "after {at} stores slice {slice} is not its VM's");
         }
         if old.0.is_owned() {
@@ -160,38 +155,25 @@ const SECOND: Extent = Extent { start: SliceIdx(1024), slices: 200 };
 #[test]
 fn a_writer_may_die_after_any_single_store_of_a_life() {
     let mut pool = empty();
-    die_everywhere(&mut pool, 1, |pool| pool.reserve(FIRST, Class::Gib).expect("reserve"));
-    die_everywhere(&mut pool, 1, |pool| pool.reserve(SECOND, Class::Huge).expect("reserve"));
+    die_everywhere(&mut pool, 1, |pool| pool.reserve(FIRST).expect("reserve"));
+    die_everywhere(&mut pool, 1, |pool| pool.reserve(SECOND).expect("reserve"));
     die_everywhere(&mut pool, 1, zero_all);
     let allocate = |request: Request| move |pool: &mut Pool<Recorder>| drop(pool.allocate(&request).expect("room"));
-    // A page of 1 GiB is demoted for the last half; the third VM is of another trust domain.
+    // The third VM is of another trust domain.
     die_everywhere(&mut pool, 1, allocate(request(0, 0, Mode::Mix, 512 + 40, 10)));
     die_everywhere(&mut pool, 1, allocate(request(1, 0, Mode::Slices, 3, 0)));
     die_everywhere(&mut pool, 1, allocate(request(2, 1, Mode::Slices, 70, 100)));
-    let map = |id, guest, slices, hva: Option<u64>| {
-        move |pool: &mut Pool<Recorder>| pool.map(vm(id), GuestIdx(guest), slices, hva).expect("map")
-    };
-    die_everywhere(&mut pool, 1, map(0, 0, 552, Some(1 << 40)));
-    die_everywhere(&mut pool, 1, map(2, 0, 2148, Some(1 << 41)));
     die_everywhere(&mut pool, 1, |pool| assert!(pool.poison(SliceIdx(5)).is_ok()));
     die_everywhere(&mut pool, 1, |pool| assert!(pool.poison(SliceIdx(1024)).is_ok()));
-    die_everywhere(&mut pool, 1, |pool| assert_eq!(pool.lend(NodeIdx(0), Kind::Hugetlb, 50).len(), 1));
+    die_everywhere(&mut pool, 1, |pool| assert_eq!(pool.lend(NodeIdx(0), 50).len(), 1));
     die_everywhere(&mut pool, 1, |pool| drop(pool.release(vm(1)).expect("release")));
     die_everywhere(&mut pool, 1, |pool| drop(pool.release(vm(0)).expect("release")));
     die_everywhere(&mut pool, 1, zero_all);
     die_everywhere(&mut pool, 1, allocate(request(0, 0, Mode::Slices, 300, 0)));
     let lent = (0..SLICES).map(SliceIdx).find(|at| pool.state(*at) == SliceState::Borrow).expect("lent");
     die_everywhere(&mut pool, 1, |pool| {
-        pool.take_back(Extent { start: lent, slices: 25 }, Class::Huge).expect("take back");
+        pool.take_back(Extent { start: lent, slices: 25 }).expect("take back");
     });
-    die_everywhere(&mut pool, 1, |pool| {
-        pool.retire(Extent { start: SliceIdx(lent.0 + 25), slices: 25 }).expect("retire");
-    });
-    die_everywhere(&mut pool, 1, |pool| {
-        let dirty = pool.next_dirty(4).expect("dirty");
-        pool.fail(dirty);
-    });
-    die_everywhere(&mut pool, 1, map(2, 0, 2148, None));
     die_everywhere(&mut pool, 1, |pool| drop(pool.release(vm(2)).expect("release")));
 }
 
@@ -212,22 +194,22 @@ proptest! {
 
     #[test]
     fn a_writer_may_die_anywhere_in_any_history(
-        ops in proptest::collection::vec((0u8..6, 0u64..5, 0u32..2, 0u8..3, 1u32..700, 0u32..80), 1..16),
-        class in 0u8..2, step in 7usize..40,
+        ops in proptest::collection::vec((0u8..6, 0u64..5, 0u32..2, any::<bool>(), 1u32..700, 0u32..80), 1..16),
+        step in 7usize..40,
     ) {
         let mut pool = empty();
-        pool.reserve(FIRST, [Class::Gib, Class::Huge][usize::from(class)]).expect("reserve");
-        pool.reserve(SECOND, Class::Huge).expect("reserve");
+        pool.reserve(FIRST).expect("reserve");
+        pool.reserve(SECOND).expect("reserve");
         zero_all(&mut pool);
-        for (op, id, domain, mode, slices, second) in ops {
+        for (op, id, domain, mix, slices, second) in ops {
             die_everywhere(&mut pool, step, |pool| match op {
                 0 | 1 => {
-                    let mode = [Mode::Slices, Mode::Mix, Mode::Gib][usize::from(mode)];
+                    let mode = if mix { Mode::Mix } else { Mode::Slices };
                     drop(pool.allocate(&request(id, domain, mode, slices, second)));
                 }
                 2 => drop(pool.release(vm(id))),
                 3 => zero_all(pool),
-                4 => drop(pool.lend(NodeIdx(0), Kind::Hugetlb, second)),
+                4 => drop(pool.lend(NodeIdx(0), second)),
                 _ => drop(pool.poison(SliceIdx(slices))),
             });
         }

@@ -2,9 +2,9 @@
 
 use std::num::{NonZeroU32, NonZeroU64};
 
-use ballast_pool::{
-    Class, Damage, Domain, Extent, FRAME_SLICES, GuestIdx, Kind, Layout, Mode, NodeIdx, NodeSpec, Part, Pool, Request,
-    SliceIdx, VmId,
+use ballast_pool::map::{
+    Damage, Domain, Extent, FRAME_SLICES, GuestIdx, Layout, Mode, NodeIdx, NodeSpec, Part, Pool, Request, SliceIdx,
+    VmId,
 };
 use proptest::prelude::*;
 
@@ -18,25 +18,24 @@ fn vm(id: u64) -> VmId {
 
 fn request(id: u64, mode: Mode, slices: u32) -> Request {
     let parts = vec![Part { guest: GuestIdx(0), slices, node: NodeIdx(0) }];
-    Request { vm: vm(id), domain: Domain(NonZeroU32::MIN), kind: Kind::Hugetlb, mode, parts }
+    Request { vm: vm(id), domain: Domain(NonZeroU32::MIN), mode, parts }
 }
 
 /// A pool with everything in it.
 fn lived_in() -> Vec<u64> {
     let layout = Layout::new(&NODES, 64, 8).expect("a layout");
     let mut pool = Pool::create(vec![0; layout.words()], &layout).expect("a pool");
-    pool.reserve(Extent { start: SliceIdx(0), slices: 1024 }, Class::Gib).expect("reserve");
-    pool.reserve(Extent { start: SliceIdx(1024), slices: 150 }, Class::Shmem).expect("reserve");
+    pool.reserve(Extent { start: SliceIdx(0), slices: 1024 }).expect("reserve");
+    pool.reserve(Extent { start: SliceIdx(1024), slices: 150 }).expect("reserve");
     while let Some(dirty) = pool.next_dirty(u32::MAX) {
         pool.clean(dirty.zero(|_| Ok::<_, ()>(())).expect("zeroed"));
     }
     pool.allocate(&request(1, Mode::Mix, 600)).expect("room");
     pool.allocate(&request(2, Mode::Slices, 30)).expect("room");
     pool.allocate(&request(3, Mode::Slices, 100)).expect("room");
-    pool.map(vm(1), GuestIdx(0), 600, Some(1 << 40)).expect("map");
     pool.release(vm(2)).expect("release");
     pool.poison(SliceIdx(3)).expect("a slice");
-    pool.lend(NodeIdx(1), Kind::Shmem, 20);
+    pool.lend(NodeIdx(1), 20);
     pool.into_words()
 }
 
@@ -47,14 +46,12 @@ fn open_and_use(words: Vec<u64>) -> Result<(), Damage> {
     for id in 1..6 {
         let _ = pool.release(vm(id));
         let _ = pool.allocate(&request(id, Mode::Mix, 100));
-        let _ = pool.map(vm(id), GuestIdx(0), 100, Some(id << 40));
-        let _ = pool.guest_at(vm(id), (id << 40) + 5);
     }
     while let Some(dirty) = pool.next_dirty(u32::MAX) {
         pool.clean(dirty.zero(|_| Ok::<_, ()>(())).expect("zeroed"));
     }
     for node in 0..3 {
-        pool.lend(NodeIdx(node), Kind::Hugetlb, 10);
+        pool.lend(NodeIdx(node), 10);
         let _ = pool.stats(NodeIdx(node));
     }
     let _ = pool.poison(SliceIdx(17));

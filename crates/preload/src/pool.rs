@@ -1,9 +1,8 @@
 //! RAM from the pool in place of huge pages of QEMU's own.
 //!
-//! Before: `ballast run --pool` has QEMU make its RAM a memfd of huge pages, the *stand-in*, also for base pages: QEMU
-//! puts it at a multiple of 2 MiB. After: parts of the pool's files are mapped where QEMU maps it, and no page of the
-//! stand-in ever exists. Later operations of QEMU on the
-//! stand-in are applied to those, or refused.
+//! Before: `ballast run --pool` has QEMU make its RAM a memfd of huge pages, the *stand-in*: QEMU puts it at a
+//! multiple of their size. After: parts of the pool's files are mapped where QEMU maps it, and no page of the
+//! stand-in ever exists. Later operations of QEMU on the stand-in are applied to those, or refused.
 //! Threads: any VMM thread. Units: bytes; addresses of this process.
 //! Promise: the stand-in is never mapped and never leaves this process, so no process takes its holes for guest RAM.
 //! Only the client keeps descriptors of the pool's files, and an `exec` closes them.
@@ -22,7 +21,7 @@ use ballast_sys::memfd::{self, FileId};
 use crate::announce::announce;
 use crate::next;
 
-/// The environment variable with the pages of RAM (`2M`, `mix`, `1G`, `on-demand`, `4K`). Without it, RAM is not the
+/// The environment variable with the pages of RAM (`2M`, `mix`, `1G`, `on-demand`). Without it, RAM is not the
 /// pool's.
 pub const VARIABLE: &str = "BALLAST_POOL";
 /// The environment variable with the nodes of the host that RAM is taken from. Without it, any node.

@@ -27,24 +27,6 @@ pub fn mount(dir: &Path, page: Bytes) -> io::Result<()> {
     keep_private(dir)
 }
 
-/// Mount a tmpfs at this directory, unless one is there. Only its owner may enter it.
-///
-/// It has no limit: where a file of it is full, guests would wait for pages. Nothing of it is swapped, where the kernel
-/// can be told (Linux 6.4): what is filled is there. Its files get huge pages by a collapse alone, so that a page which
-/// a VM has freed returns as one of 4 KiB.
-///
-/// # Errors
-/// This process may not mount. Caused by the setting.
-pub fn mount_shmem(dir: &Path) -> io::Result<()> {
-    if !is_mount(dir)? {
-        let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
-        let mount = |options| mount_call(c"tmpfs", c"ballast-pool", dir, flags, Some(options));
-        let mounted = mount(c"mode=0700,size=0,nr_inodes=0,huge=never,noswap");
-        mounted.or_else(|_| mount(c"mode=0700,size=0,nr_inodes=0,huge=never"))?;
-    }
-    keep_private(dir)
-}
-
 /// A door below it would otherwise appear below every other door, too.
 fn keep_private(dir: &Path) -> io::Result<()> {
     mount_call(c"none", c"none", dir, libc::MS_PRIVATE, None)
@@ -204,28 +186,6 @@ mod tests {
         assert!(in_time(|| close_door(&other_door).expect("ask")));
         drop(own);
         assert!(in_time(|| unmount(&pool)));
-    }
-
-    #[test]
-    fn a_tmpfs_is_mounted_once_and_has_doors_that_stay_while_anybody_has_a_file_of_it() {
-        if !rustix::process::geteuid().is_root() {
-            return ballast_testkit::skip("root", "only root mounts file systems");
-        }
-        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
-        let (pool, door) = (dir.path().join("pool"), dir.path().join("pool/door"));
-        std::fs::create_dir(&pool).expect("make");
-        mount_shmem(&pool).expect("mount");
-        std::fs::File::create_new(pool.join("file")).expect("make").set_len(1 << 21).expect("size");
-        mount_shmem(&pool).expect("again");
-        open_door(&pool, &door).expect("a door");
-        let file = std::fs::File::open(door.join("file")).expect("it is the same file system");
-        assert!(memfd::is_shmem(&file).expect("stat"));
-        let map = Mapping::shared_read_only(&file, 0, 1 << 21).expect("map");
-        drop(file);
-        assert!(!close_door(&door).expect("ask"), "it is mapped");
-        drop(map);
-        assert!(in_time(|| close_door(&door).expect("ask")));
-        assert!(in_time(|| unmount(&pool)) && !is_mount(&pool).expect("ask"));
     }
 
     #[test]

@@ -31,7 +31,6 @@ pub mod page_tables;
 pub mod peer;
 pub mod perf;
 pub mod pins;
-pub mod prefill;
 pub mod presence;
 pub mod priority;
 pub mod probe;

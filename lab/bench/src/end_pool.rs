@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ballast_base::Bytes;
-use ballast_reserve::{Error, Host, Page, Reserve};
+use ballast_pool::{Error, Host, Page, Reserve};
 
 /// How long a killed daemon and killed VMs may take to end.
 const ENDED_WITHIN: Duration = Duration::from_secs(20);
@@ -25,8 +25,8 @@ pub(crate) fn end_pool(dir: &Path) -> Result<()> {
 }
 
 /// The directories of the parts of the pool in this directory.
-fn parts(dir: &Path) -> [(PathBuf, Page); 3] {
-    [(dir.join("base"), Page::Base), (dir.join("gib"), Page::Gib), (dir.into(), Page::Huge)]
+fn parts(dir: &Path) -> [(PathBuf, Page); 2] {
+    [(dir.join("gib"), Page::Gib), (dir.into(), Page::Huge)]
 }
 
 fn end_part(dir: &Path, page: Page) -> Result<()> {

@@ -98,8 +98,6 @@ pub enum Part {
     Start,
     /// Memory of the pool that comes as it is touched.
     OnDemand,
-    /// A VM's memory in base pages of the pool.
-    Base,
     /// The largest pool, beside what the kernel finds by one write.
     Largest,
     /// A guest's disk and network on the daemon's pool.
@@ -138,7 +136,7 @@ impl Part {
         match self {
             Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
             Self::Busy | Self::Recovery | Self::Idle => Which::Density,
-            Self::Start | Self::OnDemand | Self::Base | Self::Largest => Which::Pool,
+            Self::Start | Self::OnDemand | Self::Largest => Which::Pool,
             Self::Devices | Self::Guest | Self::Cost => Which::Pool,
             Self::Free | Self::Scattered | Self::Services | Self::Written | Self::Shares => Which::Guest,
             Self::Files | Self::Redis | Self::Memcached | Self::Bfs | Self::Kmeans | Self::Compiler => Which::Guest,

@@ -1,4 +1,5 @@
-//! The published rule of a classifier of ranges (Demeter §3.2.1), to compare with: a range is split where it has far more accesses than both of its neighbours.
+//! The published rule of a classifier of ranges (Demeter §3.2.1), to compare with: a range is split where it has far
+//! more accesses than both of its neighbours.
 //!
 //! Before: samples, by address. After: ranges. The paper leaves some points open; here the two roots are neighbours, a
 //! side without a neighbour counts as one without accesses, and `tau_merge` is 8 splits. The paper also keeps the time

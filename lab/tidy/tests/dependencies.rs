@@ -11,7 +11,7 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Crates of the product, and the crates that none of them may reach in any number of steps.
-const FORBIDDEN: [(&[&str], &[&str]); 15] = [
+const FORBIDDEN: [(&[&str], &[&str]); 14] = [
     (&["ballast-cli"], &["kvm-ioctls", "kvm-bindings", "redis", "ballast-daemon", "ballast-pager", "ballast-client"]),
     // They are the moves of one page and their model, without a kernel, a store or threads.
     (&["ballast-page"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
@@ -28,13 +28,8 @@ const FORBIDDEN: [(&[&str], &[&str]); 15] = [
     (&["ballast-ranges"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
     // Guest and host share this code for their protocol, and nothing else.
     (&["ballast-guest"], &["ballast-sys", "ballast-base", "serde", "libc", "rustix"]),
-    // It decides about memory without having any: no kernel, no clock.
-    (
-        &["ballast-pool"],
-        &["ballast-sys", "ballast-store", "ballast-heat", "ballast-page", "ballast-pager", "ballast-policy", "libc"],
-    ),
     // It owns the pool's memory, which is files, and knows no VM.
-    (&["ballast-reserve"], &["ballast-store", "ballast-heat", "ballast-page", "ballast-pager", "ballast-policy"]),
+    (&["ballast-pool"], &["ballast-store", "ballast-heat", "ballast-page", "ballast-pager", "ballast-policy"]),
     (&["ballast-store"], &["ballast-heat", "ballast-page", "ballast-pager", "ballast-policy"]),
     // Its own code talks to servers, with its own deadlines and bounds.
     (&["ballast-remote"], &["ballast-heat", "ballast-page", "ballast-pager", "ballast-policy", "redis", "tokio"]),

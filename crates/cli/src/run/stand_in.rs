@@ -33,9 +33,7 @@ pub(super) fn huge_size(pages: Pages) -> &'static str {
 pub(super) fn is_size(size: &str, pages: Pages) -> bool {
     let size = size.to_ascii_lowercase();
     match pages {
-        Pages::Slices | Pages::Mix | Pages::OnDemand | Pages::Base => {
-            matches!(size.as_str(), "2m" | "2048k" | "2097152")
-        }
+        Pages::Slices | Pages::Mix | Pages::OnDemand => matches!(size.as_str(), "2m" | "2048k" | "2097152"),
         Pages::Gib => matches!(size.as_str(), "1g" | "1024m" | "1048576k" | "1073741824"),
     }
 }

@@ -223,8 +223,8 @@ mod tests {
     use ballast_base::store::RegionKey;
     use ballast_base::wire::VmId;
     use ballast_base::{Bytes, PageIdx};
-    use ballast_testkit::skip;
     use ballast_store::{Budget, GetOutcome, PageKey, PutOutcome, Store};
+    use ballast_testkit::skip;
 
     use super::*;
 

@@ -7,7 +7,7 @@
 
 use ballast_base::{Bytes, GIB, HUGE_SIZE};
 use ballast_policy::{HostSample, HostState, Ladder};
-use ballast_reserve::{Error, Reserve};
+use ballast_pool::{Error, Reserve};
 
 /// Time between checks of the host.
 pub const POLL_EVERY_MS: u64 = 1_000;
@@ -81,8 +81,8 @@ fn decide(state: HostState, free: u64, min_free: u64, lent: u64) -> u64 {
 mod tests {
     use super::*;
     use ballast_base::MIB;
+    use ballast_pool::{Host, Want};
     use ballast_testkit::skip;
-    use ballast_reserve::{Host, Want};
     use std::path::Path;
 
     const PAGES: &str = "sys/devices/system/node/node0/hugepages/hugepages-2048kB";
@@ -126,7 +126,7 @@ mod tests {
         if let Err(why) = reserve.grow(Want::Bytes(Bytes(1 << 30)), None, None) {
             return skip("hugetlb", why);
         }
-        let mount = dir.join(ballast_reserve::FILES);
+        let mount = dir.join(ballast_pool::FILES);
         scopeguard(
             || drop(std::process::Command::new("umount").arg("--lazy").arg(&mount).status()),
             || {

@@ -20,7 +20,7 @@ use ballast_base::Bytes;
 use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
-use ballast_reserve::Far;
+use ballast_pool::Far;
 use ballast_store::Budget;
 use ballast_sys::detach::detach;
 use ballast_sys::priority::run_first;
@@ -155,8 +155,8 @@ pub fn run() -> anyhow::Result<()> {
 
 /// The pool asks what VMs on demand can have far, and tells the governor when little is left for their touches.
 fn link_pool(host: &Arc<Host>, governor: &Arc<Governor>) {
-    let (host_now, governor) = (Arc::downgrade(host), governor.clone());
-    let far = move || host_now.upgrade().map_or_else(Far::default, |host| governor::far::far(&host, None));
+    let (host_now, decides, governor) = (Arc::downgrade(host), governor.clone(), governor.clone());
+    let far = move || host_now.upgrade().map_or_else(Far::default, |host| decides.far(&host));
     let links = pool::demand::Links { far: Box::new(far), short: Box::new(move || governor.pool_is_short()) };
     host.pool.demand.link(links);
 }

@@ -1,8 +1,7 @@
 //! The engine's part of the pool: one engine has it at a time, zeroes what VMs leave, and gives VMs memory.
 //!
 //! Before: the keeper said where it is. After: the API shows and changes it, and VMMs that connect to its socket get
-//! files (`ballast-reserve` says how). Its pages of 2 MiB, of 1 GiB and of 4 KiB are reserves of their own, each with a
-//! directory.
+//! files (`ballast-pool` says how). Its pages of 2 MiB and of 1 GiB are reserves of their own, each with a directory.
 //! Threads: one that takes the pool, looks for VMs that are gone, and zeroes; those of `ask`, for VMMs; those of the
 //! API.
 //! Promise: an engine that died left a pool that this one finds as it was. Nothing here touches guest memory, and no
@@ -16,7 +15,7 @@ use std::time::{Duration, Instant};
 use ballast_api::{LendRequest, PoolPages, PoolRequest, PoolStat};
 use ballast_base::Bytes;
 use ballast_keeper::Closer;
-use ballast_reserve::{Error, Page, Reserve, Want};
+use ballast_pool::{Error, Page, Reserve, Want};
 use ballast_sys::clock;
 use ballast_sys::memfd::FileId;
 
@@ -157,7 +156,7 @@ impl PoolService {
         looked: &mut Option<Instant>,
         again: &mut Instant,
         wait: Option<Duration>,
-        lenders: &mut [Lender; 3],
+        lenders: &mut [Lender; 2],
         events: &Events,
     ) -> Result<(), Error> {
         self.demand.tell_if_short();
@@ -209,13 +208,8 @@ impl PoolService {
             return failed;
         }
         drop(state);
-        let mut pause = Duration::ZERO;
         while let Some((page, job)) = jobs.next() {
-            let begun = Instant::now();
             let done = job.run();
-            if page == Page::Base {
-                pause += begun.elapsed();
-            }
             let State::Ours(parts) = &mut *self.lock() else { return failed };
             // It was there when the job began, and no part goes.
             let Ok(part) = parts.of(page) else { continue };
@@ -226,10 +220,6 @@ impl PoolService {
             }
         }
         self.changed.notify_all();
-        if !pause.is_zero() {
-            // Base pages are filled from memory that others may want: for half of the time at most.
-            drop(self.changed.wait_timeout(self.lock(), pause));
-        }
         failed
     }
 

@@ -3,7 +3,7 @@
 //! Before: `pool` opens the pool. After: it asks the part whose pages a request is about.
 //! Threads: the lock of `pool` is held, but for jobs, which run without it. Promise: a part that cannot be opened does
 //! not keep the others from VMs. Pages of 2 MiB are zeroed first: to zero one of 1 GiB takes 100 ms or more, for which
-//! no VM on pages of 2 MiB waits twice. Base pages are filled last.
+//! no VM on pages of 2 MiB waits twice.
 
 use std::collections::VecDeque;
 use std::os::unix::fs::MetadataExt;
@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use ballast_api::{PoolNode, PoolPages, PoolStat, PoolVm};
 use ballast_base::pool::Pages;
-use ballast_pool::Mode;
-use ballast_reserve::{Error, Host, Job, Page, Reserve};
+use ballast_pool::map::Mode;
+use ballast_pool::{Error, Host, Job, Page, Reserve};
 use ballast_sys::memfd::FileId;
 
 /// The parts, in the order of [`Page::ALL`].
@@ -27,7 +27,7 @@ type Part = Result<Reserve, String>;
 pub(super) struct Jobs {
     jobs: VecDeque<(Page, Job)>,
     /// Jobs of each part that are left of those that found no page before, and whether one of them found one.
-    again: [(usize, bool); 3],
+    again: [(usize, bool); 2],
 }
 
 impl Parts {
@@ -36,7 +36,6 @@ impl Parts {
         match page {
             Page::Huge => pool.into(),
             Page::Gib => pool.join("gib"),
-            Page::Base => pool.join("base"),
         }
     }
 
@@ -126,7 +125,7 @@ impl Parts {
     pub fn stat(&self) -> PoolStat {
         let of = |page| stat(&self.0[page as usize].1);
         let other = |page| Some(of(page)).filter(|part| !part.nodes.is_empty() || !part.notes.is_empty()).map(Box::new);
-        PoolStat { gib: other(Page::Gib), base: other(Page::Base), ..of(Page::Huge) }
+        PoolStat { gib: other(Page::Gib), ..of(Page::Huge) }
     }
 }
 
@@ -155,14 +154,13 @@ impl Jobs {
 }
 
 /// The part that memory for a VM comes from, and how; `None`: on demand. A slice of the part of pages of 1 GiB is such
-/// a page; of the one of base pages it is 2 MiB.
+/// a page.
 pub(super) fn for_vm(pages: Pages) -> (Page, Option<Mode>) {
     match pages {
         Pages::Slices => (Page::Huge, Some(Mode::Slices)),
         Pages::Mix => (Page::Huge, Some(Mode::Mix)),
         Pages::Gib => (Page::Gib, Some(Mode::Slices)),
         Pages::OnDemand => (Page::Huge, None),
-        Pages::Base => (Page::Base, Some(Mode::Slices)),
     }
 }
 
@@ -171,7 +169,6 @@ pub(super) fn for_operator(pages: PoolPages) -> Page {
     match pages {
         PoolPages::Huge => Page::Huge,
         PoolPages::Gib => Page::Gib,
-        PoolPages::Base => Page::Base,
     }
 }
 
@@ -200,7 +197,7 @@ fn stat(part: &Part) -> PoolStat {
         Err(why) => return PoolStat { notes: vec![why.clone()], ..PoolStat::default() },
     };
     let overview = reserve.overview();
-    let node = |node: ballast_reserve::Node| PoolNode {
+    let node = |node: ballast_pool::Node| PoolNode {
         numa: node.numa,
         reserved_bytes: node.reserved.0,
         ready_bytes: node.ready.0,
@@ -212,7 +209,7 @@ fn stat(part: &Part) -> PoolStat {
         failed_bytes: node.failed.0,
         map: node.map,
     };
-    let vm = |vm: ballast_reserve::Tenant| PoolVm {
+    let vm = |vm: ballast_pool::Tenant| PoolVm {
         name: vm.name,
         bytes: vm.size.0,
         extents: vm.extents,
@@ -234,6 +231,5 @@ fn stat(part: &Part) -> PoolStat {
         for_demand_bytes: overview.for_demand.0,
         overcommit_percent: overview.overcommit,
         gib: None,
-        base: None,
     }
 }

@@ -33,8 +33,7 @@ pub(super) fn page(backend: &dyn Backend) -> String {
     let pool = backend.pool();
     let huge = pool.nodes.iter().map(|node| ("2M", node));
     let gib = pool.gib.iter().flat_map(|gib| &gib.nodes).map(|node| ("1G", node));
-    let base = pool.base.iter().flat_map(|base| &base.nodes).map(|node| ("4K", node));
-    let nodes: Vec<_> = huge.chain(gib).chain(base).collect();
+    let nodes: Vec<_> = huge.chain(gib).collect();
     for metric in POOL {
         page.head(metric);
         for (pages, node) in &nodes {

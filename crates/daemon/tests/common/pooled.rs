@@ -2,15 +2,14 @@
 //!
 //! Before: a test wants memory of the pool. After: there is some, zeroed. Threads: one such daemon at a time.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_api::{PoolPages, PoolRequest, PoolStat};
 use ballast_base::MIB;
+use ballast_pool::{Host, Page};
 use ballast_testkit::skip;
-use ballast_reserve::{Host, Page};
 
 use super::{Daemon, until};
 
@@ -33,12 +32,11 @@ impl Pooled {
         Self::of(config, mib, PoolPages::Huge)
     }
 
-    /// The same of these pages; files of pages of 1 GiB have one. Of base pages the host has none reserved.
+    /// The same of these pages; files of pages of 1 GiB have one.
     pub fn of(config: &str, mib: u64, pages: PoolPages) -> Option<Self> {
         let (page, file_bytes) = match pages {
             PoolPages::Huge => (Page::Huge, Some(16 * MIB)),
             PoolPages::Gib => (Page::Gib, None),
-            PoolPages::Base => (Page::Base, Some(16 * MIB)),
         };
         let host = Host::default().with(page);
         if !rustix::process::geteuid().is_root() {
@@ -81,7 +79,6 @@ impl Pooled {
         match self.host.page() {
             Page::Huge => pool,
             Page::Gib => pool.gib.map_or_else(PoolStat::default, |gib| *gib),
-            Page::Base => pool.base.map_or_else(PoolStat::default, |base| *base),
         }
     }
 
@@ -92,14 +89,8 @@ impl Pooled {
         });
     }
 
-    /// Huge pages of the host beyond what it had; of base pages, the units of 2 MiB that the pool's files have.
+    /// Huge pages of the host beyond what it had.
     pub fn pages(&self) -> u64 {
-        if self.host.page() == Page::Base {
-            let files = std::fs::read_dir(self.mount()).expect("its files").flatten();
-            let bricks = files.filter(|entry| entry.file_name().to_string_lossy().starts_with("brick-"));
-            let sectors: u64 = bricks.map(|brick| brick.metadata().expect("stat").blocks()).sum();
-            return sectors * 512 / self.host.page().bytes();
-        }
         self.before.iter().map(|(node, before)| self.host.pages(*node).expect("pages").total - before).sum()
     }
 
@@ -109,7 +100,6 @@ impl Pooled {
         match self.host.page() {
             Page::Huge => pool,
             Page::Gib => pool.join("gib"),
-            Page::Base => pool.join("base"),
         }
     }
 

@@ -11,9 +11,9 @@ use std::convert::Infallible;
 use std::num::{NonZeroU32, NonZeroU64};
 
 use anyhow::{Context, Result};
-use ballast_pool::request::on_one_node;
-use ballast_pool::{
-    Class, Domain, Extent, FRAME_SLICES, GuestIdx, Kind, Layout, Mode, NodeIdx, NodeSpec, Pool, Request, SliceIdx, VmId,
+use ballast_pool::map::request::on_one_node;
+use ballast_pool::map::{
+    Domain, Extent, FRAME_SLICES, GuestIdx, Layout, Mode, NodeIdx, NodeSpec, Pool, Request, SliceIdx, VmId,
 };
 
 /// The memory of a VM.
@@ -32,10 +32,6 @@ pub(super) trait Allocator {
     fn release(&mut self, id: u64) -> Result<()>;
     /// Number of frames of a node that are free as a whole.
     fn whole(&self, node: u8) -> u32;
-    /// Number of those that are pages of 1 GiB.
-    fn undemoted(&self, _node: u8) -> u32 {
-        0
-    }
 }
 
 /// The pool.
@@ -45,14 +41,14 @@ pub(super) struct Ours {
 }
 
 impl Ours {
-    /// A pool of nodes with whole frames, which are all pages of 1 GiB and zeroed.
+    /// A pool of nodes with whole frames, all of them zeroed.
     pub(super) fn new(nodes: u8, frames: u32, brick: u32, vms: u32, is_one_domain: bool) -> Result<Self> {
         let slices = frames * FRAME_SLICES;
         let specs: Vec<NodeSpec> = (0..nodes).map(|numa| NodeSpec { numa: numa.into(), slices }).collect();
         let layout = Layout::new(&specs, brick, vms)?;
         let mut pool = Pool::create(vec![0; layout.words()], &layout)?;
         for node in 0..u32::from(nodes) {
-            pool.reserve(Extent { start: SliceIdx(node * slices), slices }, Class::Gib)?;
+            pool.reserve(Extent { start: SliceIdx(node * slices), slices })?;
         }
         let mut ours = Self { pool, is_one_domain };
         ours.zero();
@@ -82,7 +78,7 @@ impl Allocator for Ours {
         let domain = if self.is_one_domain { 1 } else { id as u32 + 1 };
         let domain = Domain(NonZeroU32::new(domain).context("a domain")?);
         let parts = on_one_node(&[(GuestIdx(0), slices)], NodeIdx(node));
-        let Ok(grant) = self.pool.allocate(&Request { vm, domain, kind: Kind::Hugetlb, mode: Mode::Mix, parts }) else {
+        let Ok(grant) = self.pool.allocate(&Request { vm, domain, mode: Mode::Mix, parts }) else {
             return Ok(None);
         };
         let frames = grant.segments.iter().map(|piece| aligned_frames(piece.extent, piece.guest)).sum();
@@ -96,11 +92,7 @@ impl Allocator for Ours {
     }
 
     fn whole(&self, node: u8) -> u32 {
-        self.pool.stats(NodeIdx(node)).map_or(0, |stats| stats.ready_gib + stats.ready_aligned)
-    }
-
-    fn undemoted(&self, node: u8) -> u32 {
-        self.pool.stats(NodeIdx(node)).map_or(0, |stats| stats.ready_gib)
+        self.pool.stats(NodeIdx(node)).map_or(0, |stats| stats.ready_frames)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Real memory for a pool: files, filled before any request, and a VM's RAM mapped from them.
 //!
-//! Before: `ready` gives a size and a kind of memory. After: it requests memory as a VMM does. The pool's state is in
+//! Before: `ready` gives a size. After: it requests memory as a VMM does. The pool's state is in
 //! shared memory, too, as in a daemon.
 //! Threads: the bench's one. Units: bytes in files; slices in the pool.
 //! Promise: a slice is zeroed through a mapping of the bench's own before the pool may give it away again, and
@@ -10,12 +10,11 @@ use std::num::{NonZeroU32, NonZeroU64};
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_pool::request::on_one_node;
-use ballast_pool::{
-    Class, Domain, Extent, FRAME_SLICES, GuestIdx, Kind, Layout, Mode, NodeIdx, NodeSpec, Pool, Request, SLICE_SIZE,
-    SliceIdx, VmId,
+use ballast_pool::Shared;
+use ballast_pool::map::request::on_one_node;
+use ballast_pool::map::{
+    Domain, Extent, FRAME_SLICES, GuestIdx, Layout, Mode, NodeIdx, NodeSpec, Pool, Request, SLICE_SIZE, SliceIdx, VmId,
 };
-use ballast_reserve::Shared;
 use ballast_sys::{Mapping, memfd};
 use rustix::fd::OwnedFd;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -31,18 +30,15 @@ struct Brick {
 pub(super) struct Bricks {
     pool: Pool<Shared>,
     bricks: Vec<Brick>,
-    kind: Kind,
     slices: u32,
     /// Slices of a brick.
     brick: u32,
-    /// Percent of it that is mapped huge; shared memory is collapsed as far as the kernel can.
-    pub(super) collapsed_pct: f64,
     vms: u64,
 }
 
 impl Bricks {
     /// Reserve, fill and zero this number of slices. Huge pages must be there.
-    pub(super) fn new(kind: Kind, slices: u32) -> Result<Self> {
+    pub(super) fn new(slices: u32) -> Result<Self> {
         let brick = slices.min(FRAME_SLICES);
         let layout = Layout::new(&[NodeSpec { numa: 0, slices }], brick, 16)?;
         let size = (layout.words() * 8).next_multiple_of(PAGE_SIZE);
@@ -52,40 +48,25 @@ impl Bricks {
         let bytes = u64::from(brick) * SLICE_SIZE;
         let mut bricks = Vec::new();
         for _ in 0..slices / brick {
-            let file = match kind {
-                Kind::Hugetlb => memfd::create_huge("ballast-bench-brick", Bytes(bytes)),
-                Kind::Shmem => memfd::create("ballast-bench-brick", Bytes(bytes)),
-            };
-            let file = file.context("Making a brick")?;
+            let file = memfd::create_huge("ballast-bench-brick", Bytes(bytes)).context("Making a brick")?;
             let map = Mapping::shared(&file, 0, bytes as usize).context("Mapping a brick")?;
             bricks.push(Brick { file, map });
         }
-        let class = if kind == Kind::Hugetlb { Class::Huge } else { Class::Shmem };
-        pool.reserve(Extent { start: SliceIdx(0), slices }, class)?;
-        let mut made = Self { pool, bricks, kind, slices, brick, collapsed_pct: 100.0, vms: 0 };
+        pool.reserve(Extent { start: SliceIdx(0), slices })?;
+        let mut made = Self { pool, bricks, slices, brick, vms: 0 };
         made.fill()?;
         Ok(made)
     }
 
     /// Have the kernel fill every brick, which zeroes it.
     fn fill(&mut self) -> Result<()> {
-        let mut collapsed = 0;
         while let Some(dirty) = self.pool.next_dirty(u32::MAX) {
-            let (bricks, kind, brick) = (&self.bricks, self.kind, self.brick);
+            let (bricks, brick) = (&self.bricks, self.brick);
             let zeroed = dirty.zero(|extent| {
                 let (map, offset, len) = place(bricks, brick, extent);
-                map.populate(offset, len).context("Filling a brick")?;
-                if kind == Kind::Shmem {
-                    for at in (0..len).step_by(SLICE_SIZE as usize) {
-                        collapsed += u32::from(map.collapse(offset + at));
-                    }
-                }
-                Ok(())
+                map.populate(offset, len).context("Filling a brick")
             });
             self.pool.clean(zeroed.map_err(|(_, error): (_, anyhow::Error)| error)?);
-        }
-        if self.kind == Kind::Shmem {
-            self.collapsed_pct = 100.0 * f64::from(collapsed) / f64::from(self.slices);
         }
         Ok(())
     }
@@ -101,7 +82,7 @@ impl Bricks {
         let vm = VmId(NonZeroU64::new(self.vms).context("an id")?);
         let parts = on_one_node(&[(GuestIdx(0), self.slices)], NodeIdx(0));
         let domain = Domain(NonZeroU32::MIN);
-        let grant = self.pool.allocate(&Request { vm, domain, kind: self.kind, mode: Mode::Mix, parts })?;
+        let grant = self.pool.allocate(&Request { vm, domain, mode: Mode::Mix, parts })?;
         let ram = Ram::reserve(u64::from(self.slices) * SLICE_SIZE)?;
         for piece in &grant.segments {
             for brick in self.pool.bricks(piece.extent) {
@@ -113,7 +94,6 @@ impl Bricks {
                 ram.map(guest, file, offset, u64::from(end - start) * SLICE_SIZE)?;
             }
         }
-        self.pool.map(vm, GuestIdx(0), self.slices, Some(ram.base as u64))?;
         ram.populate()?;
         Ok(ram)
     }

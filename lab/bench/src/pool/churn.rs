@@ -5,7 +5,7 @@
 //! the same VMs on the same nodes in the same order. This is a model: no memory is reserved, and zeroing takes no time.
 
 use anyhow::{Context, Result, bail};
-use ballast_pool::FRAME_SLICES;
+use ballast_pool::map::FRAME_SLICES;
 
 use super::allocators::{Allocator, Buddy, FirstFit, Got, Ours};
 use super::sizes;
@@ -25,8 +25,6 @@ struct Figures {
     sellable: Vec<f64>,
     /// Share of free memory in whole and aligned GiB.
     whole: Vec<f64>,
-    /// Share of free memory in whole pages of 1 GiB that were never demoted: the pool's alone.
-    undemoted: Vec<f64>,
     /// Number of whole frames of the VMs, in percent of those that fit their sizes.
     given: Vec<f64>,
     extents: Vec<f64>,
@@ -65,8 +63,6 @@ impl Host {
         let free = u32::from(NODES) * NODE_SLICES - self.used.iter().sum::<u32>();
         let whole: u32 = (0..NODES).map(|node| self.allocator.whole(node)).sum();
         figures.whole.push(100.0 * f64::from(whole * FRAME_SLICES) / f64::from(free.max(1)));
-        let undemoted: u32 = (0..NODES).map(|node| self.allocator.undemoted(node)).sum();
-        figures.undemoted.push(100.0 * f64::from(undemoted * FRAME_SLICES) / f64::from(free.max(1)));
         let sum = |of: fn(&(u64, u8, u32, Got)) -> u32| f64::from(self.vms.iter().map(of).sum::<u32>());
         figures.given.push(100.0 * sum(|vm| vm.3.frames) / sum(|vm| vm.2 / FRAME_SLICES));
         figures.extents.push(sum(|vm| vm.3.extents) / self.vms.len().max(1) as f64);
@@ -123,7 +119,6 @@ pub(super) fn row(mut row: Row, occupancy_pct: u32, rounds: u64, steps: u32) -> 
         row.figure(&format!("{name}given_1g_pct"), &figures.given);
         row.figure(&format!("{name}extents_per_vm"), &figures.extents);
     }
-    row.figure("undemoted_1g_pct", &ours.undemoted);
     Ok(row)
 }
 

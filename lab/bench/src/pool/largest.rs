@@ -5,7 +5,7 @@
 //! Units: in the keys; percent of the memory of all nodes. Promise: the two take turns, forwards and backwards, and
 //! both are asked for the same: what the host has to spare at that moment, less [`SPARE`].
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use ballast_api::PoolPages;
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_sys::meminfo;
@@ -23,7 +23,6 @@ pub(super) fn row(bench: &mut Bench, product: &Product, mut row: Row, pages: Poo
     let (page, dir) = match pages {
         PoolPages::Huge => (HUGE_SIZE as u64, "hugepages-2048kB"),
         PoolPages::Gib => (GIB, "hugepages-1048576kB"),
-        PoolPages::Base => bail!("the kernel reserves no base pages"),
     };
     let file = format!("/sys/kernel/mm/hugepages/{dir}/nr_hugepages");
     row.fact("measures", "largest");

@@ -7,7 +7,7 @@
 
 use anyhow::{Result, bail};
 use ballast_base::GIB;
-use ballast_pool::{FRAME_SLICES, SLICE_SIZE};
+use ballast_pool::map::{FRAME_SLICES, SLICE_SIZE};
 
 use super::allocators::{Allocator, Ours};
 use super::sizes;

@@ -1,14 +1,12 @@
 //! The pool: its metadata, the memory that VMs can get from it, and the time until that memory can be used.
 //!
-//! Before: the bench has its guard. After: there are rows of 14 kinds (`measures`). The pool itself computes *metadata*
+//! Before: the bench has its guard. After: there are rows of 13 kinds (`measures`). The pool itself computes *metadata*
 //! and *churn*, without memory; *ready*, *sold*, *speed* and *zeroing* use real memory, which the guard returns.
-//! *start*, *on_demand*, *overcommit*, *base*, *largest*, *guest*, *devices* and *cost* are of the
-//! daemon's pool.
+//! *start*, *on_demand*, *overcommit*, *largest*, *guest*, *devices* and *cost* are of the daemon's pool.
 //! Threads: the bench's one. Units: in the keys. Promise: the bench takes no memory that others may need: it leaves out
 //! sizes for which memory is short, with the reason.
 
 mod allocators;
-mod base;
 mod bricks;
 mod churn;
 mod cost;
@@ -30,7 +28,7 @@ mod zeroing;
 use anyhow::{Result, bail};
 use ballast_api::PoolPages;
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
-use ballast_pool::{Kind, SLICE_SIZE};
+use ballast_pool::map::SLICE_SIZE;
 use ballast_testvm::Workload;
 
 use crate::machine;
@@ -66,11 +64,9 @@ fn without_a_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) 
     let sizes: &[u64] = if quick { &[256 * MIB] } else { &[GIB, 2 * GIB, 4 * GIB, 8 * GIB, 16 * GIB] };
     let rounds = if quick { 2 } else { 4 };
     let mut huge = HugePages { pages: 0 };
-    for kind in [Kind::Shmem, Kind::Hugetlb] {
-        for size in sizes {
-            let row = bench.row(&format!("{} ready", Bytes(*size)));
-            each(ready(bench, row, kind, *size, &mut huge, rounds)?)?;
-        }
+    for size in sizes {
+        let row = bench.row(&format!("{} ready", Bytes(*size)));
+        each(ready(bench, row, *size, &mut huge, rounds)?)?;
     }
     let size = if quick { 128 * MIB } else { 4 * GIB };
     let row = bench.row(&format!("sold of {}", Bytes(size)));
@@ -103,10 +99,9 @@ fn without_a_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) 
 fn of_the_daemon(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let product = Product::start(bench)?;
     let only = bench.options.part;
-    let parts: [(Part, Rows); 7] = [
+    let parts: [(Part, Rows); 6] = [
         (Part::Start, starts),
         (Part::OnDemand, on_demands),
-        (Part::Base, bases),
         (Part::Guest, guests),
         (Part::Devices, devices),
         (Part::Cost, costs),
@@ -167,19 +162,6 @@ fn on_demands(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) ->
         None => each(overcommit::row(bench, product, row, Bytes(size), rounds)?),
         Some(why) => each(left_out(row, "overcommit", size, "overcommit_refault_mib_per_s", &why)),
     }
-}
-
-fn bases(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let (sizes, rounds): (&[u64], _) =
-        if bench.options.quick { (&[128 * MIB], 1) } else { (&[GIB, 2 * GIB, 4 * GIB], 4) };
-    for size in sizes {
-        let row = bench.row(&format!("{} in base pages", Bytes(*size)));
-        match short_of(*size, Bytes(*size), product) {
-            None => each(base::row(bench, product, row, Bytes(*size), rounds)?)?,
-            Some(why) => each(left_out(row, "base", *size, "base_ready_us", &why))?,
-        }
-    }
-    Ok(())
 }
 
 fn largests(bench: &mut Bench, product: &Product, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -276,16 +258,14 @@ fn left_out(mut row: Row, measures: &str, bytes: u64, key: &str, why: &str) -> R
 }
 
 /// The row of a size, if there is memory for it: for the pool, a file of huge pages, and one of base pages at a time.
-fn ready(bench: &mut Bench, row: Row, kind: Kind, size: u64, huge: &mut HugePages, rounds: u32) -> Result<Row> {
+fn ready(bench: &mut Bench, row: Row, size: u64, huge: &mut HugePages, rounds: u32) -> Result<Row> {
     let room = machine::mem_available().unwrap_or_default() + huge.pages * HUGE_SIZE as u64;
     if room < 3 * size + SPARE.0 {
         let why = format!("{} are available, and {} are needed", Bytes(room), Bytes(3 * size + SPARE.0));
         return Ok(left_out(row, "ready", size, "ready_us", &why));
     }
-    let own = if kind == Kind::Hugetlb { size } else { 0 };
-    let has_huge = huge.have(bench, size + own);
-    if kind == Kind::Hugetlb && !has_huge {
+    if !huge.have(bench, 2 * size) {
         return Ok(left_out(row, "ready", size, "ready_us", NO_HUGE_PAGES));
     }
-    ready::row(row, kind, (size / SLICE_SIZE) as u32, has_huge, rounds, &bench.progress)
+    ready::row(row, (size / SLICE_SIZE) as u32, rounds, &bench.progress)
 }

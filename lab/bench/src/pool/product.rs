@@ -161,14 +161,13 @@ fn part(stat: &PoolStat, pages: PoolPages) -> PoolStat {
     match pages {
         PoolPages::Huge => stat.clone(),
         PoolPages::Gib => stat.gib.as_deref().cloned().unwrap_or_default(),
-        PoolPages::Base => stat.base.as_deref().cloned().unwrap_or_default(),
     }
 }
 
 impl Drop for Product {
     fn drop(&mut self) {
         let unmount = || unmount(&self.dir.join("pool")).context("unmounting its files");
-        let others = self.give_back(PoolPages::Gib).and(self.give_back(PoolPages::Base));
+        let others = self.give_back(PoolPages::Gib);
         let ended = self.hold(Bytes(0)).and(others).and_then(|()| unmount());
         if let Err(error) = ended {
             eprintln!("ballast bench: returning the pool's memory: {error:#}");

@@ -1,6 +1,6 @@
 //! The time from a request to memory that can be used: the pool beside the kernel's ways.
 //!
-//! Before: a size and the kind of the pool's memory are given. After: there is a row. Units: microseconds, GiB per
+//! Before: a size is given. After: there is a row. Units: microseconds, GiB per
 //! second; bytes per GiB.
 //! Promise: the sides take turns, forwards and backwards; an uncounted round comes first, so that no side pays for
 //! memory that the host uses for the first time. Memory from the pool is searched for the mark of the previous VM.
@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use ballast_base::{Bytes, GIB, PAGE_SIZE};
-use ballast_pool::{Kind, SLICE_SIZE};
+use ballast_pool::map::SLICE_SIZE;
 use ballast_sys::{Mapping, memfd, meminfo};
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -18,14 +18,12 @@ use super::zeroing::memset;
 use crate::progress::Progress;
 use crate::report::Row;
 
-/// The row of one size. `huge`: there are as many huge pages as the sides need.
-pub(super) fn row(mut row: Row, kind: Kind, slices: u32, huge: bool, rounds: u32, progress: &Progress) -> Result<Row> {
+/// The row of one size, for which there are twice as many huge pages.
+pub(super) fn row(mut row: Row, slices: u32, rounds: u32, progress: &Progress) -> Result<Row> {
     let size = Bytes(u64::from(slices) * SLICE_SIZE);
     row.fact("measures", "ready");
-    row.fact("pool", if kind == Kind::Hugetlb { "hugetlb" } else { "shmem" });
     row.fact("ram_bytes", size.0);
-    let mut bricks = Bricks::new(kind, slices)?;
-    row.fact("collapsed_pct", bricks.collapsed_pct);
+    let mut bricks = Bricks::new(slices)?;
     let mut times: [Vec<f64>; 4] = Default::default();
     let mut zero_gib_per_s = Vec::new();
     let (mut tables, gib): ([Vec<f64>; 3], f64) = (Default::default(), size.0 as f64 / GIB as f64);
@@ -46,7 +44,6 @@ pub(super) fn row(mut row: Row, kind: Kind, slices: u32, huge: bool, rounds: u32
                     }
                     took
                 }
-                1 if !huge => continue,
                 1 => {
                     let (took, _map) = hugetlb(size)?;
                     tables[1].push((page_tables() - before) as f64 / gib);
@@ -76,9 +73,6 @@ pub(super) fn row(mut row: Row, kind: Kind, slices: u32, huge: bool, rounds: u32
     row.figure("hugetlb_page_table_bytes_per_gib", &tables[1]);
     row.figure("memfd_page_table_bytes_per_gib", &tables[2]);
     row.figure("zero_at_release_gib_per_s", &zero_gib_per_s);
-    if !huge {
-        row.because("the host does not have that many free huge pages");
-    }
     Ok(row)
 }
 

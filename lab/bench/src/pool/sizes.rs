@@ -7,7 +7,7 @@
 //! Units: MiB. Promise: counts are those of the trace; nothing is fitted.
 
 use ballast_base::MIB;
-use ballast_pool::SLICE_SIZE;
+use ballast_pool::map::SLICE_SIZE;
 
 use crate::stats::random;
 

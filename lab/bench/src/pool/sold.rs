@@ -12,8 +12,8 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::pool::Nodes;
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB, PAGE_SIZE};
-use ballast_pool::{Mode, SLICE_SIZE};
-use ballast_reserve::{Grant, Host, Reserve, Want};
+use ballast_pool::map::{Mode, SLICE_SIZE};
+use ballast_pool::{Grant, Host, Reserve, Want};
 use ballast_sys::Mapping;
 use rustix::fd::AsFd;
 
@@ -67,7 +67,7 @@ fn measure(size: Bytes, rounds: u64, steps: u32) -> Result<[Vec<f64>; 4]> {
         while vms.arrive(1)? {}
         vms.reserve.validate().context("The pool's state is invalid")?;
         let overview = vms.reserve.overview();
-        let share = |of: fn(&ballast_reserve::Node) -> Bytes| {
+        let share = |of: fn(&ballast_pool::Node) -> Bytes| {
             100.0 * overview.nodes.iter().map(|node| of(node).0).sum::<u64>() as f64 / size.0 as f64
         };
         let searched = vms.searched as f64 / GIB as f64;
@@ -91,7 +91,7 @@ impl Vms {
         let size = Bytes(u64::from(slices.max(1)) * SLICE_SIZE);
         let grant = match self.reserve.grant("vm", size, Mode::Mix, &Nodes::Any) {
             Ok(grant) => grant,
-            Err(ballast_reserve::Error::Refused(..) | ballast_reserve::Error::Request(_)) => return Ok(false),
+            Err(ballast_pool::Error::Refused(..) | ballast_pool::Error::Request(_)) => return Ok(false),
             Err(error) => return Err(error.into()),
         };
         let piece = |extent: &ballast_base::Extent| {

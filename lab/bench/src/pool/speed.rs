@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use ballast_base::{Bytes, GIB};
-use ballast_pool::{Kind, SLICE_SIZE};
+use ballast_pool::map::SLICE_SIZE;
 use ballast_sys::{Mapping, memfd};
 
 use super::bricks::Bricks;
@@ -24,7 +24,7 @@ pub(super) fn row(mut row: Row, slices: u32, rounds: u32, progress: &Progress) -
     let size = Bytes(u64::from(slices) * SLICE_SIZE);
     row.fact("measures", "speed");
     row.fact("ram_bytes", size.0);
-    let mut bricks = Bricks::new(Kind::Hugetlb, slices)?;
+    let mut bricks = Bricks::new(slices)?;
     let ram = bricks.request()?;
     let file = memfd::create_huge("ballast-bench-hugetlb", size).context("Making a file of huge pages")?;
     let plain = Mapping::shared(&file, 0, size.0 as usize)?;

@@ -18,7 +18,7 @@ use ballast_base::Bytes;
 use ballast_pager::vm::stats::Counter;
 use ballast_policy::is_left_alone;
 use ballast_policy::{Action, Decision, HostSample, Kind, Plan, Reason, Setup, Snapshot, State, VmSample};
-use ballast_reserve::Overcommitted;
+use ballast_pool::Overcommitted;
 use ballast_sys::memfd::FileId;
 
 use super::guarded::guarded;

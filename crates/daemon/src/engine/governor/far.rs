@@ -1,19 +1,18 @@
 //! How much of what VMs on demand were promised they can have far: all at the same time, and those of each node.
 //!
 //! Before: the pool is asked for memory on demand, or an operator changes a VM that has some. After: the pool promises
-//! no more than it has and can be far. Threads: the pool's, without its lock; those of the API, under the governor's
-//! lock. Units: bytes.
+//! no more than it has and can be far. Threads: the pool's, without its lock; those of the API, which change settings.
+//! Both hold the governor's lock, so that a promise and a change at the same moment see each other. Units: bytes.
 //! Promise: pages count as if none could be compressed, and stores only with the room that other VMs and the host
 //! leave. What others put into a store later is not foreseen.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, RAM_STORE, REMOTE_STORE};
 use ballast_pager::vm::{Hold, Vm};
 use ballast_policy::Settings;
-use ballast_reserve::{Far, Overcommitted};
+use ballast_pool::{Far, Overcommitted};
 
 use super::demand::sizes;
 use super::{operator, sample};
@@ -23,9 +22,6 @@ use crate::engine::served::Served;
 
 /// A VM keeps 1/KEEPS of its memory, so that it can go on.
 const KEEPS: u64 = 8;
-
-/// An engine that follows another one has its pool within this, as a rule.
-const KNOWN_WITHIN: Duration = Duration::from_secs(5);
 
 /// A VM in a kind of store.
 #[derive(Clone, Copy, Debug, Default)]
@@ -48,13 +44,10 @@ fn room(limit: Bytes, used: Bytes, part: Bytes, free: u64, vms: &[Use]) -> u64 {
     (has + left.min(free)).min(ours.iter().map(|vm| vm.can_go).sum())
 }
 
-/// An operator's settings of a VM, and its limit. A VM that is kept in memory is one with shares of 0.
-pub type Terms = (Settings, Option<Bytes>);
-
-/// Those of this VM.
-pub fn terms(vm: &Vm) -> Terms {
+/// An operator's settings of a VM. One that is kept in memory counts as one with shares of 0.
+pub fn settings_of(vm: &Vm) -> Settings {
     let settings = operator::read(vm.state.settings());
-    (if vm.state.kept() { kept(settings) } else { settings }, vm.state.limit())
+    if vm.state.kept() { kept(settings) } else { settings }
 }
 
 /// What these settings are for a VM that is kept in memory.
@@ -62,23 +55,22 @@ pub fn kept(settings: Settings) -> Settings {
     Settings { shares: Some(0), ..settings }
 }
 
-/// How much of a VM's memory on demand can be far.
-fn can_go(vm: &Vm, ours: u64, (settings, limit): Terms) -> u64 {
+/// How much of a VM's memory on demand can be far. Its limit does not matter: what is above it must be able to go.
+fn can_go(vm: &Vm, ours: u64, settings: Settings) -> u64 {
     let holds = [Hold::Pinned, Hold::Kept, Hold::Shared, Hold::HugePages, Hold::NoZap];
     if vm.views().is_empty() || holds.iter().any(|hold| vm.is_held_for(*hold)) {
         return 0;
     }
-    let most = limit.map_or(ours, |limit| limit.0.min(ours));
     let keeps = match settings.effective_shares() {
         0 => ours,
-        _ => settings.effective_reservation(most).max(ours / KEEPS),
+        _ => settings.effective_reservation(ours).max(ours / KEEPS),
     };
     ours.saturating_sub(keeps)
 }
 
-/// What VMs on demand can have far if this VM had these settings and this limit. A VM of several nodes counts for
-/// nothing: which of its pages are far is not said by node.
-pub fn far(host: &Host, with: Option<(&Served, Terms)>) -> Far {
+/// What VMs on demand can have far if this VM had these settings. A VM of several nodes counts for nothing: which of
+/// its pages are far is not said by node.
+pub fn far(host: &Host, with: Option<(&Served, Settings)>) -> Far {
     let sizes = sizes(host, &host.pool.demand.files());
     let (mut nodes, mut uses) = (BTreeMap::<u32, Bytes>::new(), [(); 3].map(|()| Vec::new()));
     if sizes.iter().all(|(_, ours)| ours.bytes() == 0) {
@@ -87,8 +79,8 @@ pub fn far(host: &Host, with: Option<(&Served, Terms)>) -> Far {
     for (served, ours) in &sizes {
         let (vm, id, node, ours) = (&served.vm, served.vm.state.id(), ours.node(), ours.bytes());
         let changed = with.filter(|(changed, ..)| changed.vm.state.id() == id);
-        let terms = changed.map_or_else(|| terms(vm), |(_, terms)| terms);
-        let goes = node.map_or(0, |_| can_go(vm, ours, terms));
+        let settings = changed.map_or_else(|| settings_of(vm), |(_, settings)| settings);
+        let goes = node.map_or(0, |_| can_go(vm, ours, settings));
         if let Some(node) = node {
             nodes.entry(node).or_default().0 += goes;
         }
@@ -126,38 +118,24 @@ fn lack(over: &Over, far: &Far) -> Option<(Option<u32>, Bytes, Bytes)> {
     one.or_else(|| lack(None, far.all, over.values().map(needs).sum()))
 }
 
-/// Waits until this engine's pool knows what it has promised, if the VM has memory on demand and could have less of it
-/// far with the second of these terms. Before that nothing would be refused.
-///
-/// # Errors
-/// The pool does not know: another engine has it, or it cannot be opened.
-pub fn known(host: &Host, served: &Served, [before, after]: [Terms; 2]) -> Result<(), String> {
-    let (vm, all) = (&served.vm, served.vm.size().bytes().0);
-    let is_on_demand = || vm.regions().iter().any(|region| region.is_on_demand());
-    if can_go(vm, all, after) >= can_go(vm, all, before) || !is_on_demand() {
-        return Ok(());
+/// Why a VM with the first of these settings cannot have the other ones: the pool could not keep what it promised then,
+/// or does not know yet what that is. The caller holds the governor's lock until it has changed them.
+pub fn refusal(host: &Host, served: &Served, [before, after]: [Settings; 2]) -> Option<String> {
+    let (vm, id, all) = (&served.vm, served.vm.state.id(), served.vm.size().bytes().0);
+    if can_go(vm, all, after) >= can_go(vm, all, before) || !vm.regions().iter().any(|region| region.is_on_demand()) {
+        return None;
     }
-    let begun = Instant::now();
-    while !host.pool.demand.is_known() {
-        if begun.elapsed() > KNOWN_WITHIN {
-            return Err("this engine's pool does not know yet what it has promised: ask again".into());
-        }
-        std::thread::sleep(KNOWN_WITHIN / 1000);
+    if !host.pool.demand.is_known() {
+        return Some("this engine does not know yet what its pool has promised: try again in a moment".into());
     }
-    Ok(())
-}
-
-/// Why a VM with the first of these terms cannot have the other ones, if the pool could not keep what it promised then.
-pub fn refusal(host: &Host, served: &Served, [before, after]: [Terms; 2]) -> Option<String> {
     let over = host.pool.demand.overcommitted();
-    let (vm, id) = (&served.vm, served.vm.state.id());
     let sizes = sizes(host, &host.pool.demand.files());
     let (_, ours) = sizes.iter().find(|(other, _)| other.vm.state.id() == id)?;
     let (node, ours) = (ours.node()?, ours.bytes());
     if over.is_empty() || can_go(vm, ours, after) >= can_go(vm, ours, before) {
         return None;
     }
-    let [before, after] = [before, after].map(|terms| far(host, Some((served, terms))));
+    let [before, after] = [before, after].map(|settings| far(host, Some((served, settings))));
     let (at, far, missing) = lack(&over, &after)?;
     let is_less = match at {
         Some(at) => at == node,

@@ -8,6 +8,7 @@ use ballast_api::{DecisionRecord, LeaseStat, PlanRequest, PolicyPatch, PolicySta
 use ballast_base::Bytes;
 use ballast_policy::admission::Admission;
 use ballast_policy::{Class, External, HostState, Kind, Params, Plan, Settings, Setup, Snapshot, check_external};
+use ballast_pool::Far;
 
 use super::sample::now_ms;
 use super::{Governor, Lease, far, operator};
@@ -143,27 +144,17 @@ impl Governor {
         }
     }
 
-    /// Change the operator's settings of a VM, unless they contradict themselves or other VMs' reservations. `change`
-    /// is called if they do not, before another thread can change such settings. It is called once more with what was
-    /// before, if the pool promised memory at that moment which it could not keep.
-    pub fn admit(
-        &self,
-        host: &Host,
-        served: &Served,
-        settings: Settings,
-        limit: Option<Bytes>,
-        mut change: impl FnMut(far::Terms),
-    ) -> Result<(), String> {
+    /// Change the operator's settings and the limit of a VM, unless they contradict themselves, other VMs'
+    /// reservations, or what the pool has promised. Only what settings take from the pool's promises is judged; a
+    /// limit takes nothing.
+    pub fn change(&self, host: &Host, served: &Served, settings: Settings, limit: Option<Bytes>) -> Result<(), String> {
         let (size, state) = (served.vm.size().bytes().0, &served.vm.state);
         if let Some(why) = settings.contradiction(size, limit.map(|limit| limit.0)) {
             return Err(why);
         }
-        far::known(host, served, [far::terms(&served.vm), (settings, limit)])?;
         let mut inner = self.lock();
-        let terms = [far::terms(&served.vm), (settings, limit)];
-        if let Some(why) = far::refusal(host, served, terms) {
-            return Err(why);
-        }
+        let with = if state.kept() { far::kept(settings) } else { settings };
+        far::refusal(host, served, [far::settings_of(&served.vm), with]).map_or(Ok(()), Err)?;
         // A change that takes no more is never refused, even if too much had been promised; then other VMs do not
         // matter.
         if reserved(served, settings, limit) > reserved(served, operator::read(state.settings()), state.limit()) {
@@ -178,12 +169,10 @@ impl Governor {
                 return Err(why);
             }
         }
-        let before = (operator::read(state.settings()), state.limit());
-        change((settings, limit));
-        if let Some(why) = far::refusal(host, served, terms) {
-            change(before);
-            return Err(why);
-        }
+        state.set_settings(operator::write(&settings));
+        served.vm.set_shares(settings.effective_shares());
+        state.set_limit(limit);
+        served.vm.notify_reclaim();
         if inner.is_active() {
             self.notify(&mut inner);
         }
@@ -192,21 +181,17 @@ impl Governor {
 
     /// Say that all of a VM is kept in memory, unless the pool could not keep what it promised then.
     pub fn admit_kept(&self, host: &Host, served: &Served) -> Result<(), String> {
-        let terms = || {
-            let before = far::terms(&served.vm);
-            [before, (far::kept(before.0), before.1)]
-        };
-        far::known(host, served, terms())?;
         let _inner = self.lock();
-        let (state, terms) = (&served.vm.state, terms());
-        far::refusal(host, served, terms).map_or(Ok(()), Err)?;
-        // The word first: an engine that takes over now continues with it.
-        let was = state.kept();
-        state.set_kept(true);
-        far::refusal(host, served, terms).map_or(Ok(()), |why| {
-            state.set_kept(was);
-            Err(why)
-        })
+        let before = far::settings_of(&served.vm);
+        far::refusal(host, served, [before, far::kept(before)]).map_or(Ok(()), Err)?;
+        served.vm.state.set_kept(true);
+        Ok(())
+    }
+
+    /// What VMs on demand can have far, while no operator changes that.
+    pub fn far(&self, host: &Host) -> Far {
+        let _inner = self.lock();
+        far::far(host, None)
     }
 }
 

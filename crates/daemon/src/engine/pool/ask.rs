@@ -15,8 +15,8 @@ use anyhow::{Context, bail};
 use ballast_base::pool::{Given, Take};
 use ballast_base::wire;
 use ballast_keeper::{HANGS_AFTER, MOST_STUCK, SentFd};
-use ballast_pool::Refused;
-use ballast_reserve::{Error, Grant, Page};
+use ballast_pool::map::Refused;
+use ballast_pool::{Error, Grant, Page};
 use ballast_sys::{peer, scm};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -125,7 +125,7 @@ impl PoolService {
         loop {
             let State::Ours(parts) = &mut *state else { bail!("this engine has not got the pool yet") };
             let reserve = parts.of(page).map_err(anyhow::Error::msg)?;
-            let was_zeroing = reserve.is_zeroing();
+            let was_zeroing = reserve.has_dirty();
             if !was_zeroing || Instant::now() >= next_try {
                 reserve.set_far(std::mem::take(&mut far));
                 // A VM may have ended since the last check.
@@ -151,7 +151,7 @@ impl PoolService {
                 let has_ended = reserve.tend()? > 0;
                 let is_coming = match error {
                     Error::Refused(Refused::NoRoom { .. }, _) => {
-                        has_ended || is_handing || waits || reserve.is_zeroing()
+                        has_ended || is_handing || waits || reserve.has_dirty()
                     }
                     // The refusal itself may have made memory dirty, which helps nobody. The next try is when the rest
                     // is zeroed.
@@ -165,7 +165,7 @@ impl PoolService {
                     return Err(error.into());
                 }
                 // Only what may help the others wakes them: two requests must not keep each other awake.
-                if has_ended || !was_zeroing && reserve.is_zeroing() {
+                if has_ended || !was_zeroing && reserve.has_dirty() {
                     self.changed.notify_all();
                 }
             }
@@ -179,8 +179,8 @@ impl PoolService {
         }
     }
 
-    /// Take memory back if what VMs on demand were promised could not be kept any more. A change of a VM's settings may
-    /// come at the same moment: it is made first and judged again then, as this is, so one of the two sees the other.
+    /// Take memory back if what VMs on demand were promised could not be kept any more: an operator may have changed a
+    /// VM's settings since it was known what can be far. A change that comes later sees this promise.
     fn confirm<'a>(&self, page: Page, handed: Handed<'a>) -> anyhow::Result<Handed<'a>> {
         let far = self.demand.far();
         let mut state = self.lock();

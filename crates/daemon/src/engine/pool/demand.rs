@@ -4,7 +4,7 @@
 //! Before: the engine has a governor. After: the pool makes promises by what the VMs can have far, and the governor
 //! divides what the pool has when little is left. Threads: the pool's looks; the governor's, and those of the API, read
 //! what it saw last. Units: bytes.
-//! Promise: neither waits for the other: the pool asks without its lock, and the governor reads a copy.
+//! Promise: the governor does not wait for the pool: it reads a copy, and the pool asks without its lock.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ballast_base::Bytes;
-use ballast_reserve::{Error, Far, Overcommitted, Reserve};
+use ballast_pool::{Error, Far, Overcommitted, Reserve};
 use ballast_sys::memfd::FileId;
 
 /// The pool's files of VMs on demand, and of which node and how much was promised in each. A file says itself that it

@@ -5,9 +5,9 @@ use std::process::Command;
 
 use ballast_base::MIB;
 use ballast_base::pool::{Nodes, Pages, Take};
-use ballast_testkit::skip;
-use ballast_reserve::Far;
+use ballast_pool::Far;
 use ballast_sys::memfd;
+use ballast_testkit::skip;
 
 use super::*;
 
@@ -47,12 +47,12 @@ fn a_part_that_fails_keeps_neither_the_other_part_nor_what_is_to_be_zeroed() {
     let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
     let service = PoolService::new(place.clone());
     *service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("open")));
-    for file in ["pool/lending.json", "pool/gib/lending.json", "pool/base/lending.json"] {
+    for file in ["pool/lending.json", "pool/gib/lending.json"] {
         std::fs::write(dir.path().join(file), "no limits").expect("write");
     }
     let long_ago = Instant::now().checked_sub(AGAIN_EVERY).expect("the host is up");
     let (mut looked, mut again, mut lenders) = (None, long_ago, Page::ALL.map(|_| Lender::default()));
-    let mut round = |lenders: &mut [Lender; 3]| {
+    let mut round = |lenders: &mut [Lender; 2]| {
         let said = service.round(&mut looked, &mut again, None, lenders, &Events::default());
         assert!(looked.is_some() && again > long_ago, "it did not come to what is to be zeroed");
         said
@@ -69,7 +69,6 @@ fn a_part_that_fails_keeps_neither_the_other_part_nor_what_is_to_be_zeroed() {
 /// A pool of one node in files of 16 MiB, all of it zeroed. What the kernel gave for it is given back.
 struct Own {
     service: Arc<PoolService>,
-    pages: PoolPages,
     dir: tempfile::TempDir,
     _one: MutexGuard<'static, ()>,
 }
@@ -79,19 +78,19 @@ static ONE: Mutex<()> = Mutex::new(());
 
 impl Own {
     /// `None`, and said why, where there can be none.
-    fn new(mib: u64, pages: PoolPages) -> Option<Self> {
+    fn new(mib: u64) -> Option<Self> {
         let dir = tempfile::tempdir().expect("a directory");
         let place = Pooling { dir: dir.path().join("pool"), socket: dir.path().join("pool.sock"), gid: None };
         let service = PoolService::new(place.clone());
         let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = Self { service, pages, dir, _one: one };
+        let own = Self { service, dir, _one: one };
         if !rustix::process::geteuid().is_root() {
             skip("root", "only root mounts file systems and reserves huge pages");
             return None;
         }
         *own.service.lock() = State::Ours(Box::new(Parts::open(&place.dir).expect("open")));
         let file_bytes = Some(16 * MIB);
-        let request = PoolRequest { bytes: Some(mib * MIB), file_bytes, pages, ..PoolRequest::default() };
+        let request = PoolRequest { bytes: Some(mib * MIB), file_bytes, ..PoolRequest::default() };
         let nodes = own.service.reserve(&request).map(|_| own.stat().nodes).unwrap_or_default();
         if nodes.len() != 1 || nodes[0].reserved_bytes != mib * MIB {
             skip("memory", format!("nodes: {nodes:?}"));
@@ -102,8 +101,7 @@ impl Own {
     }
 
     fn stat(&self) -> PoolStat {
-        let stat = self.service.stat();
-        if self.pages == PoolPages::Base { stat.base.map(|base| *base).unwrap_or_default() } else { stat }
+        self.service.stat()
     }
 
     /// What its thread does, until all is zeroed.
@@ -126,12 +124,12 @@ impl Own {
 
 impl Drop for Own {
     fn drop(&mut self) {
-        let all = LendRequest { bytes: 1 << 40, pages: self.pages, ..LendRequest::default() };
+        let all = LendRequest { bytes: 1 << 40, ..LendRequest::default() };
         if let State::Ours(parts) = &mut *self.service.lock() {
             parts.each().for_each(|(_, part)| drop(part.tend()));
         }
         let _ = self.service.lend(&all);
-        for files in ["pool/2M", "pool/gib/1G", "pool/base/4K"] {
+        for files in ["pool/2M", "pool/gib/1G"] {
             let _ = Command::new("umount").arg("-l").arg(self.dir.path().join(files)).output();
         }
     }
@@ -139,8 +137,8 @@ impl Drop for Own {
 
 #[test]
 fn a_vm_waits_for_memory_of_one_that_is_gone_before_this_engine_has_closed_its_files_unless_its_vmm_hangs_up() {
-    let Some(own) = Own::new(16, PoolPages::Base) else { return };
-    let all = Take { name: "vm".into(), size: Bytes(16 * MIB), pages: Pages::Base, nodes: Nodes::Any };
+    let Some(own) = Own::new(16) else { return };
+    let all = Take { name: "vm".into(), size: Bytes(16 * MIB), pages: Pages::Slices, nodes: Nodes::Any };
     let first = Cell::new(Some(own.service.take(&all, || panic!("it is there")).expect("it is there")));
     let said = own.service.take(&all, || true).expect_err("it hung up").to_string();
     assert!(said.contains("does not wait"), "{said}");
@@ -156,7 +154,7 @@ fn a_vm_waits_for_memory_of_one_that_is_gone_before_this_engine_has_closed_its_f
 
 #[test]
 fn memory_that_is_promised_to_others_is_refused_when_all_is_zeroed_and_not_tried_for_ever() {
-    let Some(own) = Own::new(352, PoolPages::Huge) else { return };
+    let Some(own) = Own::new(352) else { return };
     let take = |mib: u64, pages| {
         let wanted = Take { name: "vm".into(), size: Bytes(mib * MIB), pages, nodes: Nodes::Any };
         let tries = Cell::new(0);
@@ -182,13 +180,13 @@ fn memory_that_is_promised_to_others_is_refused_when_all_is_zeroed_and_not_tried
 
 #[test]
 fn a_vm_waits_for_pages_that_another_program_got_before_they_were_zeroed() {
-    let Some(own) = Own::new(16, PoolPages::Huge) else { return };
+    let Some(own) = Own::new(16) else { return };
     let all = Take { name: "vm".into(), size: Bytes(16 * MIB), pages: Pages::Slices, nodes: Nodes::Any };
     drop(own.service.take(&all, || panic!("it is there")).expect("it is there"));
     if let State::Ours(parts) = &mut *own.service.lock() {
         assert_eq!(parts.of(Page::Huge).expect("it is open").tend().expect("tend"), 1);
     }
-    let free = Bytes(ballast_reserve::Host::default().pages(0).expect("pages").free << 21);
+    let free = Bytes(ballast_pool::Host::default().pages(0).expect("pages").free << 21);
     let hog = memfd::create_huge("ballast-hog", free).expect("a file");
     memfd::allocate(&hog, 0, free.0).expect("all free pages");
     let hog = Cell::new(Some(hog));
@@ -205,7 +203,7 @@ fn a_vm_waits_for_pages_that_another_program_got_before_they_were_zeroed() {
 
 #[test]
 fn a_promise_is_taken_back_if_a_change_at_the_same_moment_leaves_too_little_that_can_be_far() {
-    let Some(own) = Own::new(32, PoolPages::Huge) else { return };
+    let Some(own) = Own::new(32) else { return };
     let far = Arc::new(Mutex::new(Vec::new()));
     let (next, numa) = (far.clone(), own.stat().nodes[0].numa);
     // What VMs can have far, each time that it is asked for.
