@@ -50,7 +50,7 @@ pub enum Command {
     Pool(crate::pool::PoolCommand),
     /// Show what the policy, or another one, would change now; changes nothing
     Plan {
-        /// Another policy: fixed, ratio, maestro, pressure or gain
+        /// Another policy: maestro, pressure or gain
         #[arg(long)]
         policy: Option<Kind>,
     },
@@ -192,7 +192,7 @@ pub enum PolicyCommand {
     Show,
     /// Change it, until ballastd is restarted; options that are not named stay
     Set {
-        /// none, fixed, ratio, maestro, pressure or gain
+        /// none, maestro, pressure or gain
         name: Kind,
         /// Milliseconds between decisions
         #[arg(long)]
@@ -240,7 +240,7 @@ pub struct RecordArgs {
 pub struct ReplayArgs {
     /// A file that `ballast record` wrote
     pub file: PathBuf,
-    /// fixed, ratio, maestro, pressure or gain
+    /// maestro, pressure or gain
     #[arg(long)]
     pub policy: Kind,
     /// maestro: seconds over which faults count

@@ -398,8 +398,8 @@ fn policy_plan_and_explain_speak_in_sentences_and_in_the_apis_json() {
     assert!(said.contains("policy     maestro, every 20 ms") && said.contains("host       soft"), "{said}");
     let said = fine(&daemon.socket, &["policy", "set", "pressure", "--budget", "8G", "--json"]);
     assert!(said.contains("\"policy\": \"pressure\"") && said.contains("\"budget_bytes\": 8589934592"), "{said}");
-    let said = fine(&daemon.socket, &["plan", "--policy", "ratio"]);
-    assert!(said.contains("ratio would divide 3 GiB") && said.contains("Nothing was done"), "{said}");
+    let said = fine(&daemon.socket, &["plan", "--policy", "gain"]);
+    assert!(said.contains("gain would divide 3 GiB") && said.contains("Nothing was done"), "{said}");
     assert!(said.lines().any(|line| line.starts_with("web-1  2 GiB  1 GiB")), "{said}");
     let said = fine(&daemon.socket, &["explain", "web-1"]);
     assert!(said.contains("web-1 may use 1 GiB (before: 2 GiB), by maestro"), "{said}");
@@ -414,7 +414,7 @@ fn policy_plan_and_explain_speak_in_sentences_and_in_the_apis_json() {
             1,
             "Setting the policy maestro: a tick of 1 ms is out of range",
         ),
-        (&["policy", "set", "best"], 2, "there are none, fixed, ratio, maestro, pressure and gain"),
+        (&["policy", "set", "best"], 2, "there are none, maestro, pressure and gain"),
     ] {
         let (found, _, err) = ballast(&daemon.socket, args);
         assert!(found == code && err.contains(text), "{args:?}: {found} {err}");
@@ -431,7 +431,7 @@ fn a_recording_is_replayed_without_a_daemon() {
     let said = fine(nowhere, &["replay", path, "--policy", "maestro"]);
     assert!(said.starts_with("3 snapshots over 2.0 s, as recorded and under maestro"), "{said}");
     assert!(said.lines().any(|line| line.starts_with("web-1  recorded")), "{said}");
-    let json = fine(nowhere, &["replay", path, "--policy", "fixed", "--json"]);
+    let json = fine(nowhere, &["replay", path, "--policy", "gain", "--json"]);
     assert!(json.contains("\"snapshots\": 3"), "{json}");
     let (code, _, err) = ballast(nowhere, &["replay", path, "--policy", "pressure", "--threshold", "7"]);
     assert!(code == 1 && err.contains("threshold of 7"), "{err}");

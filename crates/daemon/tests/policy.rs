@@ -86,13 +86,13 @@ fn without_a_policy_nobody_has_a_target_and_one_that_is_set_and_taken_back_leave
     assert_eq!((stat.policy, stat.state, targets(&daemon)), (Kind::None, None, vec![None]));
     assert_eq!(daemon.api.decisions("one").expect("decisions"), []);
     assert_eq!(refusal(daemon.api.plan(None)).0, 422);
-    let tight = PolicyPatch { budget_bytes: Some(Some(24 * MIB)), tick_ms: Some(20), ..set(Kind::Fixed) };
-    let plan = daemon.api.plan(Some(Kind::Fixed)).expect("a dry run of another policy");
-    assert_eq!((plan.policy.as_str(), targets(&daemon)), ("fixed", vec![None]));
+    let tight = PolicyPatch { budget_bytes: Some(Some(24 * MIB)), tick_ms: Some(20), ..set(Kind::Maestro) };
+    let plan = daemon.api.plan(Some(Kind::Maestro)).expect("a dry run of another policy");
+    assert_eq!((plan.policy.as_str(), targets(&daemon)), ("maestro", vec![None]));
     daemon.api.patch_policy(&tight).expect("set");
     until("the VM has a target", || has(&daemon, "one", 24 * MIB));
     until("it is obeyed", || daemon.vm("one").resident_bytes < 36 * MIB);
-    assert!(has_event(&daemon, "policy", "the policy is fixed (was none)"));
+    assert!(has_event(&daemon, "policy", "the policy is maestro (was none)"));
     daemon.api.patch_policy(&set(Kind::None)).expect("set");
     until("the target is gone", || targets(&daemon) == [None]);
     until("nothing is reclaimed any more", || daemon.vm("one").resident_bytes > 40 * MIB);
@@ -126,7 +126,7 @@ fn what_an_operator_said_outlives_the_engine_and_so_does_a_policy_set_while_it_r
     let vm = daemon.api.patch_vm("one", &words).expect("set");
     assert_eq!(vm.settings, words.settings_after(Default::default()));
     assert_eq!(vm.warnings.len(), 2, "limit below size; shares 0 beside a reservation: {:?}", vm.warnings);
-    daemon.api.patch_policy(&PolicyPatch { tick_ms: Some(30), ..set(Kind::Ratio) }).expect("set");
+    daemon.api.patch_policy(&PolicyPatch { tick_ms: Some(30), ..set(Kind::Pressure) }).expect("set");
     until("it runs", || daemon.api.policy().is_ok_and(|stat| stat.ticks > 2));
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
@@ -134,7 +134,7 @@ fn what_an_operator_said_outlives_the_engine_and_so_does_a_policy_set_while_it_r
     let again = daemon.vm("one");
     assert_eq!((again.settings, again.limit_bytes, again.class), (vm.settings, Some(40 * MIB), VmClass::Guaranteed));
     let stat = daemon.api.policy().expect("policy");
-    assert_eq!((stat.policy, stat.tick_ms, stat.budget_bytes), (Kind::Ratio, 30, Some(64 * MIB)));
+    assert_eq!((stat.policy, stat.tick_ms, stat.budget_bytes), (Kind::Pressure, 30, Some(64 * MIB)));
     // Hands off: no policy gives it a target.
     until("it decided about the VM", || !daemon.api.decisions("one").expect("decisions").is_empty());
     assert_eq!(daemon.vm("one").target_bytes, None);
@@ -221,7 +221,7 @@ fn a_pinned_vm_and_one_with_an_orphaned_engine_are_left_alone() {
     if common::raw::no_uffd() {
         return;
     }
-    let mut daemon = Daemon::start(&config("fixed", "32M"));
+    let mut daemon = Daemon::start(&config("maestro", "32M"));
     let ram = Ram::new(4096);
     let client = ram.vm(&daemon, "pinned").attach().expect("attach");
     client.pin("a device").expect("pinned");
@@ -251,7 +251,7 @@ fn a_program_with_a_lease_decides_until_it_falls_silent_and_then_the_policy_does
     if common::raw::no_uffd() {
         return;
     }
-    let daemon = Daemon::start(&config("fixed", "64M"));
+    let daemon = Daemon::start(&config("maestro", "64M"));
     let guest = Guest::start(&daemon, "one", VM);
     until("the policy decides", || daemon.vm("one").target_bytes == Some(48 * MIB));
     let plan = |limit_bytes, lease_ms| PlanRequest {
@@ -292,7 +292,7 @@ fn a_program_with_a_lease_decides_until_it_falls_silent_and_then_the_policy_does
     assert!(records.iter().any(|record| record.sentences == ["the program mine decided"]), "{records:?}");
     until("the policy decides again", || daemon.vm("one").target_bytes == Some(48 * MIB));
     assert!(has_event(&daemon, "policy-lease", "the program mine decides from now on"));
-    assert!(has_event(&daemon, "policy-lease-lost", "put no plan for 2000 ms: the policy fixed decides again"));
+    assert!(has_event(&daemon, "policy-lease-lost", "put no plan for 2000 ms: the policy maestro decides again"));
     // A plan that the operator's words overtake ends the lease, too.
     daemon.api.put_plan(&plan(20 * MIB, 60_000)).expect("accepted");
     let more = VmPatch { reservation_bytes: Some(Some(30 * MIB)), ..VmPatch::default() };
@@ -366,7 +366,7 @@ fn the_kernels_stall_is_read_where_a_vm_has_a_cgroup_to_itself() {
         return;
     }
     let Ok(cgroup) = Cgroup::new().inspect_err(|why| ballast_testkit::skip("cgroup2", why)) else { return };
-    let daemon = Daemon::start(&config("fixed", "64M"));
+    let daemon = Daemon::start(&config("maestro", "64M"));
     let guest = Guest::start(&daemon, "one", VM);
     let stall = || daemon.api.snapshot().expect("snapshot").vms[0].kernel_stall;
     until("the loop sees the VM", || daemon.api.snapshot().is_ok_and(|seen| seen.vms.len() == 1));

@@ -378,7 +378,7 @@ fn a_vm_that_touches_all_it_has_at_once_for_ever_does_not_keep_its_neighbour_fro
     greedy.order(EACH, true);
     greedy.goes_on();
     neighbour.touch(EACH);
-    for policy in [Kind::Gain, Kind::Pressure, Kind::Fixed] {
+    for policy in [Kind::Gain, Kind::Pressure, Kind::Maestro] {
         let patch = PolicyPatch { policy: Some(policy), ..PolicyPatch::default() };
         pooled.daemon().api.patch_policy(&patch).expect("a policy");
         neighbour.touch(EACH);

@@ -12,7 +12,6 @@ use crate::gain::Gain;
 use crate::maestro::Maestro;
 use crate::memory::Policy;
 use crate::pressure::Pressure;
-use crate::simple::{Fixed, Ratio};
 
 /// A policy that an operator can choose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,13 +21,9 @@ pub enum Kind {
     /// No policy: each VM has its operator's limit.
     #[default]
     None,
-    /// Equal parts.
-    Fixed,
-    /// The same fraction of each VM's size.
-    Ratio,
-    /// By working set and fault counts, least squares.
+    /// Maestro's: by working set and fault counts, least squares.
     Maestro,
-    /// As little memory as the stall of each VM allows.
+    /// Blowfish's: as little memory as the stall of each VM allows.
     Pressure,
     /// Memory goes to where one more byte saves most time of VM and host.
     Gain,
@@ -36,14 +31,12 @@ pub enum Kind {
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 6] = [Self::None, Self::Fixed, Self::Ratio, Self::Maestro, Self::Pressure, Self::Gain];
+    pub const ALL: [Self; 4] = [Self::None, Self::Maestro, Self::Pressure, Self::Gain];
 
     /// The name that operators type.
     pub const fn word(self) -> &'static str {
         match self {
             Self::None => "none",
-            Self::Fixed => "fixed",
-            Self::Ratio => "ratio",
             Self::Maestro => "maestro",
             Self::Pressure => "pressure",
             Self::Gain => "gain",
@@ -54,8 +47,6 @@ impl Kind {
     pub fn policy(self, params: Params) -> Option<Box<dyn Policy>> {
         Some(match self {
             Self::None => return None,
-            Self::Fixed => Box::new(Fixed),
-            Self::Ratio => Box::new(Ratio),
             Self::Maestro => Box::new(Maestro { window_ms: params.window_ms }),
             Self::Pressure => {
                 Box::new(Pressure { threshold: params.threshold, watermark_bytes: params.watermark_bytes })
@@ -76,7 +67,7 @@ impl FromStr for Kind {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|kind| kind.word() == text);
-        found.ok_or_else(|| format!("{text:?} is no policy; there are none, fixed, ratio, maestro, pressure and gain"))
+        found.ok_or_else(|| format!("{text:?} is no policy; there are none, maestro, pressure and gain"))
     }
 }
 

@@ -87,13 +87,6 @@ pub enum Reason {
         /// Headroom beyond it.
         headroom_bytes: u64,
     },
-    /// Fixed, ratio: the static part of the VM.
-    Part {
-        /// By equal parts (false) or by size (true).
-        by_size: bool,
-        /// Its shares.
-        shares: u32,
-    },
     /// It has the least it may have.
     AtReservation {
         /// Its reservation, or the smallest limit there is.
@@ -228,10 +221,6 @@ impl fmt::Display for Reason {
                 size(working_set_bytes),
                 size(headroom_bytes)
             ),
-            Self::Part { by_size, shares } => {
-                let how = if *by_size { "in proportion to their size" } else { "in equal parts" };
-                write!(f, "memory is divided {how}; it has {shares} shares")
-            }
             Self::AtReservation { reservation_bytes } => {
                 write!(f, "it keeps the {} below which nothing is taken", size(reservation_bytes))
             }

@@ -120,7 +120,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         row.figure("engine_cpu_pct", &seen.iter().map(engine).collect::<Vec<_>>());
         let others: &[Kind] = match level {
             100 => &[],
-            SHORT => &[Kind::Maestro, Kind::Pressure, Kind::Ratio],
+            SHORT => &[Kind::Maestro, Kind::Pressure],
             _ => &[Kind::Maestro],
         };
         let by_others = others
