@@ -1,7 +1,6 @@
 #!/bin/bash
 # What depends on the kernel, on a newer one than this machine's: the tests of sys and of pager that need only memory,
-# those of tiers and of the pool, also in pages of 1 GiB, and those of memory that fails, inside QEMU. Above all those
-# of userfaultfd's read-write protection (Linux 7.3).
+# those of tiers and of the pool, also in pages of 1 GiB, and those of memory that fails, inside QEMU.
 #
 # The kernel is the newest that Debian had for its stable release when this ran first. It is unpacked into
 # target/guest/newer and never installed; `--refresh` fetches it again.
@@ -29,8 +28,8 @@ export FILES=${CARGO_TARGET_DIR:-target}/debug/ballastd
 native='--skip store --skip limit --skip panics'
 shard='each_stripe huge_pages units'
 [ -z "${ALL:-}" ] || native='' shard=''
-QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=rwp,uffd,collapse,hwpoison scripts/in-qemu.sh "$out/vmlinuz" \
-    "$(program ballast_sys) remote" "$(program unregister)" "$(program answered)" "$(program rwp)" \
+QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=uffd,collapse,hwpoison scripts/in-qemu.sh "$out/vmlinuz" \
+    "$(program ballast_sys) remote" "$(program unregister)" "$(program answered)" \
     "$(program track)" "$(program coalesce)" "$(program shard) $shard" "$(program native) $native" \
     "$(program memory_error)" "$(program ballast_sys) memory_error" "$(program arena_memory)" \
     "$(program engine_memory)"

@@ -12,7 +12,7 @@ use std::time::Duration;
 use ballast_base::wire;
 use ballast_base::{Bytes, Hva};
 use ballast_sys::Uffd;
-use ballast_sys::uffd::{ACCESS_FEATURES, HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
+use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 use rustix::net::SocketAddrUnix;
 
 use crate::agent_port::AgentPort;
@@ -138,7 +138,7 @@ impl Builder {
         let (infos, files) = table.describe(true);
         let files = u8::try_from(files.len()).unwrap_or(u8::MAX);
         wire::check_regions(&infos, files).map_err(AttachError::Config)?;
-        let wanted = REQUIRED_FEATURES | HUGETLB_FEATURES | ACCESS_FEATURES | feature::POISON;
+        let wanted = REQUIRED_FEATURES | HUGETLB_FEATURES | feature::POISON;
         let variable = std::env::var(fault_workers::VARIABLE).ok();
         let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
         let workers = fault_workers::count(self.fault_workers, variable.as_deref(), cpus, table.total().0);

@@ -196,7 +196,7 @@ mod tests {
             quarantine_ms: 5,
             reader_gid: Some(6),
             spill: Some(Spilling { dir: "/d".into(), budget: Bytes(7), after_s: 8, writes_per_day: Bytes(9) }),
-            heat: Tracking { track: Track::Auto, cost_percent: 0.5, fine_cycles: true, fair: false },
+            heat: Tracking { track: Track::Auto, cost_percent: 0.5 },
             policy: Setup { policy: Kind::Gain, tick_ms: 1, budget_bytes: Some(2), params },
             remote: Some(Remoting {
                 nodes: vec!["n".into()],
@@ -217,7 +217,7 @@ mod tests {
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let expected = (
             1,
-            "040005010601022f6407080900000000000000e03f01000301010203000000000000e03f04".to_owned()
+            "040005010601022f6407080900000000000000e03f0301010203000000000000e03f04".to_owned()
                 + "0101016e0001022f70010203"
                 + "022f70022f730103"
                 + "01022f6301022f6f022f6b01016e01"

@@ -6,7 +6,6 @@
 use anyhow::ensure;
 use ballast_api::Track;
 use ballast_heat::Settings;
-use ballast_heat::generations::Promotion;
 use ballast_heat::pace::Budget;
 use serde::{Deserialize, Serialize};
 
@@ -18,15 +17,11 @@ pub struct Tracking {
     pub track: Track,
     /// Most cost, in percent of one CPU, and as much again of the time that guest threads wait.
     pub cost_percent: f64,
-    /// Scan hot huge pages for their cold pages.
-    pub fine_cycles: bool,
-    /// A touched huge page becomes one generation younger; otherwise it becomes youngest at once, as a base page does.
-    pub fair: bool,
 }
 
 impl Default for Tracking {
     fn default() -> Self {
-        Self { track: Track::Off, cost_percent: 3.0, fine_cycles: true, fair: true }
+        Self { track: Track::Off, cost_percent: 3.0 }
     }
 }
 
@@ -41,14 +36,7 @@ impl Tracking {
     /// The same for the tracker of a VM, whose memory is placed by heat or not. Each of its two phases gets half.
     pub fn settings(&self, is_placed: bool) -> Settings {
         let each = self.cost_percent / 100.0 / 2.0;
-        let whole = Settings::default();
-        Settings {
-            budget: Budget { cpu: each, guest: each },
-            fine_share: if self.fine_cycles { whole.fine_share } else { 0.0 },
-            promotion: if self.fair { Promotion::Fair } else { Promotion::Classic },
-            is_placed,
-            ..whole
-        }
+        Settings { budget: Budget { cpu: each, guest: each }, is_placed, ..Settings::default() }
     }
 }
 

@@ -6,7 +6,7 @@
 //! A huge page is 512 times as likely to be touched as a base page, so a touch of it must mean less. *Fair* promotion
 //! (Blowfish, 4.3.1): a touched base page becomes youngest at once; a touched huge page becomes one generation younger
 //! than it was; an untouched one becomes one older. A huge page that is touched in most cycles climbs, one that is
-//! touched rarely drifts into the oldest generation. *Classic* promotion makes a touched huge page youngest, too.
+//! touched rarely drifts into the oldest generation.
 //!
 //! To see the touch of each base page would cost a fault for each. A cycle sees *blocks* of 64 base pages cheaply, so
 //! blocks have generations, and a base page has that of its block until a fine scan says more.
@@ -21,30 +21,21 @@ use crate::source::{BLOCK, PageMap};
 pub const GENERATIONS: usize = 4;
 const SPAN: u32 = GENERATIONS as u32 - 1;
 
-/// How a touched unit is promoted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Promotion {
-    /// By one generation.
-    #[default]
-    Fair,
-    /// To the youngest.
-    Classic,
-}
-
 /// The clock of the generations.
 #[derive(Clone, Copy, Debug)]
 pub struct Generations {
     now: u32,
-    promotion: Promotion,
+}
+
+impl Default for Generations {
+    /// Nothing has aged yet.
+    fn default() -> Self {
+        // So that the oldest generation has a birth above zero.
+        Self { now: SPAN }
+    }
 }
 
 impl Generations {
-    /// Nothing has aged yet.
-    pub fn new(promotion: Promotion) -> Self {
-        // So that the oldest generation has a birth above zero.
-        Self { now: SPAN, promotion }
-    }
-
     /// Birth of something that is youngest.
     pub const fn youngest(&self) -> u32 {
         self.now
@@ -62,11 +53,8 @@ impl Generations {
 
     /// The new birth of a unit that was touched in the cycle that [`Self::advance`] just ended.
     pub fn touched(&self, birth: u32) -> u32 {
-        match self.promotion {
-            Promotion::Classic => self.now,
-            // Two younger than it has become, which is one younger than it was.
-            Promotion::Fair => (birth.max(self.now - 1 - SPAN.min(self.now - 1)) + 2).min(self.now),
-        }
+        // Two younger than it has become, which is one younger than it was.
+        (birth.max(self.now - 1 - SPAN.min(self.now - 1)) + 2).min(self.now)
     }
 
     /// The new birth of a unit that the cycle did not report: it neither ages nor climbs.
@@ -139,19 +127,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_unit_moves_by_one_generation_and_a_classic_one_jumps(
-            promotion in prop_oneof![Just(Promotion::Fair), Just(Promotion::Classic)],
-            history in proptest::collection::vec(any::<Option<bool>>(), 0..200),
-        ) {
-            let mut generations = Generations::new(promotion);
+        fn a_unit_moves_by_one_generation(history in proptest::collection::vec(any::<Option<bool>>(), 0..200)) {
+            let mut generations = Generations::default();
             let (mut birth, mut expected) = (generations.youngest(), 0usize);
             for seen in history {
                 step(&mut generations, &mut birth, seen);
-                expected = match (seen, promotion) {
-                    (Some(true), Promotion::Fair) => expected.saturating_sub(1),
-                    (Some(true), Promotion::Classic) => 0,
-                    (Some(false), _) => (expected + 1).min(GENERATIONS - 1),
-                    (None, _) => expected,
+                expected = match seen {
+                    Some(true) => expected.saturating_sub(1),
+                    Some(false) => (expected + 1).min(GENERATIONS - 1),
+                    None => expected,
                 };
                 prop_assert_eq!(generations.of(birth), expected);
                 prop_assert!(birth <= generations.youngest());
@@ -162,7 +146,7 @@ mod tests {
         fn a_base_page_is_never_older_than_a_fair_unit_with_the_same_history(
             history in proptest::collection::vec(any::<bool>(), 4..200),
         ) {
-            let mut generations = Generations::new(Promotion::Fair);
+            let mut generations = Generations::default();
             let (mut birth, mut entry) = (0, Entry::default());
             for touched in history {
                 step(&mut generations, &mut birth, Some(touched));
@@ -194,7 +178,7 @@ mod tests {
 
     #[test]
     fn a_unit_touched_every_third_cycle_ends_oldest_and_a_hot_one_youngest() {
-        let mut generations = Generations::new(Promotion::Fair);
+        let mut generations = Generations::default();
         let (mut warm, mut hot) = (generations.youngest(), 0);
         for cycle in 0..12 {
             generations.advance();

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use crate::chance::Counts;
 use crate::entry::RECENT;
-use crate::generations::{GENERATIONS, Generations, Promotion};
+use crate::generations::{GENERATIONS, Generations};
 use crate::inside::Inside;
 use crate::moment::Moment;
 use crate::pace::{Budget, Pace, Paid};
@@ -60,8 +60,6 @@ pub struct Settings {
     pub subpages: Limits,
     /// What each of the two phases may cost.
     pub budget: Budget,
-    /// How a touched unit is promoted.
-    pub promotion: Promotion,
     /// Memory is placed by its warmth, so it matters which is hotter, not for how long it was idle: coarse windows stay
     /// short, fine ones are as short as they may be without missing hot pages, and samples tell blocks apart.
     pub is_placed: bool,
@@ -79,7 +77,6 @@ impl Default for Settings {
             fine_share: 0.4,
             subpages: Limits::default(),
             budget: Budget { cpu: 0.015, guest: 0.015 },
-            promotion: Promotion::Fair,
             is_placed: false,
         }
     }
@@ -143,7 +140,7 @@ impl Tracker {
         Self {
             settings,
             units: Units::default(),
-            generations: Generations::new(settings.promotion),
+            generations: Generations::default(),
             subpages: Subpages::new(settings.subpages, SplitMix64::new(seed)),
             coarse: Pace::new(settings.period, settings.longest_period, settings.budget),
             fine: Paid::new(settings.longest_period, settings.budget),

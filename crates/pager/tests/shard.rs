@@ -13,7 +13,6 @@ use ballast_page::page_state::State;
 use ballast_pager::scan::source::Scans;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
-use ballast_sys::uffd::ACCESS_FEATURES;
 use common::{Rig, random, until};
 
 const QUICK: Duration = Duration::from_millis(5);
@@ -38,10 +37,7 @@ fn each_stripe_is_registered_with_its_own_userfaultfd_and_the_kernel_allows_no_o
     for (stripe, owner) in [0, 1, 2, 0, 1].into_iter().enumerate() {
         let start = addr(&rig, stripe as u64 * STRIPE.0);
         for (shard, uffd) in rig.view.shards().iter().enumerate() {
-            let again = match rig.uffd_features & ACCESS_FEATURES == ACCESS_FEATURES {
-                true => uffd.register_for_accesses(start, PAGE_SIZE as u64),
-                false => uffd.register(start, PAGE_SIZE as u64),
-            };
+            let again = uffd.register(start, PAGE_SIZE as u64);
             let busy = again.as_ref().is_err_and(|error| error.kind() == std::io::ErrorKind::ResourceBusy);
             assert!(busy != (shard == owner), "stripe {stripe} with userfaultfd {shard}: {again:?}");
         }

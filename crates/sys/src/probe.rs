@@ -6,7 +6,7 @@
 //! `Unknown` and says why.
 
 use crate::Uffd;
-use crate::uffd::{ACCESS_FEATURES, feature};
+use crate::uffd::feature;
 
 mod finding;
 mod host;
@@ -92,14 +92,6 @@ pub fn probe() -> Vec<Feature> {
         bit(feature::POISON),
         "a guest that touches a page its store has lost cannot be given a memory error",
     );
-    add(
-        "userfaultfd read-write protection",
-        OPTIONAL,
-        "Linux 7.3",
-        bit(ACCESS_FEATURES),
-        "memory in 4 KiB pages is tracked by unmapping it: each touch is a fault that the engine serves",
-    );
-    add("userfaultfd move", OPTIONAL, "Linux 6.8", bit(1 << 16), "nothing is lost: not used yet");
     add(
         "/dev/userfaultfd",
         OPTIONAL,

@@ -101,16 +101,6 @@ impl Remote {
         Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
     }
 
-    /// The parts of a range whose pages are mapped and were touched since they were protected with
-    /// [`crate::Uffd::protect`], or mapped since then (Linux 7.3). A process that is gone has none.
-    pub fn accessed(&self, start: Hva, len: u64) -> io::Result<Vec<(Hva, Hva)>> {
-        let found = match scan(&self.pagemap, (start.0, start.0 + len), PAGE_IS_PRESENT | PAGE_IS_ACCESSED) {
-            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Vec::new(),
-            answer => answer?,
-        };
-        Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
-    }
-
     /// Write the physical addresses of the pages from `start` on to `out`; `None` for a page that is not mapped, or
     /// whose address the caller may not know.
     pub fn physical(&self, start: Hva, out: &mut [Option<u64>]) -> io::Result<()> {
@@ -150,7 +140,6 @@ pub fn is_unit_aligned(addr: Hva) -> bool {
 
 pub(crate) const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_HUGE: u64 = 1 << 6;
-const PAGE_IS_ACCESSED: u64 = 1 << 9;
 
 /// The pieces of `start..end` whose page-table entries have all these categories (`PAGE_IS_*` of `linux/fs.h`).
 pub(crate) fn scan(pagemap: impl AsFd, range: (u64, u64), category: u64) -> io::Result<Vec<(u64, u64)>> {
@@ -163,67 +152,10 @@ pub(crate) fn scan(pagemap: impl AsFd, range: (u64, u64), category: u64) -> io::
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES};
+    use crate::uffd::REQUIRED_FEATURES;
     use crate::{Mapping, Uffd, memfd};
     use ballast_base::Bytes;
     use ballast_testkit::skip;
-    use std::sync::atomic::Ordering;
-
-    fn seeing_accesses() -> Option<Uffd> {
-        let features = REQUIRED_FEATURES | ACCESS_FEATURES;
-        let made = Uffd::create(features).ok().filter(|(_, granted)| *granted == features);
-        if made.is_none() {
-            skip("rwp", "this kernel has no read-write protection by userfaultfd");
-        }
-        made.map(|(uffd, _)| uffd)
-    }
-
-    #[test]
-    fn the_kernel_tells_which_pages_were_touched_and_only_those() {
-        let Some(uffd) = seeing_accesses() else { return };
-        let fd = memfd::create("ballast-test", Bytes(16 * 4096)).expect("memfd");
-        let map = Mapping::shared(&fd, 0, 16 * 4096).expect("map");
-        map.populate(0, map.len()).expect("populate");
-        let (start, len) = (Hva(map.addr() as u64), map.len() as u64);
-        uffd.register_for_accesses(start, len).expect("register");
-        let remote = Remote::open(std::process::id()).expect("own process");
-        let page = |page: u64| start + page * 4096;
-        for _ in 0..2 {
-            assert!(uffd.protect(start, len, true).expect("protect"));
-            assert_eq!(remote.accessed(start, len).expect("scan"), []);
-            map.copy_in(3 * 4096 + 7, &[1]);
-            let read = [9, 10].map(|page| map.words(page * 4096, 1)[0].load(Ordering::Relaxed));
-            assert_eq!(read, [0, 0]);
-            // An unmapped page is not protected: its next touch is a fault for the reader of the userfaultfd.
-            map.zap(12 * 4096, 4096).expect("zap");
-            let touched = [(page(3), page(4)), (page(9), page(11))];
-            assert_eq!(remote.accessed(start, len).expect("scan"), touched);
-            assert_eq!(uffd.map_existing(page(12), 4096).expect("continue"), crate::uffd::FillOutcome::Done);
-            assert_eq!(remote.accessed(page(12), 4096).expect("scan"), [(page(12), page(13))], "mapped since");
-            assert!(uffd.protect(start, len, false).expect("unprotect"));
-            assert_eq!(remote.accessed(start, len).expect("scan"), [(start, start + len)]);
-        }
-        let mut faults = Vec::with_capacity(1);
-        uffd.read_faults(&mut faults).expect("read");
-        assert!(faults.is_empty(), "{faults:?}");
-        uffd.unregister(start, len).expect("unregister");
-        assert!(!uffd.protect(start, len, true).expect("protect"), "it is not registered");
-    }
-
-    #[test]
-    fn a_range_registered_for_accesses_is_mapped_huge_again_only_after_it_is_unregistered() {
-        let Some(uffd) = seeing_accesses() else { return };
-        let Some((_fd, map, remote)) = two_units() else { return };
-        let (start, unit) = (Hva(map.addr() as u64), HUGE_SIZE as u64);
-        assert_eq!(remote.huge(start, unit).expect("scan"), [(start, start + unit)]);
-        uffd.register_for_accesses(start, unit).expect("register");
-        assert_eq!(remote.huge(start, unit).expect("scan"), [(start, start + unit)]);
-        map.zap(0, HUGE_SIZE).expect("zap");
-        assert_eq!(remote.collapse(start, unit).expect("collapse"), Collapsed::Never);
-        uffd.unregister(start, unit).expect("unregister");
-        assert_eq!(remote.collapse(start, unit).expect("collapse"), Collapsed::Done);
-        assert_eq!(remote.huge(start, unit).expect("scan"), [(start, start + unit)]);
-    }
 
     #[test]
     fn the_physical_addresses_of_a_huge_page_follow_each_other() {

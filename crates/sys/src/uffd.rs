@@ -17,10 +17,9 @@ use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE};
 mod abi;
 
 use abi::{
-    ApiArg, CopyArg, EVENT_PAGEFAULT, FillArg, PAGEFAULT_FLAG_MINOR, ProtectArg, REGISTER_MODE_MINOR,
-    REGISTER_MODE_MISSING, REGISTER_MODE_RWP, RWPROTECT_MODE_RWP, RangeArg, RawMessage, RegisterArg, UFFD_API,
-    UFFDIO_API, UFFDIO_CONTINUE, UFFDIO_COPY, UFFDIO_POISON, UFFDIO_REGISTER, UFFDIO_RWPROTECT, UFFDIO_UNREGISTER,
-    UFFDIO_WAKE, UFFDIO_ZEROPAGE,
+    ApiArg, CopyArg, EVENT_PAGEFAULT, FillArg, PAGEFAULT_FLAG_MINOR, REGISTER_MODE_MINOR, REGISTER_MODE_MISSING,
+    RangeArg, RawMessage, RegisterArg, UFFD_API, UFFDIO_API, UFFDIO_CONTINUE, UFFDIO_COPY, UFFDIO_POISON,
+    UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_ZEROPAGE,
 };
 
 /// Feature bits of `UFFDIO_API` that Ballast asks about.
@@ -37,10 +36,6 @@ pub mod feature {
     pub const MINOR_SHMEM: u64 = 1 << 10;
     /// `UFFDIO_POISON` (6.6).
     pub const POISON: u64 = 1 << 14;
-    /// Protection of present pages against reads and writes, to see who touches them (7.3).
-    pub const RWP: u64 = 1 << 17;
-    /// The kernel itself resolves touches of protected pages, and records them (7.3).
-    pub const RWP_ASYNC: u64 = 1 << 18;
 }
 
 /// Features without which Ballast cannot manage a VM.
@@ -48,9 +43,6 @@ pub const REQUIRED_FEATURES: u64 = feature::MISSING_SHMEM | feature::THREAD_ID |
 
 /// Features that a VM on huge-page files also needs.
 pub const HUGETLB_FEATURES: u64 = feature::MISSING_HUGETLBFS | feature::MINOR_HUGETLBFS;
-
-/// Features by which the kernel records touches: see [`Uffd::protect`].
-pub const ACCESS_FEATURES: u64 = feature::RWP | feature::RWP_ASYNC;
 
 /// Most faults in one read: 64 messages of 32 bytes are 2 KiB of stack.
 pub const READ_AT_ONCE: usize = 64;
@@ -120,34 +112,9 @@ impl Uffd {
 
     /// Register a range for missing and minor faults. Registering a registered range again is allowed.
     pub fn register(&self, start: Hva, len: u64) -> io::Result<()> {
-        self.register_as(REGISTER_MODE_MISSING | REGISTER_MODE_MINOR, start, len)
-    }
-
-    /// The same for a descriptor that has [`ACCESS_FEATURES`]: [`Uffd::protect`] may then be used. Until it is
-    /// unregistered, the range cannot be newly mapped huge, and cannot be registered with [`Self::register`].
-    pub fn register_for_accesses(&self, start: Hva, len: u64) -> io::Result<()> {
-        self.register_as(REGISTER_MODE_MISSING | REGISTER_MODE_MINOR | REGISTER_MODE_RWP, start, len)
-    }
-
-    fn register_as(&self, mode: u64, start: Hva, len: u64) -> io::Result<()> {
+        let mode = REGISTER_MODE_MISSING | REGISTER_MODE_MINOR;
         let mut arg = RegisterArg { range: RangeArg { start: start.0, len }, mode, ioctls: 0 };
         self.ioctl(UFFDIO_REGISTER, &mut arg)
-    }
-
-    /// Protect the pages of this range that are mapped now, so that the kernel records touches, or unprotect them. The
-    /// first touch of such a page, or of the huge page it is mapped in, lifts the protection inside the kernel. Nothing
-    /// is read from this descriptor; [`crate::Remote::accessed`] returns which pages were touched. Pages that are
-    /// mapped later are not protected and count as touched; a zap or a punch forgets. Returns false if a part of the
-    /// range is not registered with [`Uffd::register_for_accesses`] (any more), or the process is gone.
-    ///
-    /// # Errors
-    /// `EAGAIN`: the address space is changing.
-    pub fn protect(&self, start: Hva, len: u64, protected: bool) -> io::Result<bool> {
-        let mode = if protected { RWPROTECT_MODE_RWP } else { 0 };
-        match self.ioctl(UFFDIO_RWPROTECT, &mut ProtectArg { range: RangeArg { start: start.0, len }, mode }) {
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Ok(false),
-            answer => answer.map(|()| true),
-        }
     }
 
     /// Unregister a range and wake its waiters: the kernel serves its faults again, holes as zeros.

@@ -433,8 +433,7 @@ fn track_has_a_row_for_each_question_and_each_row_its_keys() {
         ("units", 1, &["split_us_per_unit", "coalesce_us_per_unit", "kernel_split_us", "kernel_collapse_us"]),
         ("phase", 1, &["wss_error_pct"]),
         ("overhead", 2, &["overhead_pct", "overhead_aa_pct", "guest_waited_pct"]),
-        ("bloat", 1, &["reclaimable_pct_fine_100", "reclaimable_pct_coarse_100"]),
-        ("fair", 1, &["reclaim_ratio_fair", "reclaim_ratio_classic"]),
+        ("bloat", 1, &["reclaimable_pct_100"]),
     ] {
         let rows = of(what);
         assert_eq!(rows.len(), count, "{what}");

@@ -1,13 +1,12 @@
 //! Scans: which memory the guest touches, and which is mapped huge.
 //!
 //! Before: a VM is tracked. After: heat knows which units and pages are touched. `worker` runs the cycles of `source`,
-//! which gives each chunk to the `zap` or the `rwp` scan; `coalesce` maps units huge again. `place` moves
-//! memory between a fast and a slow node by what is known.
+//! by the `zap` scan; `coalesce` maps units huge again. `place` moves memory between a fast and a slow node by what is
+//! known.
 //! Threads: a tracking worker and a coalescing worker for each VM. Promise: no byte changes.
 
 pub mod coalesce;
 pub(crate) mod place;
-pub(crate) mod rwp;
 pub mod source;
 pub(crate) mod touch;
 pub(crate) mod touches;

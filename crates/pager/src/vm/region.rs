@@ -27,32 +27,14 @@ use ballast_page::granule::Granule;
 use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome};
 use ballast_page::page_state::{State, Word};
 
-/// How a chunk of a region is registered with the userfaultfds of every view.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Registered {
-    /// Not at all: the kernel serves its faults.
-    No = 0,
-    /// Its faults come to us.
-    Faults = 1,
-    /// The same, and in views that have the feature the kernel records which pages are touched (`scan/rwp.rs`).
-    Accesses = 2,
+/// Is a chunk with this flag registered with the userfaultfds of every view, so that its faults come to us?
+pub(crate) fn is_registered(flag: &AtomicU8) -> bool {
+    flag.load(Ordering::Acquire) != 0
 }
 
-impl Registered {
-    /// The meaning of the flag of a chunk.
-    pub(crate) fn of(flag: &AtomicU8) -> Self {
-        match flag.load(Ordering::Acquire) {
-            0 => Self::No,
-            2 => Self::Accesses,
-            _ => Self::Faults,
-        }
-    }
-
-    /// Writes it to the flag of a chunk.
-    pub(crate) fn store(self, flag: &AtomicU8) {
-        flag.store(self as u8, Ordering::Release);
-    }
+/// Writes that to the flag of a chunk.
+pub(crate) fn set_registered(flag: &AtomicU8, registered: bool) {
+    flag.store(registered.into(), Ordering::Release);
 }
 
 /// A region.
@@ -383,19 +365,14 @@ impl Region {
         Stripes::new(self.pages, shards)
     }
 
-    /// How the chunk of a page is registered.
-    pub(crate) fn registered_as(&self, page: PageIdx) -> Registered {
-        Registered::of(&self.table.chunk_flags()[(page.0 / PAGES_PER_CHUNK) as usize])
-    }
-
     /// The chunks that are registered.
-    pub(crate) fn registered_chunks(&self) -> impl Iterator<Item = (PageRange, &AtomicU8)> {
-        self.chunks(self.range()).filter(|(_, flag)| Registered::of(flag) != Registered::No)
+    pub(crate) fn registered_chunks(&self) -> impl Iterator<Item = PageRange> {
+        self.chunks(self.range()).filter(|(_, flag)| is_registered(flag)).map(|(chunk, _)| chunk)
     }
 
     /// Bytes of it that are registered with userfaultfd.
     pub(crate) fn registered(&self) -> Bytes {
-        PageCount(self.registered_chunks().map(|(chunk, _)| chunk.count()).sum()).bytes()
+        PageCount(self.registered_chunks().map(|chunk| chunk.count()).sum()).bytes()
     }
 }
 

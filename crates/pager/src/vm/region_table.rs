@@ -72,7 +72,7 @@ impl RegionTable {
         (losses, ranges)
     }
 
-    /// One byte per chunk: how it is registered with every view's userfaultfd ([`crate::vm::region::Registered`]).
+    /// One byte per chunk: 1 if it is registered with every view's userfaultfd, else 0.
     pub fn chunk_flags(&self) -> &[AtomicU8] {
         self.mapping.bytes(0, chunks(self.pages) as usize)
     }

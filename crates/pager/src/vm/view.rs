@@ -13,14 +13,14 @@ use ballast_base::wire::{self, Span};
 use ballast_base::{Extents, Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
 use ballast_sys::huge_files::OnNode;
-use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
+use ballast_sys::uffd::{FillOutcome, feature};
 use ballast_sys::{Remote, Uffd};
 use rustix::io::Errno;
 
 use crate::fault::stall::Stall;
 use crate::reclaim::kept::Kept;
 use crate::vm::peer::Peer;
-use crate::vm::region::{Region, Registered};
+use crate::vm::region::Region;
 use crate::vm::shard::Shards;
 use ballast_page::memory::Mapped;
 
@@ -31,7 +31,6 @@ pub struct View {
     pub pid: u32,
     shards: Shards,
     can_poison: bool,
-    sees_accesses: bool,
     remote: OnceLock<Option<Remote>>,
     peer: Arc<dyn Peer>,
     /// Where each region is mapped: start, end, region number; sorted by start.
@@ -69,7 +68,6 @@ impl View {
             stall: Stall::new(shards.count()),
             shards,
             can_poison: uffd_features & feature::POISON != 0,
-            sees_accesses: uffd_features & ACCESS_FEATURES == ACCESS_FEATURES,
             remote: OnceLock::new(),
             peer,
             spans: RwLock::default(),
@@ -100,11 +98,6 @@ impl View {
             tracing::warn!(pid = self.pid, "Opening a VMM's page tables: {error}");
         }
         self.remote.get_or_init(|| opened.ok()).as_ref()
-    }
-
-    /// Can the kernel record which of its pages were touched, of those registered for accesses?
-    pub(crate) fn sees_accesses(&self) -> bool {
-        self.sees_accesses && self.remote().is_some()
     }
 
     /// Acts for the engine in its process.
@@ -243,19 +236,8 @@ impl RegionView<'_> {
     }
 
     /// From now on the engine serves faults on these pages. A repeated call changes nothing.
-    pub fn register(&self, pages: PageRange, how: Registered) -> io::Result<()> {
-        // A process that came later may lack features that the others have.
-        let accesses = how == Registered::Accesses && self.view.sees_accesses;
-        self.parts(pages).try_for_each(|(uffd, start, len)| match accesses {
-            true => uffd.register_for_accesses(start, len),
-            false => match uffd.register(start, len) {
-                // An engine that ended before it could set the flag registered it for accesses.
-                Err(error) if error.kind() == io::ErrorKind::ResourceBusy && self.view.sees_accesses => {
-                    uffd.register_for_accesses(start, len)
-                }
-                answer => answer,
-            },
-        })
+    pub fn register(&self, pages: PageRange) -> io::Result<()> {
+        self.parts(pages).try_for_each(|(uffd, start, len)| uffd.register(start, len))
     }
 
     /// Registers what is registered for the region's other views: before any page of it can be far for this one.
@@ -263,8 +245,8 @@ impl RegionView<'_> {
     /// refused, and why that matters: no page may be far there.
     pub fn register_as_flagged(&self, region: &Region) -> (Vec<PageRange>, io::Result<()>) {
         let (mut holes, mut refused) = (Vec::new(), Ok(()));
-        for (chunk, flag) in region.registered_chunks() {
-            let registered = self.register_around(chunk, Registered::of(flag), &mut holes);
+        for chunk in region.registered_chunks() {
+            let registered = self.register_around(chunk, &mut holes);
             refused = refused.and(registered);
         }
         let is_far = holes.iter().any(|pages| pages.iter().any(|page| region.is_far(page)));
@@ -273,32 +255,18 @@ impl RegionView<'_> {
     }
 
     /// Registers those of these pages that are RAM, by halves; adds the others to `holes`.
-    fn register_around(&self, pages: PageRange, how: Registered, holes: &mut Vec<PageRange>) -> io::Result<()> {
+    fn register_around(&self, pages: PageRange, holes: &mut Vec<PageRange>) -> io::Result<()> {
         /// Each costs some twenty calls.
         const MOST_HOLES: usize = 4096;
-        let Err(error) = self.register(pages, how) else { return Ok(()) };
+        let Err(error) = self.register(pages) else { return Ok(()) };
         let granules = pages.count() * PAGE_SIZE as u64 / self.granule;
         if !is_mapped_over(&error) || holes.len() >= MOST_HOLES || granules <= 1 {
             holes.push(pages);
             return if is_mapped_over(&error) { Ok(()) } else { Err(error) };
         }
         let middle = PageIdx(pages.start().0 + granules / 2 * self.granule / PAGE_SIZE as u64);
-        let lower = self.register_around(PageRange::new(pages.start(), middle), how, holes);
-        lower.and(self.register_around(PageRange::new(middle, pages.end()), how, holes))
-    }
-
-    /// Has the kernel watch for touches of these pages, or stop. Pages that are not registered for accesses (the
-    /// process came in the middle of a cycle and cannot be, or is going) are left alone.
-    pub(crate) fn protect(&self, pages: PageRange, protected: bool) -> io::Result<()> {
-        self.parts(pages).try_for_each(|(uffd, start, len)| uffd.protect(start, len, protected).map(drop))
-    }
-
-    /// Those of these pages that were touched or mapped since they were protected.
-    pub(crate) fn accessed(&self, pages: PageRange) -> io::Result<Vec<PageRange>> {
-        let Some(remote) = self.view.remote().filter(|_| self.view.sees_accesses) else { return Ok(Vec::new()) };
-        let found = remote.accessed(self.addr(pages.start()), pages.bytes().0)?;
-        let page = |at: Hva| PageIdx::containing(at.0 - self.base.0);
-        Ok(found.into_iter().map(|(start, end)| PageRange::new(page(start), page(end))).collect())
+        let lower = self.register_around(PageRange::new(pages.start(), middle), holes);
+        lower.and(self.register_around(PageRange::new(middle, pages.end()), holes))
     }
 
     /// From now on the kernel serves them.

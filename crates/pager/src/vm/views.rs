@@ -17,7 +17,7 @@ use crate::fault::server::{FaultServer, Shard};
 use crate::run::servers::Servers;
 use crate::scan::coalesce;
 use crate::scan::touches::KeepRegistered;
-use crate::vm::region::{Region, Registered};
+use crate::vm::region::{Region, is_registered, set_registered};
 use crate::vm::stats::Counter;
 use crate::vm::view::{View, is_mapped_over};
 use ballast_page::page_state::{State, Word};
@@ -64,7 +64,7 @@ impl Vm {
         let mut bad = Vec::new();
         for region in self.regions() {
             bad.extend(self.register_as_flagged(&region, &view).err().map(|error| (region.number, error)));
-            for (chunk, _) in region.registered_chunks() {
+            for chunk in region.registered_chunks() {
                 coalesce::learn(&view, &region, chunk);
             }
         }
@@ -119,10 +119,9 @@ impl Vm {
         let Some(memory) = view.of_region(region) else { return Ok(()) };
         if region.is_on_demand() {
             let _one = self.memory.registering();
-            let how = if view.sees_accesses() { Registered::Accesses } else { Registered::Faults };
-            let new = region.chunks(region.range()).filter(|(_, flag)| Registered::of(flag) == Registered::No);
+            let new = region.chunks(region.range()).filter(|(_, flag)| !is_registered(flag));
             new.for_each(|(chunk, flag)| {
-                how.store(flag);
+                set_registered(flag, true);
                 self.stats().add(Counter::RegisteredBytes, chunk.bytes().0);
             });
         }
@@ -159,11 +158,11 @@ impl Vm {
     /// to be zapped or watched: memory that is not reclaimed costs nothing.
     pub(crate) fn register(&self, region: &Region, pages: PageRange) -> io::Result<()> {
         for (chunk, flag) in region.chunks(pages) {
-            if Registered::of(flag) != Registered::No {
+            if is_registered(flag) {
                 continue;
             }
             let _one = self.memory.registering();
-            if Registered::of(flag) != Registered::No {
+            if is_registered(flag) {
                 continue;
             }
             let views = self.views();
@@ -172,14 +171,8 @@ impl Vm {
                 return Err(io::Error::other(format!("no process is known to map region {}", region.number)));
             }
             mapped.iter().for_each(|(view, _)| coalesce::learn(view, region, chunk));
-            // Memory registered for accesses cannot be mapped huge any more.
-            let huge = region.granule_pages() == 1 && region.units().any_huge(chunk);
-            let how = match mapped.iter().all(|(view, _)| view.sees_accesses()) && !huge {
-                true => Registered::Accesses,
-                false => Registered::Faults,
-            };
-            mapped.iter().try_for_each(|(_, memory)| memory.register(chunk, how))?;
-            how.store(flag);
+            mapped.iter().try_for_each(|(_, memory)| memory.register(chunk))?;
+            set_registered(flag, true);
             self.stats().add(Counter::RegisteredBytes, chunk.bytes().0);
         }
         // Last, because flags that were lost say "registered" without knowledge.
@@ -204,9 +197,8 @@ impl Vm {
                 return Err(error);
             }
             // If none refuses any more, it is tried again when its pages are picked again.
-            let refuses = |view: &&Arc<View>| {
-                view.of_region(region).is_some_and(|memory| memory.register(chunk, Registered::Faults).is_err())
-            };
+            let refuses =
+                |view: &&Arc<View>| view.of_region(region).is_some_and(|memory| memory.register(chunk).is_err());
             views.iter().filter(refuses).for_each(|view| self.keep(view, region, chunk));
         }
         Ok(false)
@@ -263,7 +255,7 @@ impl Vm {
             return Ok(());
         }
         for (chunk, flag) in region.chunks(region.range()) {
-            if Registered::of(flag) == Registered::No {
+            if !is_registered(flag) {
                 continue;
             }
             let mut settled = true;
@@ -284,7 +276,7 @@ impl Vm {
             if settled {
                 // The flag first: a registered chunk that is not known to be registered costs a little, the reverse
                 // costs bytes.
-                Registered::No.store(flag);
+                set_registered(flag, false);
                 self.stats().sub(Counter::RegisteredBytes, chunk.bytes().0);
                 for view in self.views() {
                     if let Some(memory) = view.of_region(region) {

@@ -18,7 +18,7 @@ use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 
 use super::Vm;
 use crate::vm::process_peer::ProcessPeer;
-use crate::vm::region::{Region, Registered};
+use crate::vm::region::Region;
 use crate::vm::shard::Shards;
 use crate::vm::view::View;
 use ballast_page::page_state::{State, Word};
@@ -149,7 +149,7 @@ impl OwnView {
 
     fn cover(&self, region: &Region, pages: PageRange) -> io::Result<()> {
         let Some(memory) = self.view.of_region(region) else { return Ok(()) };
-        memory.register(pages, Registered::Faults)
+        memory.register(pages)
     }
 
     fn uncover(&self, pages: PageRange) -> io::Result<()> {

@@ -93,7 +93,7 @@ fn pins() -> Arc<Pins> {
 impl Setup {
     /// In base pages, with one userfaultfd and no file store.
     fn new(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
-        let features = uffd::HUGETLB_FEATURES | uffd::ACCESS_FEATURES | uffd::feature::POISON;
+        let features = uffd::HUGETLB_FEATURES | uffd::feature::POISON;
         Self {
             ram,
             store_budget,
@@ -164,14 +164,6 @@ impl Rig {
     /// Is it asked of each page who holds it? If not, says so.
     pub fn is_asked(&self) -> bool {
         !missing("pin-check", pins().missing())
-    }
-
-    /// The same as `new` on a kernel that cannot record accesses: base pages, too, are tracked by zaps.
-    pub fn zapped(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
-        let setup = Setup::new(ram, store_budget, quarantine);
-        let rig = Self::open(Setup { features: setup.features & !uffd::ACCESS_FEATURES, ..setup });
-        rig.add_view();
-        rig
     }
 
     /// Tell the VM of its view, as an engine does after it opened the VM.

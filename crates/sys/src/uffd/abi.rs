@@ -45,12 +45,6 @@ pub(super) struct FillArg {
     pub done: i64,
 }
 
-#[repr(C)]
-pub(super) struct ProtectArg {
-    pub range: RangeArg,
-    pub mode: u64,
-}
-
 /// `struct uffd_msg`: 32 bytes, packed by hand so that no field is misaligned.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -78,7 +72,6 @@ pub(super) const UFFDIO_COPY: u64 = request(READ_WRITE, 0x03, size_of::<CopyArg>
 pub(super) const UFFDIO_ZEROPAGE: u64 = request(READ_WRITE, 0x04, size_of::<FillArg>());
 pub(super) const UFFDIO_CONTINUE: u64 = request(READ_WRITE, 0x07, size_of::<FillArg>());
 pub(super) const UFFDIO_POISON: u64 = request(READ_WRITE, 0x08, size_of::<FillArg>());
-pub(super) const UFFDIO_RWPROTECT: u64 = request(READ_WRITE, 0x09, size_of::<ProtectArg>());
 pub(super) const UFFDIO_API: u64 = request(READ_WRITE, 0x3F, size_of::<ApiArg>());
 
 // The numbers of include/uapi/linux/userfaultfd.h, compared with those that the formula above gives for our structs.
@@ -86,12 +79,9 @@ const _: () = assert!(UFFDIO_REGISTER == 0xC020_AA00 && UFFDIO_UNREGISTER == 0x8
 const _: () = assert!(UFFDIO_WAKE == 0x8010_AA02 && UFFDIO_COPY == 0xC028_AA03);
 const _: () = assert!(UFFDIO_ZEROPAGE == 0xC020_AA04 && UFFDIO_CONTINUE == 0xC020_AA07);
 const _: () = assert!(UFFDIO_POISON == 0xC020_AA08 && UFFDIO_API == 0xC018_AA3F);
-const _: () = assert!(UFFDIO_RWPROTECT == 0xC018_AA09);
 const _: () = assert!(size_of::<RawMessage>() == 32);
 
 pub(super) const REGISTER_MODE_MISSING: u64 = 1 << 0;
 pub(super) const REGISTER_MODE_MINOR: u64 = 1 << 2;
-pub(super) const REGISTER_MODE_RWP: u64 = 1 << 3;
-pub(super) const RWPROTECT_MODE_RWP: u64 = 1 << 0;
 pub(super) const EVENT_PAGEFAULT: u8 = 0x12;
 pub(super) const PAGEFAULT_FLAG_MINOR: u64 = 1 << 2;

@@ -12,13 +12,11 @@
 //! | splitting and coalescing one unit's mapping, against the kernel's | `units` |
 //! | the touch of a watched base page | `touches` |
 //! | the memory that can be taken from a guest with hot bloat | `bloat` |
-//! | fair against classic generations | `fair` |
 //! | working set, and the time until a change is seen | `phase` |
 //! | Redis in a QEMU guest: the cost of tracking, and its working set | `redis` |
 
 mod accuracy;
 mod bloat;
-mod fair;
 pub(crate) mod guest;
 mod overhead;
 mod phase;
@@ -41,6 +39,5 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     touches::run(bench, each)?;
     phase::run(bench, each)?;
     overhead::run(bench, each)?;
-    bloat::run(bench, each)?;
-    fair::run(bench, each)
+    bloat::run(bench, each)
 }

@@ -1,4 +1,4 @@
-//! The time of the first touch of a watched base page, by zap scan and by RWP scan (`pager/src/scan/`).
+//! The time of the first touch of a watched base page, by the zap scan (`pager/src/scan/zap.rs`).
 //!
 //! Before: this process has memory in base pages, and a thread serves its faults as a fault worker does. After: a row
 //! has microseconds per page touched. Threads: the caller's touches, one serves. Units: microseconds.
@@ -9,7 +9,6 @@
 //! |---|---|---|
 //! | page by page | unmapped | notifies the worker, which maps the page (`UFFDIO_CONTINUE`) |
 //! | by blocks | unmapped | the same, with the 63 pages around it: the next of these costs nothing |
-//! | by the kernel | protected (`UFFDIO_RWPROTECT`) | lifts the protection inside the kernel |
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -19,7 +18,7 @@ use anyhow::{Context, Result, ensure};
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
 use ballast_heat::source::BLOCK;
 use ballast_sys::Uffd;
-use ballast_sys::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES};
+use ballast_sys::uffd::REQUIRED_FEATURES;
 use ballast_testvm::GuestRam;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -33,18 +32,12 @@ const LEN: usize = UNITS * HUGE_SIZE;
 pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let mut row = bench.row("the touch of a watched base page");
     row.fact("measures", "touches");
-    let mut figures: [Vec<f64>; 3] = Default::default();
+    let mut figures: [Vec<f64>; 2] = Default::default();
     if bench.options.is(GuestKind::Native) {
         let memory = Memory::new()?;
-        if !memory.sees_accesses {
-            row.because("by the kernel: no read-write protection by userfaultfd here (Linux 7.3)");
-        }
         // Round 0 warms up.
         for round in bench.progress.over("round", 0..=if bench.options.quick { 2 } else { 10 }) {
-            let mut all = vec![memory.zapped(1)?, memory.zapped(BLOCK)?];
-            if memory.sees_accesses {
-                all.push(memory.protected()?);
-            }
+            let all = [memory.zapped(1)?, memory.zapped(BLOCK)?];
             for (figure, value) in figures.iter_mut().zip(all).filter(|_| round > 0) {
                 figure.push(value);
             }
@@ -52,7 +45,7 @@ pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Res
     } else {
         row.because("a vCPU pays the same and one exit: see native");
     }
-    for (key, values) in ["touch_us_by_page", "touch_us_by_block", "touch_us_by_kernel"].iter().zip(&figures) {
+    for (key, values) in ["touch_us_by_page", "touch_us_by_block"].iter().zip(&figures) {
         row.figure(key, values);
     }
     each(row)
@@ -61,21 +54,15 @@ pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Res
 struct Memory {
     ram: GuestRam,
     uffd: Uffd,
-    sees_accesses: bool,
 }
 
 impl Memory {
     fn new() -> Result<Self> {
         let ram = GuestRam::new(Bytes(LEN as u64)).context("Allocating memory")?;
-        let (uffd, granted) = Uffd::create(REQUIRED_FEATURES | ACCESS_FEATURES).context("Creating a userfaultfd")?;
-        let sees_accesses = granted & ACCESS_FEATURES == ACCESS_FEATURES;
-        let memory = Self { ram, uffd, sees_accesses };
+        let (uffd, _) = Uffd::create(REQUIRED_FEATURES).context("Creating a userfaultfd")?;
+        let memory = Self { ram, uffd };
         memory.touch();
-        let registered = match sees_accesses {
-            true => memory.uffd.register_for_accesses(memory.at(0), LEN as u64),
-            false => memory.uffd.register(memory.at(0), LEN as u64),
-        };
-        registered.context("Registering memory")?;
+        memory.uffd.register(memory.at(0), LEN as u64).context("Registering memory")?;
         Ok(memory)
     }
 
@@ -119,12 +106,5 @@ impl Memory {
             }
         }
         Ok(served)
-    }
-
-    /// Measure protected pages, whose protection the kernel lifts.
-    fn protected(&self) -> Result<f64> {
-        let protected = self.uffd.protect(self.at(0), LEN as u64, true).context("UFFDIO_RWPROTECT")?;
-        ensure!(protected, "the memory is not registered for accesses");
-        Ok(self.touch())
     }
 }
