@@ -3,7 +3,6 @@
 #
 #   scripts/bench.sh [DIR]     into DIR (target/bench): GUEST-WHAT.jsonl, one row a line; tables and plots of them
 #   BENCH_ARGS=--quick         fewer pages and rounds: whether all of it runs
-#   SPILL_DIR=/var/tmp         the disk that `spill` measures: a directory on ext4, XFS or btrfs
 #
 # Root, on a machine that does nothing else: some four hours, native guests the first two of them. A guest that cannot
 # run here is named and left out.
@@ -89,12 +88,11 @@ for guest in native kvm qemu; do
     "$ballast" bench storm --guest "$guest" --quick >/dev/null || { echo "== no $guest guest here"; continue; }
     # What another guest would not change, or cannot have: their rows would only say so.
     case $guest in
-    native) rows="restore reclaim scale idle storm spill huge track balance pool upgrade" ;;
-    kvm) rows="restore reclaim scale idle track balance" ;;
-    qemu) rows="restore reclaim idle track" ;;
+    native) rows="restore reclaim scale idle storm balance pool upgrade real" ;;
+    kvm) rows="restore reclaim scale idle balance" ;;
+    qemu) rows="restore reclaim idle" ;;
     esac
     for what in $rows; do
-        [ "$what" = spill ] && set -- --dir "${SPILL_DIR:-/var/tmp}" || set --
         measure $guest "$what" "$@"
     done
 done

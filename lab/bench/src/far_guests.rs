@@ -19,7 +19,7 @@ use crate::order::{Data, Pace};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::setting::Setting;
-use crate::spill::{self, vmstat};
+use crate::disk::{self, vmstat};
 use crate::stats::Summary;
 use crate::subject::{Subject, Way, in_turn, out, touch};
 use crate::swaps::PAGE_CLUSTER;
@@ -59,7 +59,7 @@ impl Place {
         let file = |name: &str| valkey.dir().join(name);
         match self {
             Self::Ram => Some(String::new()),
-            Self::File => Some(spill::settings(dir)),
+            Self::File => Some(disk::settings(dir)),
             Self::Far => Some(remote(&valkey.addr(0))),
             Self::FarTls => Some(format!(
                 "{}[remote.tls]\nca_file = {:?}\ncert_file = {:?}\nkey_file = {:?}\n",
@@ -136,7 +136,7 @@ fn kernel(bench: &mut Bench, place: Place, of: (Data, u64), round: u64, series: 
     let mut guard = Guard::start()?;
     match place {
         Place::Zram => guard.swap()?,
-        _ => guard.swap_file(bench.options.dir.clone(), spill::SWAP)?,
+        _ => guard.swap_file(bench.options.dir.clone(), disk::SWAP)?,
     };
     measure(bench, place, Way::Kernel, of, round, series)
 }

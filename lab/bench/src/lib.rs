@@ -21,6 +21,7 @@ mod cgroup;
 mod choice;
 mod cpu;
 mod density;
+mod disk;
 mod end_pool;
 mod far;
 mod far_guests;
@@ -28,7 +29,6 @@ mod fault_workers;
 mod guard;
 mod guest;
 mod helper;
-mod huge;
 mod idle;
 mod idle_qemu;
 mod ksm;
@@ -58,7 +58,6 @@ mod setting;
 mod share;
 mod share_guests;
 mod share_load;
-mod spill;
 mod stats;
 mod storm;
 mod subject;
@@ -67,7 +66,6 @@ mod swaps;
 mod sweep;
 mod tier_shares;
 mod tiers;
-mod track;
 mod upgrade;
 mod vcpu;
 mod waits;
@@ -116,11 +114,10 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
     }
     let machine = machine::describe();
     let (settings, swap) = match options.which {
-        Which::Far | Which::Share | Which::Idle | Which::Track | Which::Limit | Which::Pool | Which::Upgrade => {
+        Which::Far | Which::Share | Which::Idle | Which::Limit | Which::Pool | Which::Upgrade => {
             (String::new(), KernelSwap::None)
         }
         Which::Guest => (agent::SETTINGS.into(), KernelSwap::None),
-        Which::Spill => (spill::settings(&options.dir), KernelSwap::File(spill::SWAP)),
         _ => (String::new(), KernelSwap::Zram),
     };
     let mut bench = Bench::start(options, &settings, swap)?;
@@ -136,10 +133,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Far => far::run(&mut bench, &mut each),
         Which::Share if bench.options.is(GuestKind::Qemu) => share_guests::run(&mut bench, &mut each),
         Which::Share => share::run(&mut bench, &mut each).and_then(|()| share_load::run(&mut bench, &mut each)),
-        Which::Spill => spill::run(&mut bench, &mut each),
-        Which::Huge => huge::run(&mut bench, &mut each),
         Which::Balance => balance::run(&mut bench, &mut each),
-        Which::Track => track::run(&mut bench, &mut each),
         Which::Limit => limit::run(&mut bench, &mut each),
         Which::Guest => agent::run(&mut bench, &mut each),
         Which::Tiers => bail!("tiers runs without a bench"),

@@ -81,7 +81,7 @@ struct BenchArgs {
     /// Fewer pages and repetitions
     #[arg(long)]
     quick: bool,
-    /// spill: a directory on the disk to measure [default: that for temporary files]
+    /// far: a directory on the disk to measure [default: that for temporary files]
     #[arg(long, value_name = "PATH")]
     dir: Option<PathBuf>,
     /// balance, density, pool, guest: one of its parts alone [default: all]

@@ -23,18 +23,12 @@ pub enum Which {
     Idle,
     /// The effect of a neighbour's fault storm on a VM's restores.
     Storm,
-    /// The rate of far pages to a disk, and the time of a touch of one there.
-    Spill,
     /// Far pages on other machines beside those in RAM and on a disk, and beside bare connections.
     Far,
     /// The memory that equal pages of several VMs save in a group, beside compression alone and KSM.
     Share,
-    /// Gains and losses of a guest on 2 MiB pages against 4 KiB.
-    Huge,
     /// The slowdown of eight VMs in less memory than they want, by policy and by the kernel.
     Balance,
-    /// How accurate tracking is, and what it costs.
-    Track,
     /// One VM before, under and after a limit, over time.
     Limit,
     /// The choice of pages for fast memory: classifiers against an oracle, simulated.
@@ -59,12 +53,9 @@ impl Which {
             Self::Density => "density",
             Self::Idle => "idle",
             Self::Storm => "storm",
-            Self::Spill => "spill",
             Self::Far => "far",
             Self::Share => "share",
-            Self::Huge => "huge",
             Self::Balance => "balance",
-            Self::Track => "track",
             Self::Limit => "limit",
             Self::Tiers => "tiers",
             Self::Pool => "pool",

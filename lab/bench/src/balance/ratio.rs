@@ -16,8 +16,9 @@ use super::setup::{CAST, Scale};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::sweep::{Plan, Side, Sweep};
-use crate::track::guest::THINK_TICKS;
 
+/// Computing after each operation, in ticks of the TSC: some 10 us, as a key-value store does on one CPU.
+const THINK_TICKS: u64 = 25_000;
 /// RAM of the guest with skew.
 const SKEWED_RAM: u64 = 256 * MIB;
 /// Layout of its hot pages: percent of its memory that is mapped huge, and of its huge pages that have hot pages.
