@@ -133,7 +133,7 @@ impl Order {
                 *mark -= 1;
                 continue;
             }
-            *mark = OUT | PICKED | *mark;
+            *mark |= OUT | PICKED;
             picked.add(page);
             if picked.pages >= want {
                 return page + 1 - window.start;

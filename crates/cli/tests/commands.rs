@@ -11,12 +11,14 @@ use std::time::Duration;
 
 use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason, Snapshot, VmSample};
 use ballast_api::{
-    Client, DecisionRecord, EngineTime, Event, FaultCounts, HostStat, Latency, LendRequest, PolicyPatch, PolicyStat,
-    PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, RegionStat, Track, UpgradeStage, UpgradeStat, VmHeat, VmPatch,
-    VmStat,
+    AdoptRequest, AdoptResult, Client, DecisionRecord, EngineTime, Event, FaultCounts, HostStat, Latency, LendRequest,
+    PolicyPatch, PolicyStat, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, RegionStat, Track, UpgradeStage,
+    UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_base::{GIB, MIB};
-use ballast_daemon::http::{Backend, ChangeError, Gate, Governing, Histogram, PeerPolicy, Pooling, Upgrades, serve};
+use ballast_daemon::http::{
+    Adopting, Backend, ChangeError, Gate, Governing, Histogram, PeerPolicy, Pooling, Upgrades, serve,
+};
 use ballast_heat::record::{Frame, Line, Recorded, Recording};
 use ballast_heat::scripted::Scripted;
 use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
@@ -158,6 +160,15 @@ fn canned_decision() -> Decision {
     }
 }
 
+impl Adopting for Canned {
+    fn adopt(&self, request: &AdoptRequest) -> Result<AdoptResult, String> {
+        match request.pid {
+            Some(pid) => Err(format!("process {pid}: it runs sleep, which is no VMM that Ballast knows")),
+            None => Ok(AdoptResult { adopted: self.vms().into_iter().take(1).collect(), refused: Vec::new() }),
+        }
+    }
+}
+
 impl Pooling for Canned {
     fn pool(&self) -> PoolStat {
         let node = PoolNode {
@@ -286,6 +297,21 @@ fn fine(socket: &Path, args: &[&str]) -> String {
     let (code, out, err) = ballast(socket, args);
     assert_eq!((code, err.as_str()), (0, ""), "{args:?}");
     out
+}
+
+#[test]
+fn vms_that_run_are_adopted_by_pid_by_name_or_all() {
+    let daemon = daemon();
+    for args in [&["adopt", "--all"][..], &["adopt", "web-1"], &["adopt", "web-1", "--name", "w"]] {
+        assert_eq!(fine(&daemon.socket, args), "adopted web-1 (pid 4242, qemu-system-x86_64)\n", "{args:?}");
+    }
+    let (code, _, err) = ballast(&daemon.socket, &["adopt", "7"]);
+    assert!(code == 1 && err.contains("process 7: it runs sleep"), "{code}: {err}");
+    let (code, _, err) = ballast(&daemon.socket, &["release", "web-11"]);
+    assert!(code == 3 && err.contains("did you mean web-1"), "{code}: {err}");
+    for wrong in [&["adopt"][..], &["adopt", "--all", "web-1"], &["adopt", "--all", "--name", "w"], &["release"]] {
+        assert_eq!(ballast(&daemon.socket, wrong).0, 2, "{wrong:?}");
+    }
 }
 
 #[test]
