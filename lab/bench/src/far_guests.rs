@@ -14,12 +14,12 @@ use anyhow::{Result, ensure};
 use ballast_testvm::valkey::Valkey;
 
 use crate::cgroup;
+use crate::disk::{self, vmstat};
 use crate::guard::Guard;
 use crate::order::{Data, Pace};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::setting::Setting;
-use crate::disk::{self, vmstat};
 use crate::stats::Summary;
 use crate::subject::{Subject, Way, in_turn, out, touch};
 use crate::swaps::PAGE_CLUSTER;

@@ -7,8 +7,8 @@
 use anyhow::{Result, bail};
 
 use crate::cpu;
-use crate::native::{Native, walk};
-use crate::order::{Answer, GuestConfig, GuestKind, Order, Pace};
+use crate::native::Native;
+use crate::order::{Answer, GuestConfig, GuestKind, Order};
 use crate::pager::{enter, own_file};
 use crate::qemu::Vmm;
 use crate::vcpu::Vcpu;
@@ -41,10 +41,6 @@ impl Guest {
             (Order::Touch { seed, pace }, Body::Native(native)) => {
                 let _stay = pace.pinned.then(cpu::Stay::here);
                 native.touch(&self.config, seed, pace).map(Answer::Touched)
-            }
-            (Order::Walk { pattern, seed }, Body::Native(native)) => {
-                let order = walk(pattern, self.config.pages, seed);
-                native.touch_these(&order, Pace::ALL).map(Answer::Touched)
             }
             (Order::Storm, Body::Native(native)) => native.start_storm().map(|()| Answer::Done),
             (Order::Pause, Body::Native(native)) => native.pause(),

@@ -22,7 +22,7 @@ fn speed(worker: &mut Worker, zipf: bool, ms: u64) -> Result<[f64; 2]> {
 
 fn start(bench: &mut Bench, backing: Backing, pages: u64) -> Result<Worker> {
     let (kind, data, dir) = (GuestKind::Qemu, Data::HalfCompressible, bench.guest_dir());
-    let config = GuestConfig { backing, kind, pages, data, huge: false, fault_workers: None, dir };
+    let config = GuestConfig { backing, kind, pages, data, fault_workers: None, dir };
     let mut worker = Worker::start(&Role::Guest(config))?;
     worker.ask(&Order::Fill)?;
     if bench.options.quick { Ok(worker) } else { speed(&mut worker, false, 1000).map(|_| worker) }

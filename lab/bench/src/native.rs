@@ -14,12 +14,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageCount};
+use ballast_base::{Bytes, PAGE_SIZE, PageCount};
 use ballast_sys::Anon;
 use ballast_testvm::GuestRam;
 
 use crate::cpu;
-use crate::order::{Answer, Backing, GuestConfig, Out, Pace, Pattern, Touched};
+use crate::order::{Answer, Backing, GuestConfig, Out, Pace, Touched};
 use crate::pager::{Pager, holes, own_file};
 use crate::stats::{random, shuffle};
 
@@ -62,23 +62,6 @@ struct Storm {
     thread: JoinHandle<Vec<u32>>,
 }
 
-/// The pages of a walk, in order.
-pub(crate) fn walk(pattern: Pattern, pages: u64, mut seed: u64) -> Vec<u64> {
-    const STRIDE: usize = 64;
-    match pattern {
-        Pattern::Sequential => (0..pages).collect(),
-        Pattern::Strided => (0..STRIDE as u64).flat_map(|first| (first..pages).step_by(STRIDE)).collect(),
-        Pattern::Random => {
-            (0..pages).map(|_| ((u128::from(random(&mut seed)) * u128::from(pages)) >> 64) as u64).collect()
-        }
-        Pattern::OnePerHuge => {
-            let mut order: Vec<u64> = (0..pages).step_by(PAGES_PER_UNIT as usize).collect();
-            shuffle(&mut order, seed);
-            order
-        }
-    }
-}
-
 fn words(page: &[u8; PAGE_SIZE]) -> impl Iterator<Item = u64> {
     page.as_chunks::<8>().0.iter().map(|bytes| u64::from_ne_bytes(*bytes))
 }
@@ -90,8 +73,7 @@ impl Native {
         let (ram, pager) = if let Backing::Kernel { .. } = config.backing {
             (Ram::Private(Anon::new(len as usize).context("Allocating memory")?), Pager::Kernel)
         } else {
-            let make = if config.huge { GuestRam::huge } else { GuestRam::new };
-            let ram = make(Bytes(len)).context("Allocating guest RAM")?;
+            let ram = GuestRam::new(Bytes(len)).context("Allocating guest RAM")?;
             let pager = Pager::attach_with(&config.backing, &ram, config.fault_workers)?;
             (Ram::Shared(ram), pager)
         };

@@ -157,25 +157,10 @@ pub struct GuestConfig {
     pub pages: u64,
     /// Their contents.
     pub data: Data,
-    /// RAM has huge pages (native guests alone).
-    pub huge: bool,
     /// Fault workers; `None`: the client decides (native guests alone).
     pub fault_workers: Option<usize>,
     /// Directory of its files (QEMU guests alone). Its process may be killed, so another process removes it.
     pub dir: PathBuf,
-}
-
-/// The order in which pages are touched, wherever they are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Pattern {
-    /// One after the other.
-    Sequential,
-    /// Every 64th page, then every 64th from the next one on, until all were touched.
-    Strided,
-    /// Any page, as often as there are pages.
-    Random,
-    /// One page of each 2 MiB, in random order.
-    OnePerHuge,
 }
 
 /// A workload VM.
@@ -222,13 +207,6 @@ pub enum Order {
         seed: u64,
         /// The pace.
         pace: Pace,
-    },
-    /// Touch pages in this order, wherever they are.
-    Walk {
-        /// The order.
-        pattern: Pattern,
-        /// Decides what is random in it.
-        seed: u64,
     },
     /// Touch random pages as fast as possible until [`Order::Pause`].
     Storm,

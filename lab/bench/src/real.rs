@@ -174,7 +174,8 @@ fn turn(bench: &mut Bench, program: Program, sequence: Sequence, level: u64, sid
         Runs::Server(protocol) => {
             let server = Server::start(protocol, &memory, place)?;
             bench.guard.end_process(server.pid())?;
-            Work::Server { load: Load::begin(&server, protocol, sequence, keys, seed)?, _server: server }
+            let load = Box::new(Load::begin(&server, protocol, sequence, keys, seed)?);
+            Work::Server { load, _server: server }
         }
         Runs::Batch(kind) => {
             let batch = Batch::start(kind, &memory, place)?;
@@ -325,7 +326,7 @@ fn runs(program: Program) -> Runs {
 enum Work {
     /// The server ends with this.
     Server {
-        load: Load,
+        load: Box<Load>,
         _server: Server,
     },
     Batch(Batch),

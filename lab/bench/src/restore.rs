@@ -172,7 +172,7 @@ fn memory(bench: &mut Bench, subjects: &mut [Subject], row: &mut Row) -> Result<
                     row.fact("zram_bytes_per_page", bytes / swaps::used_pages()?.max(1));
                 }
             }
-            Way::Plain | Way::Near | Way::Floor | Way::Huge => {}
+            Way::Plain | Way::Near | Way::Floor => {}
         }
     }
     Ok(())

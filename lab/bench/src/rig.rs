@@ -6,7 +6,6 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use ballast_base::Bytes;
 use ballast_testhost::Daemon;
 
 use crate::cpu::Stay;
@@ -23,8 +22,6 @@ pub(crate) enum KernelSwap {
     None,
     /// A zram device.
     Zram,
-    /// A file of this size in the bench's directory.
-    File(Bytes),
 }
 
 /// Everything a bench runs with. Fields are dropped in this order.
@@ -52,7 +49,6 @@ impl Bench {
         guard.end_process(daemon.keeper_pid())?;
         let kernel = match swap {
             KernelSwap::None => Err(String::new()),
-            KernelSwap::File(size) => guard.swap_file(options.dir.clone(), size).map_err(|error| format!("{error:#}")),
             KernelSwap::Zram => guard.swap().map_err(|error| format!("{error:#}")),
         };
         Ok(Self { options, daemon, kernel, names: 0, progress, guard, _one_cpu: one_cpu })

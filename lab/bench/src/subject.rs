@@ -12,7 +12,7 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, PageCount};
 use ballast_sys::memfd;
 
-use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Order, Out, Pace, Pattern, Role, Touched};
+use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Order, Out, Pace, Role, Touched};
 use crate::report::Row;
 use crate::rig::Bench;
 use crate::worker::Worker;
@@ -40,14 +40,12 @@ pub enum Way {
     Floor,
     /// A plain handler on the CPU of the guest's thread.
     Near,
-    /// The product with a guest on huge pages.
-    Huge,
 }
 
 impl Way {
     /// Is it the product?
     pub fn is_ours(self) -> bool {
-        matches!(self, Self::Ballast | Self::Huge)
+        self == Self::Ballast
     }
 }
 
@@ -98,9 +96,8 @@ impl Subject {
             (Way::Floor, _) => Backing::Floor,
             _ => Backing::Ballast { socket: bench.daemon.attach_socket(), name: String::new() },
         };
-        let huge = way == Way::Huge;
         let dir = bench.guest_dir();
-        let config = GuestConfig { backing, kind: bench.options.guest, pages, data, huge, fault_workers, dir };
+        let config = GuestConfig { backing, kind: bench.options.guest, pages, data, fault_workers, dir };
         let mut subject = Self { way, config, worker: None, vmm: None, ram: None, cgroup, name: String::new() };
         if !bench.options.is(GuestKind::Kvm) {
             subject.start(bench)?;
@@ -142,16 +139,11 @@ impl Subject {
     /// Hold the guest to this number of bytes, by its limit or its cgroup's.
     pub fn hold_to(&mut self, bench: &Bench, bytes: u64) -> Result<()> {
         match (self.way, &self.cgroup) {
-            (Way::Ballast | Way::Huge, _) => bench.daemon.api().set_limit(&self.name, Some(bytes)).map(drop)?,
+            (Way::Ballast, _) => bench.daemon.api().set_limit(&self.name, Some(bytes)).map(drop)?,
             (Way::Kernel, Some(cgroup)) => cgroup::limit(cgroup, bytes)?,
             (way, _) => bail!("a guest of {way:?} has no limit"),
         }
         Ok(())
-    }
-
-    /// Bytes of data that it holds.
-    pub fn data_bytes(&self) -> u64 {
-        PageCount(self.config.pages).bytes().0
     }
 
     /// Its cgroup, on the kernel's side.
@@ -262,13 +254,6 @@ impl Bench {
         }
         Ok(subjects)
     }
-}
-
-/// Have a guest touch pages wherever they are. Returns its figures.
-pub fn walk(subject: &mut Subject, pattern: Pattern, seed: u64) -> Result<Touched> {
-    let Answer::Touched(touched) = subject.ask(&Order::Walk { pattern, seed })? else { bail!("a guest does not walk") };
-    ensure!(touched.wrong == 0, "WRONG DATA: {} pages have wrong bytes ({:?})", touched.wrong, subject.way);
-    Ok(touched)
 }
 
 /// The sides in the order of this round: forwards and backwards by turns.

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use ballast_testkit::{missing, skip};
+use ballast_testkit::skip;
 use rustix::fs::{FlockOperation, flock};
 use serde_json::Value;
 

@@ -9,9 +9,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use ballast_base::{Bytes, Hva, MIB, PAGE_SIZE, PageIdx};
-use ballast_testkit::missing;
 use ballast_sys::uffd::{Fault, FillOutcome, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, memfd};
+use ballast_testkit::missing;
 use ballast_testvm::{
     Error, GuestKind, GuestRam, Moment, Outcome, Pattern, Placement, Spec, Stage, Vm, Workload, kvm_missing,
 };
