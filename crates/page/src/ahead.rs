@@ -1,7 +1,7 @@
 //! Ahead: neighbouring pages of which no byte must be fetched, mapped before the guest touches them.
 //!
-//! Before: a thread touches memory in order, and a fault worker decided how far ahead to go. After: pages that only wait
-//! in quarantine are Resident and mapped; holes that mean zeros are filled.
+//! Before: a thread touches memory in order, and a fault worker decided how far ahead to go. After: pages that only
+//! wait in quarantine are Resident and mapped; holes that mean zeros are filled.
 //! Threads: fault workers. Units: base pages. Promise: each page is moved under its lock, as its own fault would have
 //! moved it; a page that another thread holds, or in any other state, ends the run.
 

@@ -82,7 +82,7 @@ impl Cgroup {
     }
 }
 
-/// Cap the memory of a cgroup made by [`Cgroup::new`]. Version 1 gives up while the pages are in use: it is asked again.
+/// Cap the memory of a cgroup made by [`Cgroup::new`]. Version 1 is asked again while it gives up.
 pub fn limit(cgroup: &Path, bytes: u64) -> Result<()> {
     let (_, file) = root()?;
     let (file, start) = (cgroup.join(file), Instant::now());

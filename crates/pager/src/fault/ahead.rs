@@ -1,7 +1,7 @@
 //! Ahead: brings the pages that a thread in order touches next, each as its own fault would have brought it.
 //!
-//! Before: readahead says how many, and where. After: far pages are restored, pages in quarantine are mapped, holes that
-//! mean zeros are filled; all are counted. Threads: fault workers. Units: base pages of a region.
+//! Before: readahead says how many, and where. After: far pages are restored, pages in quarantine are mapped, holes
+//! that mean zeros are filled; all are counted. Threads: fault workers. Units: base pages of a region.
 //! Promise: each page is moved under its lock, and copies come from near stores only. A page that another thread holds,
 //! or that is not available now, is left to its fault. No page comes in for which the VM has no credits.
 
@@ -17,8 +17,8 @@ use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::view::RegionView;
 
-/// Brings up to `ahead` of these pages that are not mapped; with `is_fresh` from the first one on, since memory that was
-/// never touched is touched so. Returns the page after the last one that came.
+/// Brings up to `ahead` of these pages that are not mapped; with `is_fresh` from the first one on, since memory that
+/// was never touched is touched so. Returns the page after the last one that came.
 ///
 /// # Errors
 /// The kernel refused in a way it never should.

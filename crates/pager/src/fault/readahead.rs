@@ -1,7 +1,7 @@
 //! Sequential readahead: finds threads that touch one page after the other, and decides how far ahead to bring pages.
 //!
-//! Before: a fault on a page that is far, zero, in quarantine, or was never touched (below: *out*). After: the pages ahead
-//! of it that are brought before its thread goes on.
+//! Before: a fault on a page that is far, zero, in quarantine, or was never touched (below: *out*). After: the pages
+//! ahead of it that are brought before its thread goes on.
 //! Threads: each fault worker has its own. Units: pages of a region. Promise: it reads no page and waits for nothing; a
 //! wrong guess costs time and space, never bytes.
 //!
