@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ballast_api::{Client, VmStat};
+use ballast_api::{AdoptRequest, Client, VmStat};
 use ballast_base::Bytes;
 use ballast_base::units::KIB;
 use ballast_sys::program;
@@ -88,6 +88,18 @@ impl Host {
         .map(str::to_owned);
         let qemu = QemuGuest::builder().name(name).memory(memory).prefix(words).spawn()?;
         Ok(Guest { name: name.to_owned(), qemu, data: Dataset::new(0, VALUE, 0) })
+    }
+
+    /// Boot a guest as anybody would, without Ballast: private memory, no library.
+    pub(crate) fn boot_plain(&self, name: &str, memory: Bytes) -> Result<Guest> {
+        let qemu = QemuGuest::builder().name(name).memory(memory).shared_memory(false).spawn()?;
+        Ok(Guest { name: name.to_owned(), qemu, data: Dataset::new(0, VALUE, 0) })
+    }
+
+    /// Adopt it while it runs.
+    pub(crate) fn adopt(&self, guest: &Guest) -> Result<()> {
+        let request = AdoptRequest { pid: Some(guest.qemu.pid()), ..AdoptRequest::default() };
+        self.api().adopt(&request).with_context(|| format!("Adopting {}", guest.name)).map(drop)
     }
 
     pub(crate) fn stats(&self, guests: &[Guest]) -> Result<Vec<VmStat>> {

@@ -1,4 +1,5 @@
-//! `ballast demo`: takes half of the resident memory of two real VMs, kills the engine, and checks every byte.
+//! `ballast demo`: takes half of the resident memory of real VMs, kills the engine, and checks every byte. Two VMs are
+//! started for Ballast; a third is a plain one that is adopted while it runs, where the host can swap.
 //!
 //! Before: `scripts/setup.sh` and `scripts/guest-image.sh` made QEMU and a guest image available. After: stdout has a
 //! table, or JSON with the same figures, and every process that the demo started has ended.
@@ -14,8 +15,10 @@ mod report;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
+use ballast_api::{VmKind, VmStat};
 use ballast_base::Bytes;
 use ballast_base::units::MIB;
+use ballast_needs::swap::Swap;
 use ballast_testvm::qemu::load::{Dataset, Mix};
 use ballast_testvm::qemu::{load, qemu_missing};
 
@@ -25,6 +28,14 @@ use measure::HostMemory;
 use report::{Report, VmReport};
 
 pub use host::{DemoArgs, Missing};
+
+/// The guest that is adopted.
+const PLAIN: &str = "demo-plain";
+
+/// A figure that only the pager has.
+fn of_pager(vm: &VmStat, figure: f64) -> Option<f64> {
+    (vm.kind == VmKind::Paged).then_some(figure)
+}
 
 /// Run the demo and print its figures. Fails if a byte was lost, or if the kernel counts less than 90 % of the memory
 /// that the figures call freed.
@@ -42,12 +53,21 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
             println!("[{:5.1} s] {text}", start.elapsed().as_secs_f64());
         }
     };
+    // Dropped last: its pages must be back by then.
+    let swap = Swap::new("4G");
     let host = Host::start()?;
     let keys = (args.data.0 as usize / VALUE).max(1);
 
     say("booting two unmodified Debian guests with Redis under `ballast run`");
     let mut guests =
         ["demo-a", "demo-b"].iter().map(|name| host.boot(name, args.memory)).collect::<Result<Vec<_>>>()?;
+    match &swap {
+        Ok(_) => {
+            say("and a third one without Ballast: private memory, no library");
+            guests.push(host.boot_plain(PLAIN, args.memory)?);
+        }
+        Err(why) => say(&format!("no third guest, to be adopted: the kernel cannot swap here ({why})")),
+    }
     for guest in &mut guests {
         guest.qemu.wait_ready(BOOT_TIMEOUT)?;
     }
@@ -57,6 +77,11 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     }
     each(&mut guests, |guest| Ok(load::load(guest.qemu.redis_addr(), &guest.data).map(|_| ())?))?;
 
+    if let Some(plain) = guests.iter().find(|guest| guest.name == PLAIN) {
+        host.adopt(plain)?;
+        say("adopting the third one as it runs: `ballast adopt demo-plain`");
+    }
+
     let mix = Mix { duration: Duration::from_secs(args.seconds), ..Mix::default() };
     say("measuring throughput without limits");
     let before_ops = throughput(&mut guests, &mix)?;
@@ -64,7 +89,8 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     let host_before = HostMemory::now()?;
 
     let limits: Vec<u64> = before.iter().map(|vm| vm.resident_bytes / 2 / MIB * MIB).collect();
-    say(&format!("limiting each to half of what it holds: {} and {}", Bytes(limits[0]), Bytes(limits[1])));
+    let said: Vec<String> = limits.iter().map(|limit| Bytes(*limit).to_string()).collect();
+    say(&format!("limiting each to half of what it holds: {}", said.join(", ")));
     for (guest, limit) in guests.iter().zip(&limits) {
         host.api().set_limit(&guest.name, Some(*limit))?;
     }
@@ -115,22 +141,25 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
             ops_per_s_under: under_ops[i],
             ops_per_s_after: after_ops[i],
             faults: end[i].faults.total(),
-            restores: end[i].restore_latency.count,
-            restore_us_p50: end[i].restore_latency.p50_us,
-            restore_us_p99: end[i].restore_latency.p99_us,
+            kind: end[i].kind,
+            restores: end[i].faults.restore,
+            restore_us_p50: of_pager(&end[i], end[i].restore_latency.p50_us),
+            restore_us_p99: of_pager(&end[i], end[i].restore_latency.p99_us),
             stall_some_ms: end[i].stall.some.total_us as f64 / 1e3,
             keys: keys as u64,
             keys_verified: verified[i].verified as u64,
             bytes_lost: verified[i].bytes_lost,
         })
         .collect();
-    let claimed = report::freed(&before, &after);
+    let swap_bytes = host_after.zram.saturating_sub(host_before.zram);
+    let claimed = report::freed(&before, &after).saturating_sub(swap_bytes);
     let report = Report {
         vms,
         freed_claimed_bytes: claimed,
         freed_measured_bytes: host_after.available.saturating_sub(host_before.available),
         freed_shmem_bytes: host_before.shmem.saturating_sub(host_after.shmem),
         store_bytes: after.iter().map(|vm| vm.store_bytes).sum(),
+        swap_bytes,
         engine_kills: successor.engine_restarts,
         seconds: start.elapsed().as_secs_f64(),
     };

@@ -10,6 +10,8 @@ pub struct HostMemory {
     pub available: u64,
     /// `Shmem`. It counts guest RAM and the arenas of the store.
     pub shmem: u64,
+    /// RAM that zram devices take for what is on them.
+    pub zram: u64,
 }
 
 impl HostMemory {
@@ -23,8 +25,15 @@ impl HostMemory {
         };
         let zones = std::fs::read_to_string("/proc/zoneinfo").context("Reading /proc/zoneinfo")?;
         let listed = PageCount(on_cpu_lists(&zones)).bytes().0;
-        Ok(Self { available: field("MemAvailable")? + listed, shmem: field("Shmem")? })
+        Ok(Self { available: field("MemAvailable")? + listed, shmem: field("Shmem")?, zram: zram() })
     }
+}
+
+/// RAM of all zram devices: the third number of each one's `mm_stat`.
+fn zram() -> u64 {
+    let devices = std::fs::read_dir("/sys/block").into_iter().flatten().flatten();
+    let stats = devices.filter_map(|device| std::fs::read_to_string(device.path().join("mm_stat")).ok());
+    stats.filter_map(|stat| stat.split_ascii_whitespace().nth(2)?.parse::<u64>().ok()).sum()
 }
 
 /// Pages on per-CPU lists: the fields `count` of `/proc/zoneinfo`.

@@ -1,7 +1,7 @@
 //! The demo's figures, printed as a table for people or as JSON for programs.
 
 use anyhow::Result;
-use ballast_api::VmStat;
+use ballast_api::{VmKind, VmStat};
 use ballast_base::Bytes;
 use ballast_base::units::MIB;
 use comfy_table::{CellAlignment, Table, presets};
@@ -11,6 +11,7 @@ use serde::Serialize;
 #[derive(Debug, Serialize)]
 pub struct VmReport {
     pub vm: String,
+    pub kind: VmKind,
     pub size_bytes: u64,
     pub limit_bytes: u64,
     pub resident_before_bytes: u64,
@@ -22,8 +23,10 @@ pub struct VmReport {
     pub ops_per_s_after: f64,
     pub faults: u64,
     pub restores: u64,
-    pub restore_us_p50: f64,
-    pub restore_us_p99: f64,
+    /// Null where the kernel restores.
+    pub restore_us_p50: Option<f64>,
+    /// The same.
+    pub restore_us_p99: Option<f64>,
     pub stall_some_ms: f64,
     pub keys: u64,
     pub keys_verified: u64,
@@ -41,6 +44,8 @@ pub struct Report {
     /// Freed memory as the kernel counts it in Shmem.
     pub freed_shmem_bytes: u64,
     pub store_bytes: u64,
+    /// RAM that the kernel's swap (zram) took.
+    pub swap_bytes: u64,
     pub engine_kills: u64,
     pub seconds: f64,
 }
@@ -72,6 +77,7 @@ impl Report {
         }
         let header = [
             "VM",
+            "kind",
             "size\nMiB",
             "resident\nbefore MiB",
             "resident\nafter MiB",
@@ -88,6 +94,7 @@ impl Report {
         let row = |vm: &VmReport| {
             [
                 vm.vm.clone(),
+                vm.kind.to_string(),
                 mib(vm.size_bytes),
                 mib(vm.resident_before_bytes),
                 mib(vm.resident_after_bytes),
@@ -96,18 +103,19 @@ impl Report {
                 format!("{:.0}", vm.ops_per_s_under),
                 format!("{:.0}", vm.ops_per_s_after),
                 vm.faults.to_string(),
-                format!("{:.1}", vm.restore_us_p50),
-                format!("{:.1}", vm.restore_us_p99),
+                micros(vm.restore_us_p50),
+                micros(vm.restore_us_p99),
                 format!("{} of {}", vm.keys_verified, vm.keys),
                 vm.bytes_lost.to_string(),
             ]
         };
         print_table(header, self.vms.iter().map(row));
         println!(
-            "Host memory freed: {} by the table (after {} for the store), {} by the kernel's available memory, \
-             {} by its Shmem.",
+            "Host memory freed: {} by the table (after {} for the store and {} for zram), {} by the kernel's \
+             available memory, {} by its Shmem.",
             Bytes(self.freed_claimed_bytes),
             Bytes(self.store_bytes),
+            Bytes(self.swap_bytes),
             Bytes(self.freed_measured_bytes),
             Bytes(self.freed_shmem_bytes),
         );
@@ -119,6 +127,11 @@ impl Report {
         println!("Where to go next: README.md for a first session of your own, `ballast doctor` for this host.");
         Ok(())
     }
+}
+
+/// Microseconds, if there is such a figure.
+fn micros(value: Option<f64>) -> String {
+    value.map_or("-".into(), |us| format!("{us:.1}"))
 }
 
 /// Whole MiB.
