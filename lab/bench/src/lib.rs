@@ -13,6 +13,7 @@
 //!   └─────────────────────►   guest (floor)
 //! ```
 
+mod adopt;
 mod agent;
 mod attach;
 mod balance;
@@ -140,6 +141,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Pool => pool::run(&mut bench, &mut each),
         Which::Upgrade => upgrade::run(&mut bench, &mut each),
         Which::Real => real::run(&mut bench, &mut each),
+        Which::Adopt => adopt::run(&mut bench, &mut each),
     };
     bench.progress.end();
     if result.is_err() {

@@ -41,6 +41,8 @@ pub enum Which {
     Upgrade,
     /// A real program at full speed with part of its memory far, beside the kernel's swap.
     Real,
+    /// VMs that were started without Ballast and are adopted: what leaves, what comes back, what it costs.
+    Adopt,
 }
 
 impl Which {
@@ -62,6 +64,7 @@ impl Which {
             Self::Guest => "guest",
             Self::Upgrade => "upgrade",
             Self::Real => "real",
+            Self::Adopt => "adopt",
         }
     }
 }

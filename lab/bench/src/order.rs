@@ -55,6 +55,11 @@ pub enum Role {
         /// The file of a memory cgroup that takes a process id.
         procs: Option<PathBuf>,
     },
+    /// A VMM that was started without Ballast, with private memory.
+    Plain {
+        /// Size of its RAM.
+        ram_bytes: u64,
+    },
     /// The plain userfaultfd handler; its standard input is a socket to its guest.
     Handler,
     /// Changes settings of the machine and restores them, whatever happens to the bench.

@@ -21,7 +21,7 @@ use crate::order::{Answer, Backing, Order, Role, SparseConfig};
 use crate::pager::{Pager, enter};
 use crate::probe::Prober;
 use crate::workload::Runner;
-use crate::{guard, plain};
+use crate::{adopt, guard, plain};
 
 /// Play a role, given as JSON, until standard input ends. The words are a program to become, and its arguments.
 pub fn run(role: &str, words: &[OsString]) -> Result<()> {
@@ -32,6 +32,10 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
     match role {
         Role::Handler => plain::serve(),
         Role::Guard => guard::run(),
+        Role::Plain { ram_bytes } => {
+            let mut plain = adopt::Plain::new(ram_bytes)?;
+            obey(|order| plain.obey(&order))
+        }
         Role::Become { procs } => turn_into(words, procs),
         Role::Guest(config) => {
             let mut guest = Guest::new(config)?;

@@ -6,7 +6,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -40,8 +40,18 @@ pub struct Worker {
 impl Worker {
     /// Start a helper.
     pub fn start(role: &Role) -> Result<Self> {
+        Self::run(role, command(role)?)
+    }
+
+    /// The same from this copy of the program.
+    pub fn start_as(program: &Path, role: &Role) -> Result<Self> {
+        let mut command = Command::new(program);
+        command.arg(ROLE_COMMAND).arg(serde_json::to_string(role)?);
+        Self::run(role, command)
+    }
+
+    fn run(role: &Role, mut command: Command) -> Result<Self> {
         let is_guard = matches!(role, Role::Guard);
-        let mut command = command(role)?;
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         if is_guard {
             // The terminal's interrupt key must not reach it.
