@@ -34,6 +34,12 @@ impl Ram {
     pub fn end(&self) -> Hva {
         Hva(self.start.0 + self.len)
     }
+
+    /// Its last bytes. The kernel joins private memory that other parts of a VMM have mapped just below guest RAM;
+    /// above it QEMU keeps a page that nobody may touch.
+    fn last(&self, len: u64) -> Self {
+        Self { start: Hva(self.end().0 - len), len, ..self.clone() }
+    }
 }
 
 /// There is no such memory.
@@ -54,6 +60,10 @@ pub enum NoRam {
 pub fn ram(smaps: &str, wanted: Option<u64>) -> Result<Vec<Ram>, NoRam> {
     let mut found: Vec<Ram> = mappings(smaps).into_iter().filter(|ram| ram.writable && !ram.executable).collect();
     if let Some(wanted) = wanted {
+        let large = found.iter().filter(|ram| ram.len >= wanted && (ram.len == wanted || !ram.shared));
+        if let Some(ram) = large.min_by_key(|ram| ram.len) {
+            return Ok(vec![ram.last(wanted)]);
+        }
         // The largest first: RAM of a guest is in few mappings, and is most of what its VMM has.
         found.sort_by_key(|ram| std::cmp::Reverse(ram.len));
         let mut left = wanted;
@@ -171,6 +181,21 @@ VmFlags: rd wr mr mw me ac dd
         assert_eq!(ram("", None), Err(NoRam::Nothing));
         let unknown = ram(QEMU, None).expect("one is large enough");
         assert_eq!(unknown, found);
+    }
+
+    #[test]
+    fn ram_that_the_kernel_joined_with_private_memory_below_it_is_the_end_of_that_mapping() {
+        let smaps = "\
+7f0ff8000000-7f1010000000 rw-p 00000000 00:00 0
+VmFlags: rd wr mr mw me ac
+7f1010000000-7f1010001000 ---p 00000000 00:00 0
+7f2000000000-7f2004000000 rw-p 00000000 00:00 0
+";
+        let found = ram(smaps, Some(256 << 20)).expect("256 MiB");
+        assert_eq!(
+            found.iter().map(|ram| (ram.start, ram.len)).collect::<Vec<_>>(),
+            [(Hva(0x7f10_0000_0000), 256 << 20)]
+        );
     }
 
     #[test]

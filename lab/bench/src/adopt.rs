@@ -98,7 +98,7 @@ impl Plain {
         let (begun, mut state, mut ops) = (Instant::now(), 1, 0);
         while begun.elapsed() < Duration::from_millis(ms) {
             for _ in 0..64 {
-                let pages = if random(&mut state) % 10 > 0 { self.pages / 2 } else { self.pages };
+                let pages = if random(&mut state).is_multiple_of(10) { self.pages } else { self.pages / 2 };
                 let page = (random(&mut state) % pages as u64) as usize;
                 std::hint::black_box(self.ram.word(page * PAGE_SIZE).load(Relaxed));
                 ops += 1;

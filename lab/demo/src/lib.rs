@@ -18,7 +18,7 @@ use anyhow::{Result, ensure};
 use ballast_api::{VmKind, VmStat};
 use ballast_base::Bytes;
 use ballast_base::units::MIB;
-use ballast_needs::swap::Swap;
+use ballast_testkit::swap::Swap;
 use ballast_testvm::qemu::load::{Dataset, Mix};
 use ballast_testvm::qemu::{load, qemu_missing};
 
