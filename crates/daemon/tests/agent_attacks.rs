@@ -222,7 +222,7 @@ fn a_guest_that_has_a_new_node_in_each_message_and_numbers_without_sense_fills_n
     }
     let _one = one_at_a_time();
     // A policy asks for a balloon in each node that it is told of.
-    let daemon = Daemon::start(&format!("{QUICK}[policy]\nname = \"fixed\"\n"));
+    let daemon = Daemon::start(&format!("{QUICK}[policy]\nname = \"gain\"\n"));
     let port = Port::new();
     let ram = Ram::new(PAGES);
     let _client = attach(&daemon, &port, &ram, "nodes");
