@@ -169,9 +169,10 @@ fn a_limit_of_16_mib_under_load_and_a_full_swap_kill_no_vm() {
         // What comes back makes room, which the other one takes.
         let _ = found.step(8 * MIB);
         other.tell("touch 0 64");
-        stat(&daemon, "other").status == VmStatus::Blocked
+        // What the guest touches and what the filler gives up take turns, so a state lasts for a moment.
+        let vm = stat(&daemon, "other");
+        vm.status == VmStatus::Blocked && vm.status_reason.is_some_and(|why| why.contains("swap is full"))
     });
-    assert!(stat(&daemon, "other").status_reason.is_some_and(|why| why.contains("swap is full")));
     assert!(events(&daemon, "adopted-blocked").iter().any(|text| text.contains("swap is full")));
     assert_eq!([one.tell("check 64"), other.tell("check 64"), filler.tell("check 64")], [0; 3]);
     drop((filler, found));
