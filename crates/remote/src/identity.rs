@@ -15,13 +15,14 @@
 //! | X | X | it is lost | goes on |
 //! | X | only others, or nothing, under all keys | unknown, and an event | refused |
 //! | X | not X, and some keys cannot be asked for | unknown | refused |
-//! | nothing | Y | it is nobody's: absent | keeps Y, goes on |
-//! | nothing | nothing, under all keys | absent | makes Y, keeps it, goes on |
+//! | nothing, and words name pages | any | unknown | keeps what the cluster says, goes on |
+//! | nothing, and no word names one | Y | it is nobody's: absent | keeps Y, goes on |
+//! | the same | nothing, under all keys | absent | makes Y, keeps it, goes on |
 //!
 //! A cluster that was emptied looks like another one. Only operators know, and say so by giving it the identity again.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -78,6 +79,8 @@ pub type Tell = Box<dyn Fn(String) + Send + Sync>;
 pub(crate) struct Home {
     kept: Box<dyn Kept>,
     tell: Option<Tell>,
+    /// Words name pages, or may do so.
+    has_pages: AtomicBool,
     /// What operators were told, while it is so.
     elsewhere: Mutex<Option<String>>,
 }
@@ -94,7 +97,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Home {
     pub fn new(kept: Box<dyn Kept>, tell: Option<Tell>) -> Self {
-        Self { kept, tell, elsewhere: Mutex::default() }
+        Self { kept, tell, has_pages: AtomicBool::new(false), elsewhere: Mutex::default() }
     }
 
     /// Is it kept which cluster has pages of the VM?
@@ -102,9 +105,15 @@ impl Home {
         self.kept.get() != 0
     }
 
+    /// Words name pages of the VM, or may do so.
+    pub fn has_pages(&self) {
+        self.has_pages.store(true, Ordering::Release);
+    }
+
     /// All words are known, no other engine puts any pages, and no word names one.
     pub fn has_no_pages(&self) {
         self.kept.forget();
+        self.has_pages.store(false, Ordering::Release);
     }
 
     /// What operators were told, if this is not the cluster of the VM.
@@ -130,7 +139,14 @@ impl Home {
     /// # Errors
     /// It does not; the reason.
     pub fn loses(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
-        if self.is_kept() { self.ask(cluster, map) } else { Ok(()) }
+        if self.is_kept() {
+            return self.ask(cluster, map);
+        }
+        // Each put keeps the identity first, so this is a state file that was damaged: nothing may count as lost.
+        match self.has_pages.load(Ordering::Acquire) {
+            true => Err("it is not kept which cluster has the VM's pages".into()),
+            false => Ok(()),
+        }
     }
 
     /// Asks the nodes of this map.

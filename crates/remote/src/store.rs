@@ -156,6 +156,8 @@ impl RemoteStore {
         self.share.inherit(count);
         if live.is_empty() {
             self.home.has_no_pages();
+        } else {
+            self.home.has_pages();
         }
     }
 
@@ -399,6 +401,7 @@ impl Store for RemoteStore {
     /// The store may have pages, so their lease must not expire.
     fn follow(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         self.used.store(true, Relaxed);
+        self.home.has_pages();
     }
 
     /// Pages that were freed here since [`Store::follow`] must still be unlinked, and count until then. A page that is
