@@ -165,14 +165,29 @@ fn swap_room_in(mount: &Path, cgroups: &str) -> Option<(u64, PathBuf)> {
     ancestors(mount, cgroups).into_iter().filter_map(room).min_by_key(|(room, _)| *room)
 }
 
+/// The directory of a process's cgroup of version 2; `None` for the root, which all share.
+pub fn directory(pid: u32) -> Option<PathBuf> {
+    ancestors(mount()?, &cgroups(pid)).into_iter().next()
+}
+
 /// Microseconds in which some thread of the cgroup waited for memory, where the cgroup is the VMM's own.
 pub fn stall_us(pid: u32) -> Option<u64> {
-    let directory = ancestors(mount()?, &cgroups(pid)).into_iter().next()?;
+    let directory = directory(pid)?;
     if members(&directory).iter().any(|member| *member != pid) {
         return None;
     }
-    let pressure = std::fs::read_to_string(directory.join("memory.pressure")).ok()?;
-    pressure.lines().find(|line| line.starts_with("some "))?.rsplit_once("total=")?.1.trim().parse().ok()
+    some_us(&directory)
+}
+
+/// Microseconds in which some thread of the cgroup waited for memory.
+pub fn some_us(directory: &Path) -> Option<u64> {
+    total_us(&std::fs::read_to_string(directory.join("memory.pressure")).ok()?)
+}
+
+/// The total of the line *some*.
+fn total_us(pressure: &str) -> Option<u64> {
+    let some = pressure.lines().find(|line| line.starts_with("some "))?;
+    some.rsplit_once("total=")?.1.trim().parse().ok()
 }
 
 #[cfg(test)]
@@ -209,6 +224,18 @@ mod tests {
         assert!(!own.is_own(PID));
         let shared = Cgroup::own_in(root.path(), EMULATOR, PID).expect_err("shared");
         assert_eq!(shared, NotOwn::Shared(scope, 2));
+    }
+
+    #[test]
+    fn the_kernels_lines_are_understood_and_the_root_is_nobodys_own() {
+        let pressure = "some avg10=0.00 avg60=0.10 avg300=0.00 total=12345\nfull avg10=0.00 total=99\n";
+        assert_eq!(total_us(pressure), Some(12345));
+        assert_eq!(total_us("some avg10=0.00"), None);
+        let directory = |cgroups| ancestors(Path::new("/sys/fs/cgroup"), cgroups).into_iter().next();
+        assert_eq!(directory("12:memory:/a\n0::/\n"), None);
+        assert_eq!(directory("12:memory:/a\n"), None);
+        let directory = directory("1:name=systemd:/x\n0::/vms/web\n").expect("one of its own");
+        assert!(directory.ends_with("vms/web"), "{directory:?}");
     }
 
     #[test]

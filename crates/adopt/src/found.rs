@@ -49,13 +49,6 @@ pub enum Refusal {
     Kernel(#[from] io::Error),
 }
 
-impl Refusal {
-    /// Is it a VMM all the same?
-    pub fn is_of_vmm(&self) -> bool {
-        matches!(self, Self::Paged | Self::NoRam(_) | Self::Kernel(_))
-    }
-}
-
 /// Does this process run a program that is a VMM? A quick look for lists of processes.
 pub fn is_vmm(pid: u32) -> bool {
     executable(pid).is_ok_and(|name| crate::vmm::Program::of(&name).is_some())

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use ballast_api::{AgentStat, AgentState, NodeBalloon, TieringState, VmPatch};
 use ballast_base::{Bytes, MIB};
+use ballast_testkit::program::Ends;
 use ballast_testvm::qemu::{Builder, Image, QemuGuest, qemu_missing};
 use common::{Daemon, missing, until};
 
@@ -86,16 +87,6 @@ fn what_a_program_of_the_guest_frees_is_discarded_and_never_stored() {
     until("it is within its limit", || daemon.vm("guest").resident_bytes <= limit);
     guest.tell("compare").expect("its console");
     assert_eq!(guest.wait_run(TIMEOUT).expect("it ends"), 0, "{}", guest.serial_log());
-}
-
-/// Ends a process that this test started.
-struct Ends(std::process::Child);
-
-impl Drop for Ends {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 #[test]

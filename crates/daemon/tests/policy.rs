@@ -4,11 +4,12 @@
 mod common;
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use ballast_api::policy::{Action, Kind};
 use ballast_api::{ClientError, DecisionRecord, PlanLimit, PlanRequest, PolicyPatch, VmClass, VmPatch, VmStatus};
 use ballast_base::MIB;
+use ballast_testkit::program::Ends;
 
 use common::guest::Guest;
 use common::raw::Ram;
@@ -302,16 +303,6 @@ fn a_program_with_a_lease_decides_until_it_falls_silent_and_then_the_policy_does
     guest.finish();
 }
 
-/// A program of ours that ends with the test.
-struct Program(Child);
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn the_example_policy_in_python_decides_and_when_it_is_killed_the_policy_takes_over() {
     let python = Command::new("python3").arg("--version").output().err();
@@ -324,7 +315,7 @@ fn the_example_policy_in_python_decides_and_when_it_is_killed_the_policy_takes_o
     daemon.api.patch_vm("large", &words).expect("words");
     let example = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/policy.py");
     let program = Command::new("python3").arg(example).arg(daemon.dir().join("api.sock")).stdin(Stdio::null()).spawn();
-    let program = Program(program.expect("start python3"));
+    let program = Ends(program.expect("start python3"));
     until("it has given both a target, the larger to the one with more shares", || {
         let [small, large] = ["small", "large"].map(|name| daemon.vm(name).target_bytes.unwrap_or(0));
         small > 0 && large > small && small + large <= 64 * MIB

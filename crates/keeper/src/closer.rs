@@ -287,6 +287,16 @@ mod tests {
         }
     }
 
+    /// A closer whose only thread is busy with user 7 until the sender is dropped.
+    fn busy() -> (Arc<Closer>, mpsc::Sender<()>) {
+        let closer = Closer::new();
+        let (begun, begins) = mpsc::channel();
+        let (end, ended) = mpsc::channel();
+        closer.close(Some(7), Hangs(begun, ended));
+        begins.recv().expect("the only thread is busy");
+        (closer, end)
+    }
+
     #[test]
     fn what_cannot_be_closed_keeps_nothing_else_open_and_is_held_against_its_sender() {
         let closer = Closer::new();
@@ -312,11 +322,7 @@ mod tests {
 
     #[test]
     fn a_user_of_whom_very_much_waits_counts_as_stuck_and_others_have_their_turns() {
-        let closer = Closer::new();
-        let (begun, begins) = mpsc::channel();
-        let (end, ended) = mpsc::channel();
-        closer.close(Some(7), Hangs(begun, ended));
-        begins.recv().expect("the only thread is busy");
+        let (closer, end) = busy();
         let (closed, closes) = mpsc::channel();
         for _ in 0..MOST_WAITING {
             assert_eq!(closer.stuck(7, Duration::from_secs(3600)), 0);
@@ -332,11 +338,7 @@ mod tests {
 
     #[test]
     fn what_waits_for_long_is_closed_though_no_closing_of_another_user_takes_long() {
-        let closer = Closer::new();
-        let (begun, begins) = mpsc::channel();
-        let (end, ended) = mpsc::channel();
-        closer.close(Some(7), Hangs(begun, ended));
-        begins.recv().expect("the only thread is busy");
+        let (closer, end) = busy();
         let (closed, closes) = mpsc::channel();
         closer.close(Some(9), Says(closed, 9));
         let long = Duration::from_secs(3600);

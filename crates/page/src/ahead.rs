@@ -30,6 +30,9 @@ pub fn map_ahead<'a>(
 pub fn zero_ahead<'a>(first: PageIdx, cells: impl Iterator<Item = Cell<'a>>, memory: &impl Mapped) -> Vec<Move> {
     let wants = |state| matches!(state, State::Resident | State::Zero);
     let mut locks = lock_run(cells, wants, |from| from);
+    if locks.is_empty() {
+        return Vec::new();
+    }
     let filled = memory.zero_run(PageRange::of(first, locks.len() as u64)).unwrap_or(0);
     let filled = locks.iter_mut().take(filled as usize);
     let resident = |from: Word| if from.state() == State::Zero { Word::new(State::Resident, 0) } else { from };
@@ -42,7 +45,7 @@ pub fn zero_ahead<'a>(first: PageIdx, cells: impl Iterator<Item = Cell<'a>>, mem
 }
 
 /// Locks neighbouring pages in these states, until one is not or is locked. Returns each lock with the word before it.
-fn lock_run<'a>(
+pub fn lock_run<'a>(
     cells: impl Iterator<Item = Cell<'a>>,
     wants: impl Fn(State) -> bool,
     to: impl Fn(Word) -> Word,

@@ -12,6 +12,7 @@ use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGE_SIZE};
 use ballast_pool::map::Mode;
 use ballast_pool::{Grant, Lacks};
 use ballast_sys::Mapping;
+use ballast_testkit::program::Ends;
 
 use common::{Place, SECRET, grant, hold_in_pipe, map, sum, zero_all};
 
@@ -148,16 +149,6 @@ fn whatever_is_kept_of_a_brick_keeps_it_from_every_other_vm() {
         assert_eq!(sum(&reserve, |node| node.ready), 32 * MIB, "{keep:?}");
     }
     reserve.validate().expect("valid");
-}
-
-/// A child that ends with this.
-struct Ends(std::process::Child);
-
-impl Drop for Ends {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 #[test]

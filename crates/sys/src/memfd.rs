@@ -102,9 +102,10 @@ pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Opti
         return Ok(None);
     }
     // One call where all or nothing is there, as in most short ranges.
-    match cached(&fd, offset, end - offset)? {
-        Some(PageCount(0)) => return Ok(None),
-        Some(pages) if pages.bytes().0 >= end - offset => return Ok(Some((offset, end))),
+    let cached = cached(&fd, offset, end - offset)?.map(|pages| pages.bytes().0);
+    match cached {
+        Some(0) => return Ok(None),
+        Some(bytes) if bytes >= end - offset => return Ok(Some((offset, end))),
         _ => {}
     }
     let start = match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
@@ -112,8 +113,9 @@ pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Opti
         Ok(_) | Err(rustix::io::Errno::NXIO) => return Ok(None),
         Err(error) => return Err(error.into()),
     };
-    let stop = match cached(&fd, start, end - start)? {
-        Some(pages) if pages.bytes().0 >= end - start => end,
+    let stop = match cached {
+        // All that was counted is from `start` on.
+        Some(bytes) if bytes >= end - start => end,
         // There is a hole before the end.
         Some(_) => rustix::fs::seek(&fd, SeekFrom::Hole(start))?.min(end),
         None => {

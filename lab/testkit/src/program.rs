@@ -5,7 +5,18 @@
 //! test, between its fork and its exec, and the kernel executes no such file.
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command};
+
+/// A child that ends with this.
+#[derive(Debug)]
+pub struct Ends(pub Child);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
 
 /// Copy a program, with its mode.
 ///

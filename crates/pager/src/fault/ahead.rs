@@ -34,9 +34,13 @@ pub(crate) fn bring_ahead(
     let cells = |from: PageIdx, count: u64| {
         PageRange::of(from, count).before(region.range().end()).iter().map(|page| region.granule(page).cell())
     };
-    if is_fresh {
-        let moves = zero_ahead(pages.start(), cells(pages.start(), ahead.min(credits).min(pages.count())), memory);
+    let zero = |first: PageIdx, most: u64| {
+        let moves = zero_ahead(first, cells(first, most), memory);
         vm.ledger().zeroed_ahead(&moves);
+        moves
+    };
+    if is_fresh {
+        let moves = zero(pages.start(), ahead.min(credits).min(pages.count()));
         return Ok(PageIdx(pages.start().0 + moves.len() as u64));
     }
     let mut end = pages.start();
@@ -51,8 +55,7 @@ pub(crate) fn bring_ahead(
                 moves
             }
             State::Zero => {
-                let moves = zero_ahead(first, cells(first, most.min(credits)), memory);
-                vm.ledger().zeroed_ahead(&moves);
+                let moves = zero(first, most.min(credits));
                 credits -= moves.len() as u64;
                 moves
             }

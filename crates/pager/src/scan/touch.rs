@@ -17,6 +17,7 @@ use crate::scan::units::UnitState;
 use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::view::{RegionView, View};
+use ballast_page::ahead::lock_run;
 use ballast_page::memory::Mapped;
 use ballast_page::page_state::State;
 use ballast_page::unit::Mapping;
@@ -117,21 +118,13 @@ pub(crate) fn map_around(region: &Region, memory: &RegionView<'_>, page: PageIdx
 
 /// Maps those pages of a range that are Resident, under their locks. Base pages only. Never waits for a lock.
 pub(crate) fn map_resident(region: &Region, memory: &RegionView<'_>, pages: PageRange) -> std::io::Result<()> {
-    let (mut at, end) = (pages.start().0, pages.end().0);
+    let (mut at, end) = (pages.start(), pages.end());
     while at < end {
-        let first = at;
-        let mut locks = Vec::with_capacity((end - at) as usize);
-        while at < end {
-            let cell = region.granule(PageIdx(at)).cell();
-            let word = cell.load();
-            let free = word.state() == State::Resident && !word.is_locked();
-            let Some(lock) = free.then(|| cell.lock(word, word)).flatten() else { break };
-            locks.push(lock);
-            at += 1;
-        }
-        memory.map_run(PageRange::of(PageIdx(first), locks.len() as u64))?;
+        let cells = PageRange::new(at, end).iter().map(|page| region.granule(page).cell());
+        let locks = lock_run(cells, |state| state == State::Resident, |word| word);
+        memory.map_run(PageRange::of(at, locks.len() as u64))?;
         // Continue after the page that cannot be mapped here.
-        at += 1;
+        at = PageIdx(at.0 + locks.len() as u64 + 1);
     }
     Ok(())
 }

@@ -301,6 +301,16 @@ pub struct Averages {
     pub avg300: f64,
 }
 
+impl Averages {
+    /// This much of the time since the last sample was waited for, in percent.
+    pub fn add(&mut self, percent: f64, elapsed: Duration) {
+        for (average, window_s) in [(&mut self.avg10, 10.0), (&mut self.avg60, 60.0), (&mut self.avg300, 300.0)] {
+            let keep = (-elapsed.as_secs_f64() / window_s).exp();
+            *average = *average * keep + percent * (1.0 - keep);
+        }
+    }
+}
+
 /// Turns growing stall totals into averages.
 #[derive(Debug)]
 pub struct Pressure(Mutex<Sampled>);
@@ -335,13 +345,7 @@ impl Pressure {
             let stalled = total.saturating_sub(state.totals_ns[kind]) as f64;
             state.totals_ns[kind] = total;
             let percent = (stalled / elapsed.as_nanos() as f64 * 100.0).min(100.0);
-            let averages = &mut state.averages[kind];
-            for (average, window_s) in
-                [(&mut averages.avg10, 10.0), (&mut averages.avg60, 60.0), (&mut averages.avg300, 300.0)]
-            {
-                let keep = (-elapsed.as_secs_f64() / window_s).exp();
-                *average = *average * keep + percent * (1.0 - keep);
-            }
+            state.averages[kind].add(percent, elapsed);
         }
     }
 

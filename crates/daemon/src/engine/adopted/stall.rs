@@ -10,16 +10,14 @@
 use std::time::Instant;
 
 use ballast_api::Psi;
-
-/// The lengths of PSI's averages, in seconds.
-const LENGTHS_S: [f64; 3] = [10.0, 60.0, 300.0];
+use ballast_pager::vm::stats::Averages;
 
 /// Sums and averages of one VM.
 #[derive(Debug)]
 pub struct Waits {
     at: Instant,
     total_us: u64,
-    averages: [f64; 3],
+    averages: Averages,
     restored: u64,
     refault_page_ms: f64,
     refault_milli_hz: f64,
@@ -38,19 +36,18 @@ impl Waits {
     /// Nothing has been waited for.
     pub fn new(total_us: u64, now: Instant) -> Self {
         let [refault_page_ms, refault_milli_hz] = [0.0; 2];
-        Self { at: now, total_us, averages: [0.0; 3], restored: 0, refault_page_ms, refault_milli_hz }
+        Self { at: now, total_us, averages: Averages::default(), restored: 0, refault_page_ms, refault_milli_hz }
     }
 
     /// The sums are now these, and this number of pages is far.
     pub fn add(&mut self, total_us: u64, restored: u64, far_pages: u64, now: Instant) {
-        let seconds = now.saturating_duration_since(self.at).as_secs_f64();
+        let elapsed = now.saturating_duration_since(self.at);
+        let seconds = elapsed.as_secs_f64();
         if seconds <= 0.0 {
             return;
         }
         let share = (total_us.saturating_sub(self.total_us) as f64 / (seconds * 1e6)).min(1.0);
-        for (average, length) in self.averages.iter_mut().zip(LENGTHS_S) {
-            *average = share + (*average - share) * (-seconds / length).exp();
-        }
+        self.averages.add(share * 100.0, elapsed);
         let came = restored.saturating_sub(self.restored) as f64;
         if came > 0.0 {
             // At least what came was far.
@@ -63,7 +60,7 @@ impl Waits {
 
     /// The stall in the form of PSI.
     pub fn psi(&self) -> Psi {
-        let [avg10, avg60, avg300] = self.averages.map(|share| share * 100.0);
+        let Averages { avg10, avg60, avg300 } = self.averages;
         Psi { avg10, avg60, avg300, total_us: self.total_us }
     }
 
