@@ -4,14 +4,16 @@
 export ZSTD_SYS_USE_PKG_CONFIG = 1
 export RUST_BACKTRACE ?= 0
 
-.PHONY: demo demo-cluster test setup build release
+.PHONY: demo demo-cluster test setup guest build release
 
-# Two real VMs are squeezed to half of their memory while the engine is killed; ends in a small table.
-demo: setup build
+# Two real VMs, and a third that is adopted as it runs, are squeezed to half of their memory while the engine is killed;
+# ends in a small table.
+demo: guest build
 	target/debug/ballast demo $(DEMO_ARGS)
 
 # A VM's cold memory on a cluster of six servers on this machine, one of which is killed; ends in a small table.
-demo-cluster: setup build
+demo-cluster: guest build
+	scripts/valkey.sh
 	target/debug/ballast demo --cluster $(DEMO_ARGS)
 
 # Everything: lints, unit, property, loom, native, kvm, qemu and crash suites.
@@ -25,9 +27,12 @@ build:
 release:
 	scripts/release.sh
 
-# Packages, the guest kernel and image, a Valkey server, real programs (under target/); quick when nothing is missing.
-setup:
+# Packages, the guest's kernel and image (under target/): all that a demo needs. Quick when nothing is missing.
+guest:
 	scripts/setup.sh
 	scripts/guest-image.sh
+
+# The same, a Valkey server and the real programs of `ballast bench real`, with packages of Python: for the tests.
+setup: guest
 	scripts/valkey.sh
 	scripts/real-programs.sh
