@@ -4,8 +4,9 @@
 #   scripts/size.sh [DIR]     of another work tree
 #
 # What each count is:
-#   product      lines (also blank ones and comments) of crates/*/src and build.rs, without what only tests compile
-#   tests        all other lines of Rust in crates: items under #[cfg(test)], the files of such modules, tests, examples
+#   product      lines (also blank ones and comments) of src and build.rs in host, vmm and guest, without what only
+#                tests compile
+#   tests        all other lines of Rust there: items under #[cfg(test)], the files of such modules, tests, examples
 #   lab          all lines of Rust in lab
 #   constants    `const` and `static` items of the product with a number, a duration or a unit as their type, or an
 #                array of these, in pager, heat, policy, tier, agent and ranges
@@ -20,7 +21,7 @@ cd "${1:-$(dirname "$0")/..}"
 # Rust files of the product. A module that is declared under #[cfg(test)] is no part of it, nor is what lies below it.
 product_files() {
     local all tests
-    all=$(find crates -path '*/src/*' -name '*.rs' -o -path 'crates/*/build.rs' | sort)
+    all=$(find host vmm guest -path '*/src/*' -name '*.rs' -o -path '*/build.rs' | sort)
     tests=$(echo "$all" | xargs awk '
         /^ *#\[cfg\(test\)\]/ { waits = 1; next }
         waits && /^ *#\[/ { next }
@@ -52,7 +53,7 @@ product_lines >"$lines"
 count() { find "$@" -name '*.rs' -print0 | xargs -0 cat | wc -l; }
 words() { cat "$@" | wc -w; }
 number='([ui](8|16|32|64|128|size)|f(32|64)|Duration|Bytes|PageCount|PageIdx|Atomic[UI][0-9a-z]+)'
-item='^crates/(pager|heat|policy|tier|agent|ranges)/[^	]*	 *(pub(\([a-z:]+\))? )?(const|static) [A-Z0-9_]+: '
+item='^(host|guest)/(pager|heat|policy|tier|agent|ranges)/[^	]*	 *(pub(\([a-z:]+\))? )?(const|static) [A-Z0-9_]+: '
 item="$item(\[|&\[)*$number\b"
 # Prints how many functions are `long`, and how many are `wide`.
 functions() {
@@ -105,7 +106,7 @@ product=$(wc -l <"$lines")
 read -r long wide < <(functions)
 row() { printf '%-44s %s\n' "$1" "$2"; }
 row 'product (lines)' "$product"
-row 'tests (lines)' $(($(count crates) - product))
+row 'tests (lines)' $(($(count host vmm guest) - product))
 row 'lab (lines)' "$(count lab)"
 row 'constants of six crates' "$(grep -cE "$item" "$lines")"
 row 'ARCHITECTURE (words)' "$(words ARCHITECTURE.md)"

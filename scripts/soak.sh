@@ -45,7 +45,7 @@ cargo build --quiet --workspace
 cargo test --quiet --no-run --workspace --message-format=json |
     jq -r 'select(.reason == "compiler-artifact" and .profile.test and .executable != null)
         | "\(.manifest_path | rtrimstr("/Cargo.toml")) \(.executable)"' |
-    grep -E '/crates/(client|daemon|page|pager|remote|store|sys) ' | sort -u >"$work/programs"
+    grep -E '/(host|vmm)/(client|daemon|page|pager|remote|store|sys) ' | sort -u >"$work/programs"
 
 start=$SECONDS rounds=0 failed=0 hangs=0 passed=0
 while [ $((SECONDS - start)) -lt "$seconds" ]; do

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::process::Command;
 
 fn main() {
-    let header = "../../crates/client/include";
-    for input in ["build.rs", "realmem.c", "../../crates/client/include/ballast.h"] {
+    let header = "../../vmm/client/include";
+    for input in ["build.rs", "realmem.c", "../../vmm/client/include/ballast.h"] {
         println!("cargo::rerun-if-changed={input}");
     }
     let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));

@@ -21,7 +21,8 @@ struct Source {
 
 /// Returns the `src` directories of all members.
 fn crates() -> Vec<PathBuf> {
-    let members = ["crates", "lab"].map(|place| std::fs::read_dir(root().join(place)).expect("a directory"));
+    let members =
+        ["host", "vmm", "guest", "lab"].map(|place| std::fs::read_dir(root().join(place)).expect("a directory"));
     let sources = members.into_iter().flatten().map(|entry| entry.expect("an entry").path().join("src"));
     let mut found: Vec<PathBuf> = sources.filter(|src| src.is_dir()).collect();
     found.sort();

@@ -1,0 +1,51 @@
+//! A connection to an agent, which is a session, and what the worker knows of it.
+//!
+//! Before: there is a port. After: the worker (`worker`) has the conversation.
+//! Threads: the task of the VM's agent.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use ballast_messages::message::{NONCE, Wanted};
+use ballast_messages::{Frames, Run, ToGuest};
+
+use super::channel::Channel;
+use super::services::Services;
+
+/// Interval of the agent's messages about the guest, and of the worker's checks.
+pub(super) const TICK: Duration = Duration::from_secs(1);
+
+/// A report that is not complete yet.
+#[derive(Debug, Default)]
+pub(super) struct Parts {
+    pub number: u32,
+    pub runs: Vec<Run>,
+}
+
+/// A connection, which is a session.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub channel: Channel,
+    pub session: u64,
+    pub nonce: [u8; NONCE],
+    pub frames: Frames,
+    pub since: Instant,
+    /// Times of the last message about the guest, and of the last complete report.
+    pub ticked: Option<Instant>,
+    pub reported: Option<Instant>,
+    pub parts: Parts,
+    pub prove_at: Instant,
+    pub hello_at: Instant,
+    /// Pages of each node that it was told to hold.
+    pub balloon: BTreeMap<u32, u64>,
+    pub services: Services,
+}
+
+impl Link {
+    /// Sends a hello: what the agent is to do. A later one of the session replaces it.
+    pub fn hello(&mut self) -> bool {
+        let tick_ms = TICK.as_millis() as u32;
+        let wanted = Wanted { tick_ms, reports: true, services: self.services.is_wanted() };
+        self.channel.send(&ToGuest::Hello(wanted).frame(self.session))
+    }
+}
