@@ -15,25 +15,26 @@ use ballast_testkit::program::install;
 use ballast_testkit::skip;
 use ballast_testkit::swap::Swap;
 
-/// The program, under the names of VMMs.
+/// The program, under the names of VMMs: in cargo's directory, because a static is never dropped.
 fn programs() -> Option<&'static Path> {
-    static DIR: OnceLock<Option<tempfile::TempDir>> = OnceLock::new();
+    static DIR: OnceLock<Option<PathBuf>> = OnceLock::new();
     let make = || {
-        let dir = tempfile::tempdir().expect("a directory");
+        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("adopt");
+        std::fs::create_dir_all(&dir).expect("a directory");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vmm.c");
-        let qemu = dir.path().join("qemu-system-x86_64");
+        let qemu = dir.join("qemu-system-x86_64");
         let made = Command::new("cc").args(["-O2", "-o"]).args([&qemu, &source]).status();
         made.is_ok_and(|status| status.success()).then(|| {
-            install(&qemu, &dir.path().join("firecracker"));
-            install(&qemu, &dir.path().join("database"));
+            install(&qemu, &dir.join("firecracker"));
+            install(&qemu, &dir.join("database"));
             dir
         })
     };
-    let dir = DIR.get_or_init(make).as_ref();
+    let dir = DIR.get_or_init(make).as_deref();
     if dir.is_none() {
         skip("cc", "there is no C compiler");
     }
-    dir.map(tempfile::TempDir::path)
+    dir
 }
 
 struct Vmm {

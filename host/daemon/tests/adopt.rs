@@ -18,20 +18,22 @@ use ballast_testkit::swap::Swap;
 use common::guest::Guest;
 use common::{Daemon, kill, until};
 
+/// Made once for all tests of this program, so it is in cargo's directory: a static is never dropped.
 fn program() -> Option<&'static Path> {
-    static PROGRAM: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    static PROGRAM: OnceLock<Option<PathBuf>> = OnceLock::new();
     let make = || {
-        let dir = tempfile::tempdir().expect("a directory");
-        let (program, source) = (dir.path().join("qemu-system-x86_64"), "../adopt/tests/vmm.c");
+        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("adopt-daemon");
+        std::fs::create_dir_all(&dir).expect("a directory");
+        let (program, source) = (dir.join("qemu-system-x86_64"), "../adopt/tests/vmm.c");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(source);
         let made = Command::new("cc").args(["-O2", "-o"]).args([&program, &source]).status();
-        made.is_ok_and(|status| status.success()).then_some((dir, program))
+        made.is_ok_and(|status| status.success()).then_some(program)
     };
-    let made = PROGRAM.get_or_init(make).as_ref();
+    let made = PROGRAM.get_or_init(make).as_deref();
     if made.is_none() {
         skip("cc", "there is no C compiler");
     }
-    made.map(|(_, program)| program.as_path())
+    made
 }
 
 /// A VMM with 64 MiB of guest RAM.
