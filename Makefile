@@ -32,7 +32,9 @@ guest:
 	scripts/setup.sh
 	scripts/guest-image.sh
 
-# The same, a Valkey server and the real programs of `ballast bench real`, with packages of Python: for the tests.
+# The same, a Valkey server, the real programs of `ballast bench real`, with packages of Python, and a browser: for the
+# tests.
 setup: guest
 	scripts/valkey.sh
 	scripts/real-programs.sh
+	scripts/web-tools.sh

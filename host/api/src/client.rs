@@ -21,9 +21,9 @@ use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
 use crate::{
-    AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, HostStat, LendRequest, LimitsPatch, PlanRequest,
-    PolicyPatch, PolicyStat, PoolRequest, PoolStat, Problem, Track, UpgradeRequest, UpgradeStat, VmChange, VmHeat,
-    VmPatch, VmStat,
+    AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, History, HostStat, LendRequest, LimitsPatch,
+    PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, Problem, Track, UpgradeRequest, UpgradeStat, VmChange,
+    VmHeat, VmPatch, VmStat,
 };
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -225,7 +225,22 @@ impl Client {
 
     /// Returns recent events, oldest first.
     pub fn events(&self) -> Result<Vec<Event>, ClientError> {
-        self.get("/v1/events")
+        self.events_after(0)
+    }
+
+    /// Returns the events after number `after`, oldest first.
+    pub fn events_after(&self, after: u64) -> Result<Vec<Event>, ClientError> {
+        self.get(&format!("/v1/events?after={after}"))
+    }
+
+    /// Returns the past of the host: the last `minutes`, at most a day.
+    pub fn host_history(&self, minutes: u64) -> Result<History, ClientError> {
+        self.get(&format!("/v1/history?minutes={minutes}"))
+    }
+
+    /// Returns the past of a VM: the last `minutes`, at most a day.
+    pub fn vm_history(&self, name: &str, minutes: u64) -> Result<History, ClientError> {
+        self.get(&format!("{}/history?minutes={minutes}", vm_path(name)))
     }
 
     /// Returns the metrics page.

@@ -108,6 +108,10 @@ pub struct HostStat {
 /// An event: a report to operators.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
+    /// Its number: microseconds since 1970-01-01 00:00 UTC, made to rise from each event to the next, also from one
+    /// engine to the next.
+    #[serde(default)]
+    pub id: u64,
     /// Milliseconds since 1970-01-01 00:00 UTC.
     pub at_unix_ms: u64,
     /// The VM it is about; null for the host.

@@ -13,9 +13,9 @@ use utoipa::{OpenApi, ToSchema};
 use ballast_policy::{Plan, Snapshot};
 
 use crate::{
-    AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, HostStat, LendRequest, LimitsPatch, PlanRequest,
-    PolicyPatch, PolicyStat, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, Problem, UpgradeRequest, UpgradeStage,
-    UpgradeStat, VmChange, VmHeat, VmPatch, VmStat,
+    AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, History, HostStat, LendRequest, LimitsPatch,
+    PlanRequest, PolicyPatch, PolicyStat, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, Problem, UpgradeRequest,
+    UpgradeStage, UpgradeStat, VmChange, VmHeat, VmHistory, VmPatch, VmStat,
 };
 
 #[derive(OpenApi)]
@@ -27,6 +27,8 @@ use crate::{
     HeatPatch,
     HostStat,
     Event,
+    History,
+    VmHistory,
     VmPatch,
     LimitsPatch,
     VmChange,
@@ -60,6 +62,7 @@ enum Answer {
     Text,
     Json,
     Bytes,
+    Stream,
 }
 
 impl Answer {
@@ -71,6 +74,7 @@ impl Answer {
             Self::Many(name) => ("application/json", RefOr::T(ArrayBuilder::new().items(named(name)).into())),
             Self::Text => ("text/plain; version=0.0.4; charset=utf-8", typed(Type::String)),
             Self::Json => ("application/json", typed(Type::Object)),
+            Self::Stream => ("text/event-stream", typed(Type::String)),
             Self::Bytes => ("application/octet-stream", typed(Type::String)),
         }
     }
@@ -288,7 +292,27 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             .build(),
         ),
         ("/v1/host", Get, operation("getHost", "The host and Ballast", Answer::One("HostStat"), &[]).build()),
-        ("/v1/events", Get, operation("listEvents", "Recent events, oldest first", Answer::Many("Event"), &[]).build()),
+        ("/v1/events", Get, {
+            let list = operation("listEvents", "Recent events, oldest first", Answer::Many("Event"), &[bad_query]);
+            with_number(list, "after", "Only events with a higher id").build()
+        }),
+        ("/v1/events/stream", Get, {
+            let summary = "Events as they come, as server-sent events; ends after 50 s, and `Last-Event-ID` goes on";
+            let stream = operation("followEvents", summary, Answer::Stream, &[bad_query]);
+            with_number(stream, "after", "Begins after the event with this id").build()
+        }),
+        ("/v1/history", Get, {
+            let host = operation("getHostHistory", "The past of the host", Answer::One("History"), &[bad_query]);
+            with_number(host, "minutes", "1 to 1440, 60 unless given").build()
+        }),
+        ("/v1/history/vms", Get, {
+            let all = operation("listVmHistories", "The past of all VMs", Answer::Many("VmHistory"), &[bad_query]);
+            with_number(all, "minutes", "1 to 60, 10 unless given").build()
+        }),
+        ("/v1/vms/{name}/history", Get, {
+            let vm = operation("getVmHistory", "The past of one VM", Answer::One("History"), &[bad_query, missing]);
+            with_number(with_name(vm), "minutes", "1 to 1440, 60 unless given").build()
+        }),
         ("/v1/openapi.json", Get, operation("getOpenapi", "This document", Answer::Json, &[]).build()),
         ("/metrics", Get, operation("getMetrics", "Prometheus metrics", Answer::Text, &[]).build()),
     ]

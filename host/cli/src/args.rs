@@ -69,7 +69,9 @@ pub enum Command {
     /// Show the host and the daemon
     Host,
     /// Show recent events, oldest first
-    Events,
+    Events(EventsArgs),
+    /// Show the host and its VMs in a browser on this machine: serves a page until it is ended; read-only
+    Web(WebArgs),
     /// Check what this kernel can do; needs no daemon
     Doctor {
         /// Check the settings of the remote store's servers instead; asks the daemon
@@ -268,6 +270,28 @@ pub struct TopArgs {
     pub sort: Sort,
 }
 
+/// Arguments of `events`.
+#[derive(Debug, Args)]
+pub struct EventsArgs {
+    /// Go on as events come, until it is ended; with --json one object a line
+    #[arg(long)]
+    pub follow: bool,
+    /// Only events of this VM
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
+    /// Only events of the last 90s, 10m, 2h or 1d
+    #[arg(long, value_name = "TIME", value_parser = time_span)]
+    pub since: Option<Duration>,
+}
+
+/// Arguments of `web`.
+#[derive(Debug, Args)]
+pub struct WebArgs {
+    /// Port of the loopback interface; 0: any that is free
+    #[arg(long, default_value_t = 0)]
+    pub port: u16,
+}
+
 /// The column by which VMs are sorted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Sort {
@@ -286,6 +310,21 @@ pub enum Sort {
     Stall,
     /// 99th percentile of fault time
     Fault,
+}
+
+fn time_span(text: &str) -> Result<Duration, String> {
+    let (number, unit) = text.split_at(text.len() - text.chars().next_back().map_or(0, char::len_utf8));
+    let seconds = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        _ => 0,
+    };
+    match number.parse::<u64>().ok().and_then(|number| number.checked_mul(seconds)) {
+        Some(seconds) if seconds > 0 => Ok(Duration::from_secs(seconds)),
+        _ => Err("write a number and s, m, h or d, such as 10m".into()),
+    }
 }
 
 fn interval(text: &str) -> Result<Duration, String> {
@@ -334,6 +373,15 @@ mod tests {
         );
         assert_eq!(shares("none"), Ok(Word(None)));
         assert!(shares("much").is_err() && shares("-1").is_err());
+    }
+
+    #[test]
+    fn a_time_span_has_a_number_and_a_unit() {
+        assert_eq!(time_span("90s"), Ok(Duration::from_secs(90)));
+        assert_eq!(time_span("2h"), Ok(Duration::from_secs(7200)));
+        for wrong in ["", "0s", "10", "m", "-1m", "1.5h", "3µ", "99999999999999999999d"] {
+            assert!(time_span(wrong).is_err(), "{wrong} was accepted");
+        }
     }
 
     #[test]

@@ -1,9 +1,9 @@
-//! `ballast host` and `ballast events`: prints what the API returns about the host, and recent events.
+//! `ballast host`: prints what the API returns about the host.
 
 use std::fmt::Write;
 
 use anyhow::Result;
-use ballast_api::{Client, Event, HostStat, RemoteNode};
+use ballast_api::{Client, HostStat, RemoteNode};
 
 use crate::show;
 
@@ -11,12 +11,6 @@ use crate::show;
 pub fn host(client: &Client, json: bool) -> Result<()> {
     let host = client.host()?;
     if json { show::json(&host) } else { Ok(show::print(&describe(&host))?) }
-}
-
-/// Show recent events.
-pub fn events(client: &Client, json: bool) -> Result<()> {
-    let events = client.events()?;
-    if json { show::json(&events) } else { Ok(show::print(&story(&events))?) }
 }
 
 fn describe(host: &HostStat) -> String {
@@ -77,16 +71,4 @@ fn describe(host: &HostStat) -> String {
         size(host.saved_bytes)
     );
     text
-}
-
-fn story(events: &[Event]) -> String {
-    if events.is_empty() {
-        return "No events.\n".into();
-    }
-    let mut table = show::table(&["TIME", "VM", "KIND", "MESSAGE"]);
-    for event in events {
-        let vm = event.vm.as_deref().unwrap_or("-");
-        table.add_row([&show::time(event.at_unix_ms), vm, &event.kind, &event.message]);
-    }
-    show::lines(&table)
 }

@@ -9,6 +9,7 @@ mod adopt;
 mod agent;
 mod args;
 mod doctor;
+mod events;
 mod exit;
 mod heat;
 mod host;
@@ -21,6 +22,7 @@ mod show;
 mod top;
 mod upgrade;
 mod vm;
+mod web;
 
 use std::process::ExitCode;
 
@@ -57,7 +59,8 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Replay(args) => policy::replay(&args, cli.json)?,
         Command::Upgrade { program } => upgrade::run(client()?, program, cli.json)?,
         Command::Host => host::host(&client()?, cli.json)?,
-        Command::Events => host::events(&client()?, cli.json)?,
+        Command::Events(args) => events::run(&client()?, &args, cli.json)?,
+        Command::Web(args) => web::run(&cli.socket, &args)?,
         Command::Doctor { store: true } => return Ok(doctor::store(&client()?.host()?, cli.json)?.into()),
         Command::Doctor { store: false } => return Ok(doctor::run(client().ok(), cli.json)?.into()),
         Command::Completions { shell } => {

@@ -1,6 +1,7 @@
 //! Tests of the command as people and scripts use it: against the real API server over canned figures, and without a
 //! daemon.
 
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -25,6 +26,7 @@ use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
 use ballast_heat::{Phase, Settings};
 use ballast_testkit::program::{self, install_script};
 use ballast_testkit::skip;
+use tokio::sync::watch;
 
 struct Canned(Mutex<Vec<VmStat>>);
 
@@ -123,14 +125,22 @@ impl Backend for Canned {
             ..HostStat::default()
         }
     }
-    fn events(&self) -> Vec<Event> {
+    fn events(&self, after: u64) -> Vec<Event> {
         let message = "QEMU attached\u{1b}[2J\u{9b}2J with 2 regions".into();
-        vec![Event { at_unix_ms: 1_798_761_599_999, vm: Some("web-1".into()), kind: "attached".into(), message }]
+        let at_unix_ms = 1_798_761_599_999;
+        let event = Event { id: at_unix_ms, at_unix_ms, vm: Some("web-1".into()), kind: "attached".into(), message };
+        if after < event.id { vec![event] } else { Vec::new() }
+    }
+    fn event_watch(&self) -> watch::Receiver<u64> {
+        watch::Sender::default().subscribe()
+    }
+    fn event_counts(&self) -> BTreeMap<String, u64> {
+        BTreeMap::new()
     }
     fn fault_histogram(&self, _: &str) -> Option<Histogram> {
         None
     }
-    fn stage_histograms(&self, _: &str) -> Vec<(&'static str, Histogram)> {
+    fn stage_histograms(&self) -> Vec<(&'static str, Histogram)> {
         Vec::new()
     }
 }

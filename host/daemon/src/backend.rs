@@ -4,15 +4,16 @@
 //! Threads: those of the API. Only bringing all pages of a VM back, and the look before its first limit, take long.
 //! Promise: a change is checked whole before anything is changed, and is in the event list.
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use ballast_api::{
-    AdoptRequest, AdoptResult, DEFAULT_CELLS, DecisionRecord, Event, HostStat, LendRequest, NodeBalloon, PlanRequest,
-    PolicyPatch, PolicyStat, PoolRequest, PoolStat, RemoteFinding, RemoteNode, RemoteStat, Track, UpgradeStat, VmHeat,
-    VmKind, VmPatch, VmStat,
+    AdoptRequest, AdoptResult, DEFAULT_CELLS, DecisionRecord, Event, History, HostStat, LendRequest, NodeBalloon,
+    PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, RemoteFinding, RemoteNode, RemoteStat, Track,
+    UpgradeStat, VmHeat, VmKind, VmPatch, VmStat,
 };
 use ballast_base::{Bytes, PAGE_SIZE, wire};
 use ballast_pager::agent::told;
@@ -22,6 +23,7 @@ use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_remote::check::Finding;
 use ballast_remote::{Addr, NodeFigures};
 use ballast_sys::{meminfo, scm};
+use tokio::sync::watch;
 
 use crate::engine::adopted::vm::AdoptedVm;
 use crate::engine::governor::{Governor, operator};
@@ -279,20 +281,46 @@ impl Backend for Shown {
         }
     }
 
-    fn events(&self) -> Vec<Event> {
-        self.host.events.list()
+    fn events(&self, after: u64) -> Vec<Event> {
+        self.host.events.after(after)
+    }
+
+    fn event_watch(&self) -> watch::Receiver<u64> {
+        self.host.events.watch()
+    }
+
+    fn event_counts(&self) -> BTreeMap<String, u64> {
+        self.host.events.counts()
+    }
+
+    fn host_history(&self, minutes: u64) -> History {
+        self.host.past.of_host(minutes)
+    }
+
+    fn vm_history(&self, name: &str, minutes: u64) -> Option<History> {
+        let attached = self.host.by_name(name).map(|served| served.vm.state.id().to_string());
+        let id = attached.or_else(|| self.adopted(name).map(|vm| vm.id.clone()))?;
+        Some(self.host.past.of_vm(&id, minutes))
     }
 
     fn fault_histogram(&self, name: &str) -> Option<Histogram> {
         let histogram = self.host.by_name(name)?.vm.stats().fault_histogram();
-        Some(bounds(&histogram, 1_000..17_000_000_000))
+        Some(fault_bounds(&histogram))
     }
 
-    fn stage_histograms(&self, name: &str) -> Vec<(&'static str, Histogram)> {
-        let Some(served) = self.host.by_name(name) else { return Vec::new() };
-        let stats = served.vm.stats();
-        stats::Stage::ALL.map(|stage| (stage.name(), bounds(&stats.stage(stage), 30..600_000_000))).into()
+    fn stage_histograms(&self) -> Vec<(&'static str, Histogram)> {
+        let vms = self.host.all();
+        let of_all = |stage: stats::Stage| {
+            let each = vms.iter().map(|served| bounds(&served.vm.stats().stage(stage), 30..600_000_000));
+            (stage.name(), each.reduce(Histogram::and).unwrap_or_default())
+        };
+        stats::Stage::ALL.map(of_all).into()
     }
+}
+
+/// The histogram of faults as the metrics page has it: from microseconds to seconds.
+pub(crate) fn fault_bounds(histogram: &stats::Histogram) -> Histogram {
+    bounds(histogram, 1_000..17_000_000_000)
 }
 
 fn remote_stat(remote: &Remote, far_bytes: u64) -> RemoteStat {

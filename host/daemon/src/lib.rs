@@ -17,6 +17,7 @@ pub mod backend;
 pub mod config;
 pub mod engine;
 pub mod events;
+pub mod history;
 pub mod http;
 pub mod settings;
 pub mod tiering;

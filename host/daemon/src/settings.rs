@@ -43,6 +43,8 @@ pub struct Settings {
     pub tier: Option<Tiering>,
     /// How VMs are adopted.
     pub adopt: Option<Adopting>,
+    /// The directory of the samples of the last day.
+    pub history: PathBuf,
 }
 
 /// Protection of pages that go to a cluster.
@@ -147,6 +149,7 @@ impl Settings {
             privacy: config.remote.as_ref().map_or_else(Privacy::default, Privacy::of),
             tier: config.tier,
             adopt: Some(Adopting { dir: config.runtime_dir.clone(), all: config.adopt.all }),
+            history: config.runtime_dir.join("history"),
         }
     }
 }
@@ -213,6 +216,7 @@ mod tests {
             },
             tier: Some(Tiering { fast_node: 1, slow_node: 2, fast_percent: 3, mib_per_s: 4 }),
             adopt: Some(Adopting { dir: "/r".into(), all: true }),
+            history: "/h".into(),
         };
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let expected = (
@@ -222,7 +226,8 @@ mod tests {
                 + "022f70022f730103"
                 + "01022f6301022f6f022f6b01016e01"
                 + "0101020304"
-                + "01022f7201",
+                + "01022f7201"
+                + "022f68",
         );
         assert_eq!((Settings::FORMAT.version, said), expected, "raise FORMAT, and put what is said now here");
     }

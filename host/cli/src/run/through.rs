@@ -12,8 +12,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 
 /// Programs that ask another process, which has neither this environment nor these descriptors, to start a command.
-const HAND_OVER: &[&str] =
-    &["at", "batch", "docker", "kubectl", "lxc", "machinectl", "nerdctl", "podman", "screen", "ssh", "tmux", "virsh"];
+#[rustfmt::skip]
+const HAND_OVER: &[&str] = &[
+    "at", "batch", "crictl", "ctr", "distrobox", "distrobox-enter", "docker", "flatpak-spawn", "incus", "kubectl",
+    "lxc", "machinectl", "nerdctl", "oc", "podman", "run0", "screen", "ssh", "tmux", "toolbox", "virsh",
+];
 
 /// The index of QEMU in this command: its program, or an argument of a program that starts it.
 pub(super) fn qemu_in(command: &[OsString]) -> Option<usize> {

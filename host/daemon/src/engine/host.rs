@@ -18,6 +18,7 @@ use super::remote::Remote;
 use super::served::Served;
 use super::upgrades::Upgrades;
 use crate::events::Events;
+use crate::history::Past;
 use crate::settings::Settings;
 
 /// A VM whose VMM was told that it is attached is open within this, unless the engine is far behind.
@@ -50,6 +51,8 @@ pub struct Host {
     pub upgrades: Upgrades,
     /// Memory for VMs.
     pub pool: Arc<PoolService>,
+    /// Samples of the last day.
+    pub past: Past,
 }
 
 impl Host {

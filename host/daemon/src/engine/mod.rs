@@ -29,6 +29,7 @@ use ballast_sys::{memory_error, scm};
 
 use crate::backend::Shown;
 use crate::events::Events;
+use crate::history::Past;
 use crate::http::{self, Gate, PeerPolicy};
 use crate::settings::Settings;
 use adopted::AdoptedVms;
@@ -53,6 +54,7 @@ mod memory;
 mod missing;
 mod order_files;
 mod orphan;
+mod past;
 mod pin_check;
 pub mod pool;
 mod pool_parts;
@@ -106,6 +108,7 @@ pub fn run() -> anyhow::Result<()> {
     let pool = pool::PoolService::start(settings.pool.clone(), events.clone()).context("Starting the pool")?;
     let adopting = settings.adopt.clone().unwrap_or_default();
     let adopted = AdoptedVms::new(&adopting.dir, adopting.all, events.clone()).context("Starting to adopt VMs")?;
+    let past = Past::new(settings.history.clone()).context("Making the directory of the history")?;
     let host = Arc::new(Host {
         budget: Budget::new(settings.store_budget),
         file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
@@ -123,6 +126,7 @@ pub fn run() -> anyhow::Result<()> {
         pins: Arc::default(),
         upgrades: upgrades::Upgrades::default(),
         pool,
+        past,
     });
     let api = api.try_clone().context("Duplicating a descriptor")?;
     let mapper_scan = foreign_mappers::start(host.clone())?;
@@ -131,6 +135,8 @@ pub fn run() -> anyhow::Result<()> {
     governor.start(host.clone(), mapper_scan.clone()).context("Starting the governor")?;
     link_pool(&host, &governor);
     stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
+    let shown = Shown { host: host.clone(), governor: governor.clone(), keeper: keeper.clone() };
+    past::start(Arc::new(shown)).context("Starting to take samples")?;
     let me = Process::this().context("Finding this process's start time")?;
     let engine = Arc::new(Engine {
         keeper,

@@ -3,11 +3,14 @@
 //! Before: the engine implements [`Backend`]. After: the routes and the metrics page call it.
 //! Threads: any; every call runs on a blocking thread.
 
+use std::collections::BTreeMap;
+
 use ballast_api::{
-    AdoptRequest, AdoptResult, DecisionRecord, Event, HostStat, LendRequest, PlanRequest, PolicyPatch, PolicyStat,
-    PoolRequest, PoolStat, Track, UpgradeStat, VmHeat, VmPatch, VmStat,
+    AdoptRequest, AdoptResult, DecisionRecord, Event, History, HostStat, LendRequest, PlanRequest, PolicyPatch,
+    PolicyStat, PoolRequest, PoolStat, Track, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_policy::{Kind, Plan, Snapshot};
+use tokio::sync::watch;
 
 /// The backend of the API. Calls may block for a short time; a panic in one becomes a 500 and nothing else.
 pub trait Backend: Governing + Upgrades + Pooling + Adopting + Send + Sync + 'static {
@@ -31,12 +34,24 @@ pub trait Backend: Governing + Upgrades + Pooling + Adopting + Send + Sync + 'st
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
     /// The host and Ballast.
     fn host(&self) -> HostStat;
-    /// Recent events, oldest first.
-    fn events(&self) -> Vec<Event>;
+    /// Recent events after this number, oldest first.
+    fn events(&self, after: u64) -> Vec<Event>;
+    /// Changes with each event.
+    fn event_watch(&self) -> watch::Receiver<u64>;
+    /// How many events of each kind there were.
+    fn event_counts(&self) -> BTreeMap<String, u64>;
+    /// The last minutes of the host.
+    fn host_history(&self, _minutes: u64) -> History {
+        History::default()
+    }
+    /// The last minutes of a VM; none if there is no such VM.
+    fn vm_history(&self, _name: &str, _minutes: u64) -> Option<History> {
+        None
+    }
     /// How long the VM's faults took, for the metrics page.
     fn fault_histogram(&self, name: &str) -> Option<Histogram>;
-    /// The stages of its restores, by their names.
-    fn stage_histograms(&self, name: &str) -> Vec<(&'static str, Histogram)>;
+    /// The stages of restores of all VMs, by their names.
+    fn stage_histograms(&self) -> Vec<(&'static str, Histogram)>;
 }
 
 /// Why a VM was not changed. Caused by the operator.
@@ -60,6 +75,15 @@ pub struct Histogram {
     pub count: u64,
     /// Their sum in seconds.
     pub sum_s: f64,
+}
+
+impl Histogram {
+    /// The measurements of both, which have the same bounds.
+    #[must_use]
+    pub fn and(mut self, other: Self) -> Self {
+        self.buckets.iter_mut().zip(&other.buckets).for_each(|((_, count), (_, more))| *count += more);
+        Self { count: self.count + other.count, sum_s: self.sum_s + other.sum_s, ..self }
+    }
 }
 
 /// The governor. A backend without one returns errors.

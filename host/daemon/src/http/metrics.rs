@@ -15,7 +15,7 @@ pub(super) mod metric;
 pub(super) mod table;
 
 use metric::Metric;
-use table::{FAULT_DURATION, HEAT, HOST, POOL, RESTORE_STAGE, VM};
+use table::{EVENTS, FAULT_DURATION, HEAT, HOST, POOL, RESTORE_STAGE, VM};
 
 pub(super) const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
@@ -71,11 +71,12 @@ pub(super) fn page(backend: &dyn Backend) -> String {
         }
     }
     page.head(&RESTORE_STAGE);
-    for vm in &vms {
-        for (stage, histogram) in backend.stage_histograms(&vm.name) {
-            let labels = [("domain", vm.name.clone()), ("stage", stage.to_owned())];
-            page.histogram(RESTORE_STAGE.name, &labels, &histogram);
-        }
+    for (stage, histogram) in backend.stage_histograms() {
+        page.histogram(RESTORE_STAGE.name, &[("stage", stage.to_owned())], &histogram);
+    }
+    page.head(&EVENTS);
+    for (kind, count) in backend.event_counts() {
+        page.sample(EVENTS.name, &[("kind", kind)], count as f64);
     }
     page.0
 }

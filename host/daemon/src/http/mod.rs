@@ -10,6 +10,7 @@ mod backend;
 mod gate;
 mod governor;
 mod metrics;
+mod past;
 mod peer;
 mod pool;
 mod request;

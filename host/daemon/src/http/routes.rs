@@ -19,7 +19,7 @@ use super::peer::Access;
 use super::request::{
     Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, query_number, read_body,
 };
-use super::{adopted, governor, metrics, pool, upgrade};
+use super::{adopted, governor, metrics, past, pool, upgrade};
 
 pub(super) fn router(state: Connection) -> Router {
     Router::new()
@@ -32,8 +32,8 @@ pub(super) fn router(state: Connection) -> Router {
         .merge(governor::routes())
         .merge(upgrade::routes())
         .merge(pool::routes())
+        .merge(past::routes())
         .route("/v1/host", get(host))
-        .route("/v1/events", get(events))
         .route("/v1/openapi.json", get(openapi))
         .route("/metrics", get(metrics_page))
         .fallback(not_found)
@@ -173,10 +173,6 @@ async fn keep(connection: &Connection, name: Result<Path<String>, PathRejection>
 
 async fn host(State(connection): State<Connection>) -> Answer {
     json(&ask(&connection, |backend| backend.host()).await?)
-}
-
-async fn events(State(connection): State<Connection>) -> Answer {
-    json(&ask(&connection, |backend| backend.events()).await?)
 }
 
 async fn openapi() -> Answer {

@@ -1,19 +1,23 @@
 //! The server on a real socket: its responses, and what it survives. The backend is canned, because the server is
 //! tested.
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream as Stream;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
+use ballast_api::{AgentStat, Event, History, HostStat, HostTierStat, TieringStat, VmHeat, VmPatch, VmStat};
 use ballast_api::{Client, ClientError, LimitsPatch, Problem, VmStatus};
-use ballast_api::{Event, HostStat, VmHeat, VmPatch, VmStat};
 use ballast_base::MIB;
+use tokio::sync::watch;
 
 use super::*;
+use crate::events::Events;
 
 struct Canned {
     vms: Mutex<Vec<VmStat>>,
+    events: Arc<Events>,
 }
 
 impl Canned {
@@ -30,7 +34,9 @@ impl Canned {
             untouched_bytes: MIB,
             ..VmStat::default()
         };
-        Self { vms: Mutex::new(vec![vm("web", VmStatus::Running), vm("old", VmStatus::Halted)]) }
+        let events = Arc::new(Events::default());
+        events.add(None, "started", "The engine serves".into());
+        Self { vms: Mutex::new(vec![vm("web", VmStatus::Running), vm("old", VmStatus::Halted)]), events }
     }
 }
 
@@ -73,13 +79,22 @@ impl Backend for Canned {
     fn host(&self) -> HostStat {
         HostStat { version: "9.9.9".into(), vms: 1, mem_total_bytes: 64 * MIB, ..HostStat::default() }
     }
-    fn events(&self) -> Vec<Event> {
-        vec![Event { at_unix_ms: 1, vm: None, kind: "started".into(), message: "The engine serves".into() }]
+    fn events(&self, after: u64) -> Vec<Event> {
+        self.events.after(after)
+    }
+    fn event_watch(&self) -> watch::Receiver<u64> {
+        self.events.watch()
+    }
+    fn event_counts(&self) -> BTreeMap<String, u64> {
+        self.events.counts()
+    }
+    fn vm_history(&self, name: &str, minutes: u64) -> Option<History> {
+        self.vm(name).map(|_| History { step_s: minutes as u32, ..History::default() })
     }
     fn fault_histogram(&self, name: &str) -> Option<Histogram> {
         (name == "web").then(|| Histogram { buckets: vec![(1e-5, 3), (1e-4, 5)], count: 6, sum_s: 0.25 })
     }
-    fn stage_histograms(&self, _: &str) -> Vec<(&'static str, Histogram)> {
+    fn stage_histograms(&self) -> Vec<(&'static str, Histogram)> {
         vec![("read", Histogram { buckets: vec![(1e-6, 1)], count: 2, sum_s: 0.5 })]
     }
 }
@@ -92,6 +107,7 @@ impl Adopting for Canned {}
 struct Server {
     _directory: tempfile::TempDir,
     socket: PathBuf,
+    events: Arc<Events>,
 }
 
 fn start(policy: PeerPolicy, bounds: Bounds) -> Server {
@@ -99,14 +115,16 @@ fn start(policy: PeerPolicy, bounds: Bounds) -> Server {
     let socket = directory.path().join("api.sock");
     let listener = std::os::unix::net::UnixListener::bind(&socket).expect("bind");
     listener.set_nonblocking(true).expect("non-blocking");
+    let canned = Canned::new();
+    let events = canned.events.clone();
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
         runtime.block_on(async {
             let listener = UnixListener::from_std(listener).expect("listener");
-            serve_within(listener, Arc::new(Canned::new()), policy, Gate::default(), bounds).await;
+            serve_within(listener, Arc::new(canned), policy, Gate::default(), bounds).await;
         });
     });
-    Server { _directory: directory, socket }
+    Server { _directory: directory, socket, events }
 }
 
 fn usual() -> Server {
@@ -153,7 +171,7 @@ fn what_the_backend_says_is_what_the_client_reads() {
     assert_eq!(client.vms().expect("vms"), canned.vms());
     assert_eq!(client.vm("web").expect("vm"), canned.vms()[0]);
     assert_eq!(client.host().expect("host"), canned.host());
-    assert_eq!(client.events().expect("events"), canned.events());
+    assert_eq!(client.events().expect("events"), server.events.list());
     assert_eq!(client.heat("web", 7).expect("heat"), canned.heat("web", 7).expect("web"));
     let on = ballast_api::Track::On;
     assert_eq!(client.set_track("web", on).expect("track"), canned.set_track("web", on).expect("web"));
@@ -373,8 +391,8 @@ fn the_metrics_page_is_well_formed_and_sums_to_the_size() {
     assert_eq!(value("ballast_vm_fault_duration_seconds_bucket{domain=\"web\",le=\"0.00001\"}"), 3.0);
     assert_eq!(value("ballast_vm_fault_duration_seconds_bucket{domain=\"web\",le=\"+Inf\"}"), 6.0);
     assert_eq!(value("ballast_vm_fault_duration_seconds_sum"), 0.25);
-    assert_eq!(value("ballast_vm_restore_stage_seconds_bucket{domain=\"web\",stage=\"read\",le=\"0.000001\"}"), 1.0);
-    assert_eq!(value("ballast_vm_restore_stage_seconds_count{domain=\"web\",stage=\"read\"}"), 2.0);
+    assert_eq!(value("ballast_restore_stage_seconds_bucket{stage=\"read\",le=\"0.000001\"}"), 1.0);
+    assert_eq!(value("ballast_restore_stage_seconds_count{stage=\"read\"}"), 2.0);
     assert!(page.contains(r#"vmm="qemu \"x\\y\"\\u{a}""#), "labels are not escaped: {page}");
     assert_eq!(value("ballast_vm_status{domain=\"old\",status=\"halted\"}"), 1.0);
     assert_eq!(value("ballast_vm_status{domain=\"web\",status=\"halted\"}"), 0.0);
@@ -385,7 +403,8 @@ fn the_metrics_page_is_well_formed_and_sums_to_the_size() {
         .chain(metrics::table::VM.iter().map(|metric| metric.name));
     let names = names.chain(metrics::table::POOL.iter().map(|metric| metric.name));
     let names = names.chain(metrics::table::HEAT.iter().map(|metric| metric.name));
-    for name in names.chain([metrics::table::FAULT_DURATION.name, metrics::table::RESTORE_STAGE.name]) {
+    let others = [&metrics::table::FAULT_DURATION, &metrics::table::RESTORE_STAGE, &metrics::table::EVENTS];
+    for name in names.chain(others.map(|metric| metric.name)) {
         assert!(page.contains(&format!("# HELP {name} ")) && page.contains(&format!("# TYPE {name} ")), "{name}");
     }
     for line in page.lines().filter(|line| !line.starts_with('#')) {
@@ -402,7 +421,8 @@ fn every_metric_is_documented_with_its_type_and_unit() {
         .chain(metrics::table::POOL.iter().map(|metric| (metric.name, metric.kind)))
         .chain(metrics::table::HEAT.iter().map(|metric| (metric.name, metric.kind)))
         .chain(
-            [&metrics::table::FAULT_DURATION, &metrics::table::RESTORE_STAGE].map(|metric| (metric.name, metric.kind)),
+            [&metrics::table::FAULT_DURATION, &metrics::table::RESTORE_STAGE, &metrics::table::EVENTS]
+                .map(|metric| (metric.name, metric.kind)),
         );
     let mut rows = 0;
     for (name, kind) in ours {
@@ -464,4 +484,81 @@ fn a_peer_that_sends_a_descriptor_whose_close_waits_delays_no_other() {
         let answer = raw(&server.socket, b"GET /v1/host HTTP/1.1\r\nHost: b\r\nConnection: close\r\n\r\n");
         assert!(answer.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&answer));
     }
+}
+
+/// Reads from the stream until this is there.
+fn read_until(stream: &mut Stream, wanted: &str) -> String {
+    let (mut text, mut piece) = (String::new(), [0; 4096]);
+    while !text.contains(wanted) {
+        let read = stream.read(&mut piece).expect("more");
+        assert!(read > 0, "it ended without {wanted:?}: {text}");
+        text.push_str(&String::from_utf8_lossy(&piece[..read]));
+    }
+    text
+}
+
+#[test]
+fn a_stream_of_events_begins_after_the_last_one_read_and_goes_on() {
+    let server = usual();
+    let mut stream = Stream::connect(&server.socket).expect("connect");
+    stream.write_all(b"GET /v1/events/stream HTTP/1.1\r\nHost: b\r\n\r\n").expect("sent");
+    let first = read_until(&mut stream, "The engine serves");
+    assert!(first.contains("content-type: text/event-stream"), "{first}");
+    server.events.add(Some("web".into()), "attached", "web came".into());
+    read_until(&mut stream, "web came");
+    let client = Client::new(&server.socket).expect("client");
+    let all = client.events().expect("events");
+    assert_eq!(client.events_after(all[0].id).expect("events"), all[1..]);
+    let mut again = Stream::connect(&server.socket).expect("connect");
+    let head = format!("GET /v1/events/stream HTTP/1.1\r\nHost: b\r\nLast-Event-ID: {}\r\n\r\n", all[0].id);
+    again.write_all(head.as_bytes()).expect("sent");
+    let rest = read_until(&mut again, "web came");
+    assert!(!rest.contains("The engine serves"), "{rest}");
+}
+
+#[test]
+fn history_has_bounds_and_an_unknown_vm_has_none() {
+    let server = usual();
+    let get = |path: &str| raw(&server.socket, format!("GET {path} HTTP/1.1\r\nHost: b\r\n\r\n").as_bytes());
+    for (path, status) in [
+        ("/v1/history", 200),
+        ("/v1/history?minutes=0", 400),
+        ("/v1/history?minutes=1441", 400),
+        ("/v1/history/vms?minutes=60", 200),
+        ("/v1/history/vms?minutes=61", 400),
+        ("/v1/vms/web/history?minutes=7", 200),
+        ("/v1/vms/nobody/history", 404),
+        ("/v1/events?before=1", 400),
+    ] {
+        assert_eq!(status_and_problem(&get(path)).0, status, "{path}");
+    }
+    assert_eq!(Client::new(&server.socket).expect("client").vm_history("web", 7).expect("a history").step_s, 7);
+}
+
+#[test]
+fn a_vm_with_all_that_it_can_have_has_at_most_90_series() {
+    let agent = AgentStat {
+        tiering: Some(TieringStat { fast_hits_bp: Some(1), ..TieringStat::default() }),
+        ..AgentStat::default()
+    };
+    let vm = VmStat {
+        limit_bytes: Some(1),
+        target_bytes: Some(1),
+        agent: Some(agent),
+        host_tiers: Some(HostTierStat::default()),
+        ..VmStat::default()
+    };
+    let of_vm: usize = metrics::table::VM.iter().map(|metric| (metric.samples)(&vm).len()).sum();
+    let heat = VmHeat { ages: vec![ballast_api::AgeBucket { up_to_s: Some(1), bytes: 0 }; 6], ..VmHeat::default() };
+    let of_heat: usize = metrics::table::HEAT.iter().map(|metric| (metric.samples)(&heat).len()).sum();
+    use ballast_pager::vm::stats::Histogram;
+    let faults = crate::backend::fault_bounds(&Histogram {
+        counts: vec![0; ballast_pager::vm::stats::BUCKETS],
+        sum_ns: 0,
+        max_ns: 0,
+    });
+    // The infinite bucket, the sum and the count have no bound.
+    let series = of_vm + of_heat + faults.buckets.len() + 3;
+    println!("series_per_vm {series}: {of_vm} of figures, {of_heat} of heat, {} buckets", faults.buckets.len());
+    assert!(series <= 90, "{series}");
 }

@@ -205,6 +205,11 @@ impl Governor {
         self.lock().rests = true;
     }
 
+    /// Does it decide nothing because VMs move?
+    pub fn is_resting(&self) -> bool {
+        self.lock().rests
+    }
+
     /// Decide again, from the present state.
     pub fn resume(&self) {
         let mut inner = self.lock();

@@ -26,23 +26,23 @@ impl fmt::Display for Kind {
 }
 
 /// One sample: labels beyond `domain`, and the value.
-pub(super) type Sample = (Vec<(&'static str, String)>, f64);
+pub(crate) type Sample = (Vec<(&'static str, String)>, f64);
 
 /// A metric of the host: where its samples come from.
-pub(super) type HostSamples = fn(&HostStat) -> Vec<Sample>;
+pub(crate) type HostSamples = fn(&HostStat) -> Vec<Sample>;
 /// A metric of a VM; every sample also gets the label `domain`.
-pub(super) type VmSamples = fn(&VmStat) -> Vec<Sample>;
+pub(crate) type VmSamples = fn(&VmStat) -> Vec<Sample>;
 
 /// A metric of a node of the pool; every sample also gets the labels `node` and `pages`.
-pub(super) type PoolSamples = fn(&PoolNode) -> Vec<Sample>;
+pub(crate) type PoolSamples = fn(&PoolNode) -> Vec<Sample>;
 /// A metric of a VM's heat, while somebody tracks it; every sample also gets the label `domain`.
-pub(super) type HeatSamples = fn(&VmHeat) -> Vec<Sample>;
+pub(crate) type HeatSamples = fn(&VmHeat) -> Vec<Sample>;
 
 pub(crate) struct Metric<S> {
     pub(crate) name: &'static str,
     pub(crate) kind: Kind,
     pub(crate) help: &'static str,
-    pub(super) samples: S,
+    pub(crate) samples: S,
 }
 
 pub(super) const fn metric<S>(name: &'static str, kind: Kind, help: &'static str, samples: S) -> Metric<S> {

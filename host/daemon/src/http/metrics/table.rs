@@ -42,6 +42,9 @@ fn of_host_tiers(vm: &VmStat, samples: impl Fn(&HostTierStat) -> Vec<Sample>) ->
     vm.host_tiers.iter().flat_map(samples).collect()
 }
 
+/// Steps of the ages, in seconds.
+const AGES: [u64; 5] = [1, 10, 60, 600, 3600];
+
 fn moved(from: &str, to: &str, cause: &str, count: u64) -> Sample {
     let labels = vec![("from", from.to_owned()), ("to", to.to_owned()), ("cause", cause.to_owned())];
     (labels, pages(count) as f64)
@@ -84,9 +87,6 @@ pub(crate) const HOST: &[Metric<HostSamples>] = &[
     }),
     metric("ballast_remote_errors_total", Kind::Counter, "Requests to a node that came to nothing.", |host| {
         by_node(host, |node| node.errors as f64)
-    }),
-    metric("ballast_remote_p99_seconds", Kind::Gauge, "99 of 100 requests to a node took no longer.", |host| {
-        by_node(host, |node| node.p99_us as f64 / 1e6)
     }),
     metric("ballast_vms", Kind::Gauge, "VMs attached.", |host| one(u64::from(host.vms))),
     metric("ballast_policy_info", Kind::Gauge, "Always 1; the label names the policy in force.", |host| {
@@ -168,8 +168,11 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
     metric("ballast_vm_reservation_bytes", Kind::Gauge, "DRAM that is never taken.", |vm| {
         one(vm.settings.effective_reservation(vm.limit_bytes.map_or(vm.size_bytes, |limit| limit.min(vm.size_bytes))))
     }),
-    metric("ballast_vm_registered_bytes", Kind::Gauge, "Guest RAM under userfaultfd now.", |vm| {
-        one(vm.registered_bytes)
+    metric("ballast_vm_protect_bytes", Kind::Gauge, "DRAM that is taken only when all VMs have their part.", |vm| {
+        one(vm.settings.protect_bytes)
+    }),
+    metric("ballast_vm_shares", Kind::Gauge, "Weight when memory is short; 0: hands off.", |vm| {
+        one(vm.settings.effective_shares().into())
     }),
     metric("ballast_vm_store_bytes", Kind::Gauge, "What the VM's far pages occupy in RAM.", |vm| one(vm.store_bytes)),
     metric("ballast_vm_far_file_bytes", Kind::Gauge, "Part of far: on disk.", |vm| one(vm.far_file_bytes)),
@@ -188,9 +191,6 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
     }),
     metric("ballast_vm_coalesced_bytes_total", Kind::Counter, "Guest RAM mapped huge again.", |vm| {
         one(vm.reclaim.coalesced_units * ballast_base::HUGE_SIZE as u64)
-    }),
-    metric("ballast_vm_coalesce_refusals_total", Kind::Counter, "Times the kernel would not map it huge.", |vm| {
-        one(vm.reclaim.coalesce_refused)
     }),
     metric("ballast_vm_throttled_faults_total", Kind::Counter, "Faults that waited for room.", |vm| {
         one(vm.faults.throttled)
@@ -213,12 +213,6 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
             [("minor", faults.minor), ("restore", faults.restore), ("zero", faults.zero), ("fresh", faults.fresh)];
         by("kind", &kinds)
     }),
-    metric(
-        "ballast_vm_deferred_faults_total",
-        Kind::Counter,
-        "Times a fault met a busy page and was put back.",
-        |vm| one(vm.faults.deferred),
-    ),
     metric("ballast_vm_moved_bytes_total", Kind::Counter, "Guest RAM moved between tiers.", |vm| {
         vec![
             moved("resident", "far", "reclaim", vm.reclaim.evicted_pages),
@@ -234,12 +228,6 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
         "Restored within 10 s of eviction: wrong choices.",
         |vm| one(pages(vm.reclaim.restored_soon_pages)),
     ),
-    metric("ballast_vm_same_filled_bytes_total", Kind::Counter, "Part of what moved far: one repeated word.", |vm| {
-        one(pages(vm.reclaim.same_filled_pages))
-    }),
-    metric("ballast_vm_quarantined_bytes_total", Kind::Counter, "Guest RAM put into quarantine.", |vm| {
-        one(pages(vm.reclaim.zapped_pages))
-    }),
     metric(
         "ballast_vm_reclaim_kept_bytes_total",
         Kind::Counter,
@@ -272,32 +260,27 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
             vec![seconds("some", vm.stall.some.total_us), seconds("full", vm.stall.full.total_us)]
         },
     ),
-    metric("ballast_vm_agent_state", Kind::Gauge, "1 for the state that the guest's agent is in.", |vm| {
-        use AgentState::{Idle, Ignored, Reporting, Silent};
-        of_agent(vm, |agent| {
-            let is =
-                |state: AgentState| (vec![("state", state.to_string())], f64::from(u8::from(agent.state == state)));
-            [Silent, Idle, Reporting, Ignored].map(is).into()
-        })
+    metric(
+        "ballast_vm_agent_reporting",
+        Kind::Gauge,
+        "1 while the guest's agent reports; absent without a port.",
+        |vm| of_agent(vm, |agent| one((agent.state == AgentState::Reporting).into())),
+    ),
+    metric("ballast_vm_agent_rejected_total", Kind::Counter, "Messages and pages that were not heeded.", |vm| {
+        of_agent(vm, |agent| one(agent.rejected_messages + agent.rejected_pages + agent.garbage_bytes))
     }),
+    metric(
+        "ballast_vm_service_restored_bytes_total",
+        Kind::Counter,
+        "Restored for the guest's kernel services.",
+        |vm| of_agent(vm, |agent| one(agent.restored_for.all().iter().map(|(_, count)| pages(*count)).sum())),
+    ),
     metric("ballast_vm_agent_cold_bytes", Kind::Gauge, "What its last report calls cold, and of it, free.", |vm| {
         of_agent(vm, |agent| {
             let used = agent.cold_bytes.saturating_sub(agent.free_bytes);
             by("kind", &[("free", agent.free_bytes), ("used", used)])
         })
     }),
-    metric("ballast_vm_agent_rejected_total", Kind::Counter, "What it said and was not heeded.", |vm| {
-        of_agent(vm, |agent| {
-            let what = [("message", agent.rejected_messages), ("page", agent.rejected_pages)];
-            by("what", &[what[0], what[1], ("garbage_byte", agent.garbage_bytes)])
-        })
-    }),
-    metric(
-        "ballast_vm_service_restored_bytes_total",
-        Kind::Counter,
-        "Restored for services of the guest's kernel.",
-        |vm| of_agent(vm, |agent| by("service", &agent.restored_for.all().map(|(name, count)| (name, pages(count))))),
-    ),
     metric("ballast_vm_node_bytes", Kind::Gauge, "Memory of the guest's nodes, as its agent says.", |vm| {
         of_agent(vm, |agent| {
             let of = |node: &NodeStat| {
@@ -324,29 +307,7 @@ pub(crate) const VM: &[Metric<VmSamples>] = &[
         })
     }),
     metric("ballast_vm_host_tier_moves_bytes_total", Kind::Counter, "Moves between the host's nodes.", |vm| {
-        of_host_tiers(vm, |tiers| {
-            let moves = [("fast", tiers.to_fast_bytes), ("slow", tiers.to_slow_bytes), ("none", tiers.stayed_bytes)];
-            by("to", &moves)
-        })
-    }),
-    metric("ballast_vm_host_tier_units_total", Kind::Counter, "Huge pages split for a move, or joined again.", |vm| {
-        of_host_tiers(vm, |tiers| {
-            let units =
-                [("split", tiers.split_units), ("refused", tiers.split_refused), ("joined", tiers.joined_units)];
-            by("what", &units)
-        })
-    }),
-    metric("ballast_vm_picked_pages_total", Kind::Counter, "Picked pages, estimated, by outcome.", |vm| {
-        of_agent(vm, |agent| {
-            let sample = |by: &str, outcome: &str, count: u64| {
-                (vec![("by", by.to_owned()), ("outcome", outcome.to_owned())], count as f64)
-            };
-            let of = |by, picked: ballast_api::PickedStat| {
-                let stayed = picked.judged_pages.saturating_sub(picked.wrong_pages);
-                [sample(by, "wrong", picked.wrong_pages), sample(by, "stayed", stayed)]
-            };
-            [of("agent", agent.by_agent), of("host", agent.by_host)].concat()
-        })
+        of_host_tiers(vm, |tiers| by("to", &[("fast", tiers.to_fast_bytes), ("slow", tiers.to_slow_bytes)]))
     }),
 ];
 
@@ -355,17 +316,19 @@ pub(crate) const HEAT: &[Metric<HeatSamples>] = &[
         one(heat.wss_bytes)
     }),
     metric("ballast_vm_age_bytes", Kind::Gauge, "Guest RAM in DRAM by the time since its last touch.", |heat| {
-        let bucket = |bucket: &ballast_api::AgeBucket| {
-            let end = bucket.up_to_s.map_or("older".to_owned(), |end| end.to_string());
-            (vec![("up_to_seconds", end)], bucket.bytes as f64)
-        };
-        heat.ages.iter().map(bucket).collect()
+        // Fewer steps than the API has.
+        let (mut samples, mut bytes) = (Vec::new(), 0);
+        for bucket in &heat.ages {
+            bytes += bucket.bytes;
+            if bucket.up_to_s.is_none_or(|end| AGES.contains(&end)) {
+                let end = bucket.up_to_s.map_or("older".to_owned(), |end| end.to_string());
+                samples.push((vec![("up_to_seconds", end)], std::mem::take(&mut bytes) as f64));
+            }
+        }
+        samples
     }),
     metric("ballast_vm_bloat_bytes", Kind::Gauge, "Cold part of hot huge pages with hardly anything hot.", |heat| {
         one(heat.bloat_bytes)
-    }),
-    metric("ballast_vm_heat_cycles_total", Kind::Counter, "Cycles of access tracking over all memory.", |heat| {
-        one(heat.cycles)
     }),
     metric("ballast_vm_heat_cost_ratio", Kind::Gauge, "What tracking takes, as a share of time.", |heat| {
         let share = |of: &str, percent: f64| (vec![("of", of.to_owned())], percent / 100.0);
@@ -377,8 +340,10 @@ pub(crate) const FAULT_DURATION: Metric<()> =
     metric("ballast_vm_fault_duration_seconds", Kind::Histogram, "Time to serve a fault: read to guest woken.", ());
 
 pub(crate) const RESTORE_STAGE: Metric<()> = metric(
-    "ballast_vm_restore_stage_seconds",
+    "ballast_restore_stage_seconds",
     Kind::Histogram,
-    "Stages of restores, one restore in eight from RAM and all from disk.",
+    "Stages of restores of all VMs, one restore in eight from RAM and all from disk.",
     (),
 );
+
+pub(crate) const EVENTS: Metric<()> = metric("ballast_events_total", Kind::Counter, "Events, by kind.", ());

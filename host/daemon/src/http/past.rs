@@ -1,0 +1,119 @@
+//! Events and history in the API: what happened, as a list or a stream, and samples for charts.
+//!
+//! Before: `routes` mounts it. After: JSON, or server-sent events.
+//! Threads: a stream is a task; it asks the backend on a blocking thread when there is something new. Units: in the
+//! names. Promise: a stream ends by itself before its connection must, and a peer that comes again with the number of
+//! the last event that it read (`Last-Event-ID`, or `after`) misses none of the last 1,000.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::{Path, State, rejection::PathRejection};
+use axum::http::{HeaderMap, Uri};
+use axum::response::sse::{self, Sse};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use ballast_api::{Event, VmHistory};
+use futures_util::stream;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::request::{Answer, Connection, Refusal, ask, bad_request, json, no_such_vm, query_number};
+
+/// A stream's length. A connection has at most a minute.
+const STREAM: Duration = Duration::from_secs(50);
+/// A peer that has ended is found by a line that it need not read.
+const ALIVE: Duration = Duration::from_secs(10);
+/// A peer comes again after this.
+const AGAIN: Duration = Duration::from_millis(500);
+/// Most minutes of a history, and how many it has unless that is asked for.
+const MINUTES: (u64, u64) = (24 * 60, 60);
+/// Minutes of a list of VMs' histories.
+const LIST_MINUTES: (u64, u64) = (60, 10);
+
+pub(super) fn routes() -> Router<Connection> {
+    Router::new()
+        .route("/v1/events", get(events))
+        .route("/v1/events/stream", get(follow))
+        .route("/v1/history", get(of_host))
+        .route("/v1/history/vms", get(of_vms))
+        .route("/v1/vms/{name}/history", get(of_vm))
+}
+
+async fn events(State(connection): State<Connection>, uri: Uri) -> Answer {
+    let after = query_number(&uri, "after", 0)?;
+    json(&ask(&connection, move |backend| backend.events(after)).await?)
+}
+
+/// What a stream of events goes on from.
+struct Follower {
+    connection: Connection,
+    watch: watch::Receiver<u64>,
+    after: u64,
+    read: VecDeque<Event>,
+    until: Instant,
+}
+
+async fn follow(State(connection): State<Connection>, uri: Uri, headers: HeaderMap) -> Result<Response, Refusal> {
+    let asked = query_number(&uri, "after", 0)?;
+    let last = headers.get("last-event-id").and_then(|value| value.to_str().ok()?.parse().ok());
+    let follower = Follower {
+        watch: connection.backend.event_watch(),
+        connection,
+        after: last.unwrap_or(asked),
+        read: VecDeque::new(),
+        until: Instant::now() + STREAM,
+    };
+    let stream = stream::unfold(follower, next);
+    Ok(Sse::new(stream).keep_alive(sse::KeepAlive::new().interval(ALIVE)).into_response())
+}
+
+/// The next event, when there is one; none at the end of the stream.
+async fn next(mut follower: Follower) -> Option<(Result<sse::Event, Infallible>, Follower)> {
+    loop {
+        if let Some(event) = follower.read.pop_front() {
+            follower.after = event.id;
+            // Serialising plain data cannot fail.
+            let text = serde_json::to_string(&event).expect("an event serialises");
+            let said = sse::Event::default().id(event.id.to_string()).retry(AGAIN).data(text);
+            return Some((Ok(said), follower));
+        }
+        let after = follower.after;
+        let _ = follower.watch.borrow_and_update();
+        follower.read = ask(&follower.connection, move |backend| backend.events(after)).await.ok()?.into();
+        if follower.read.is_empty() {
+            tokio::time::timeout_at(follower.until, follower.watch.changed()).await.ok()?.ok()?;
+        }
+    }
+}
+
+fn minutes(uri: &Uri, (most, default): (u64, u64)) -> Result<u64, Refusal> {
+    match query_number(uri, "minutes", default)? {
+        minutes if (1..=most).contains(&minutes) => Ok(minutes),
+        minutes => Err(bad_request(format!("{minutes} minutes are asked for; 1 to {most} are possible"))),
+    }
+}
+
+async fn of_host(State(connection): State<Connection>, uri: Uri) -> Answer {
+    let minutes = minutes(&uri, MINUTES)?;
+    json(&ask(&connection, move |backend| backend.host_history(minutes)).await?)
+}
+
+async fn of_vms(State(connection): State<Connection>, uri: Uri) -> Answer {
+    let minutes = minutes(&uri, LIST_MINUTES)?;
+    let all = ask(&connection, move |backend| {
+        let of = |name: String| Some(VmHistory { history: backend.vm_history(&name, minutes)?, name });
+        backend.vms().into_iter().filter_map(|vm| of(vm.name)).collect::<Vec<_>>()
+    });
+    json(&all.await?)
+}
+
+async fn of_vm(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>, uri: Uri) -> Answer {
+    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
+    let minutes = minutes(&uri, MINUTES)?;
+    let asked = name.clone();
+    let history = ask(&connection, move |backend| backend.vm_history(&asked, minutes)).await?;
+    json(&history.ok_or_else(|| no_such_vm(&name))?)
+}
