@@ -5,8 +5,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Samples, oldest first. All columns have one entry for each sample: one for each 10 s of the last hour, or one for each
-/// minute of the last day. A time without an engine has none.
+/// Samples, oldest first. All columns have one entry for each sample: one for each 10 s of the last hour, or one for
+/// each minute of the last day. A time without an engine has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct History {
     /// The time between two samples in seconds: 10 or 60.
