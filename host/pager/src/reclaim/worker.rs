@@ -5,20 +5,12 @@
 //! one run that is being punched (and copied, if reclaim is forced: see below), and for credits in a VM at its limit
 //! (`throttle`, at most 0.1 s). Units: pages, bytes at the borders. Promise: a higher limit ends reclaim at once.
 //!
-//! ```text
-//! resident:  0 ........................ low ........ limit .......
-//!                   nothing to do        |  background  |  direct
-//! ```
-//!
-//! Above *low* the worker reclaims in the background: it keeps a supply of pages in quarantine (`candidates` picks
-//! them) and evicts those that stayed untouched for T, until resident memory is at low again. If the guest touches
-//! nearly all of them, it keeps fewer (`effort`). Above *limit* it does the same without pauses, and takes warm pages,
-//! too. There the quarantine is *adaptive* (`adaptive`), unless something may have pages pinned and the engine cannot
-//! know which: T is shorter, and halved as long as nearly all pages are quarantine hits. If they are hits even with no
-//! T at all, reclaim is *forced*: pages are locked before they are copied. From a *ceiling* on, a margin above the
-//! limit and for a second after a cut more (`descent`), a page comes in only when one has gone out (`throttle`). Faults
-//! that wait for that first raise the number of pages in quarantine, then halve T. So a VM whose working set is larger
-//! than its limit is held to the limit, at the price of restores.
+//! The controller (`controller`) says in each round which mode holds; its head has the modes and all numbers. In the
+//! background the worker keeps a supply of cold pages in quarantine (`candidates` picks them) and evicts those that
+//! stayed untouched for T. Above the limit it does so without pauses and takes warm pages, too; unless something may
+//! have pages pinned and the engine cannot know which, T is shorter there. From the *ceiling* on a page comes in only
+//! when others have gone out (`throttle`). So a VM whose working set is larger than its limit is held to the limit, at
+//! the price of restores.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -29,38 +21,18 @@ use ballast_heat::Pick;
 use ballast_store::PageBytes;
 use ballast_sys::PinCheck;
 
-use crate::reclaim::adaptive::Adaptive;
 use crate::reclaim::candidates::Candidates;
-use crate::reclaim::descent::Descent;
-use crate::reclaim::effort::Effort;
+use crate::reclaim::controller::{BACKGROUND, Controller, LOOK, MOST_WAIT, Mode, REST, Round, SLICE, Seen, margin};
 use crate::reclaim::failures::Failures;
 use crate::reclaim::interval;
-use crate::reclaim::pace::Pace;
 use crate::reclaim::pinned::{self, Asked};
 use crate::reclaim::quarantine::{Accesses, Due, Quarantine};
-use crate::run::pool::thread::go_first;
 use crate::run::queue::Next;
+use crate::vm::account::SHARE;
 use crate::vm::stats::Counter;
 use crate::vm::{Hold, Vm};
 use ballast_page::evict::{LockedFrom, To, evict, release};
 use ballast_page::page_state::State;
-
-/// Pauses after rounds without evictions: first, longest, longest at rest (`growth`), in the background, over a limit.
-const IDLE: Duration = Duration::from_millis(200);
-const QUIET: Duration = Duration::from_secs(1);
-const REST: Duration = Duration::from_secs(8);
-const BACKGROUND: Duration = Duration::from_millis(20);
-const DIRECT: Duration = Duration::from_millis(2);
-/// Longest time for which a round evicts, beyond the run in hand: then another VM has its turn.
-const SLICE: Duration = Duration::from_millis(2);
-/// Pause of reclaim after the store was full or busy.
-const STORE_REST: Duration = Duration::from_secs(1);
-/// The same while the spill worker frees space: the time it takes to write a few MiB.
-const SPILL_REST: Duration = Duration::from_millis(20);
-/// If this many rounds in a row found nothing to zap, and some pages are pinned or kept, no other page can go.
-const HELD_UP_AFTER: u32 = 3;
-/// The pause after such a round, in lengths of the round: it takes less than 1/20 of a CPU.
-const PINNED_REST: u32 = 20;
 
 /// Why nothing is evicted now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,23 +50,19 @@ pub(crate) struct ReclaimWorker {
     vm: Arc<Vm>,
     /// The pin check, if there is one; the same for all of a round.
     check: Option<Arc<PinCheck>>,
-    /// Rounds in a row that found nothing to zap, while something was pinned.
-    fruitless: u32,
+    /// Since when rounds above the limit have found no page that may go.
+    fruitless_since: Option<Instant>,
     candidates: Candidates,
     quarantine: Quarantine,
-    adaptive: Adaptive,
-    descent: Descent,
-    effort: Effort,
+    controller: Controller,
     rest_until: Option<Instant>,
     failures: Failures,
     refusals: Failures,
     /// Bytes resident at the last round, and at the last round with nothing to do.
     resident: u64,
     checked: u64,
-    /// The pause while there is nothing to do.
-    pause: Duration,
-    /// Decides whether a round begins after a client's reply.
-    pace: Pace,
+    /// How long rounds in a row have taken of which each ended with more to do.
+    searched: Duration,
     /// The last round found the VM at or below low.
     is_low: bool,
     /// The VM was tracked after the last round.
@@ -117,19 +85,16 @@ impl ReclaimWorker {
     pub fn new(vm: Arc<Vm>) -> Self {
         let mut worker = Self {
             check: None,
-            fruitless: 0,
+            fruitless_since: None,
             candidates: Candidates::new(vm.clone()),
             quarantine: Quarantine::new(vm.clone()),
-            adaptive: Adaptive::new(vm.tuning.direct_quarantine),
-            descent: Descent::new(Instant::now()),
-            effort: Effort::default(),
+            controller: Controller::new(vm.tuning.quarantine, vm.tuning.direct_quarantine),
             rest_until: None,
             failures: Failures::default(),
             refusals: Failures::default(),
             resident: 0,
             checked: 0,
-            pause: IDLE,
-            pace: Pace::default(),
+            searched: Duration::ZERO,
             is_low: false,
             was_tracked: false,
             has_more: false,
@@ -153,10 +118,7 @@ impl ReclaimWorker {
             vm.forget_ended();
         }
         vm.pressure.sample(vm.stats(), now);
-        let pause = match self.was_only_answered(now).and_then(|answered| match answered {
-            true => Ok(self.pace.pause),
-            false => self.round(),
-        }) {
+        let pause = match self.quarantine.take_answers(now).and_then(|()| self.round()) {
             Ok(pause) => pause,
             Err(error) => {
                 self.failures.report(&vm, now, &error);
@@ -165,7 +127,7 @@ impl ReclaimWorker {
                 if let Err(error) = self.quarantine.forget() {
                     tracing::error!(vm = vm.state.name(), "Reading the page-state words: {error}");
                 }
-                STORE_REST
+                LOOK
             }
         };
         // A limit, a hold, and whether the VM is above its limit are seen here first.
@@ -174,20 +136,10 @@ impl ReclaimWorker {
             vm.mail.track.notify();
         }
         // In a long pause only: memory that restores have emptied is prepared for the next eviction.
-        if pause > DIRECT {
+        if pause > SLICE {
             vm.stores.first().store.tidy();
         }
-        self.pace.pause = pause;
         self.next(now, pause)
-    }
-
-    /// Takes replies. Returns whether a client replied and there is nothing else to do.
-    fn was_only_answered(&mut self, now: Instant) -> std::io::Result<bool> {
-        let was_zapping = self.quarantine.is_zapping();
-        self.quarantine.take_answers(now)?;
-        let vm = &self.vm;
-        let answered = was_zapping && !self.quarantine.is_zapping() && vm.held().is_none();
-        Ok(answered && !self.pace.is_round_due(now, vm.effective_limit(), vm.mail.throttle.is_short()))
     }
 
     /// When the next piece of work is due after this pause, or earlier because a client must have replied by then.
@@ -195,12 +147,9 @@ impl ReclaimWorker {
         if let Some(until) = self.quarantine.until() {
             // The reply notifies. Without pages to evict there is nothing to do before that.
             let has_due = self.quarantine.is_waiting();
-            self.pace.due = has_due.then(|| now + pause);
             return if has_due { Next::after(now, pause) } else { Next::At(until.max(now)) };
         }
-        self.pace.due = None;
-        if pause < IDLE {
-            self.pause = IDLE;
+        if pause < MOST_WAIT {
             self.vm.mail.rest_at(None);
             return Next::after(now, pause);
         }
@@ -211,10 +160,13 @@ impl ReclaimWorker {
         }
         let is_same = std::mem::replace(&mut self.checked, self.resident) == self.resident;
         let is_quiet = is_same && vm.pinned.pages().0 == 0;
-        let longest = if self.is_low { REST } else { QUIET };
-        self.pause = if is_quiet { (self.pause * 2).min(longest) } else { IDLE };
         vm.mail.rest_at(is_quiet.then_some(self.resident));
-        Next::about(now, pause.max(self.pause))
+        let rests = match is_quiet {
+            true if self.is_low => REST,
+            true => LOOK,
+            false => MOST_WAIT,
+        };
+        Next::about(now, pause.max(rests))
     }
 
     /// Does one round; returns how long to pause before the next.
@@ -222,80 +174,70 @@ impl ReclaimWorker {
         let vm = self.vm.clone();
         let now = Instant::now();
         self.is_low = false;
-        self.pace.held_to = vm.effective_limit();
         self.check_pinned_again(now);
         let limit = match self.limit(now) {
             Ok(limit) => limit,
             Err(rest) => {
                 vm.mail.throttle.open();
-                if rest != Rest::StoreRefused {
-                    self.descent.end();
-                    vm.mail.over_limit.store(false, Ordering::Relaxed);
-                    vm.pinned.clear();
-                    self.quarantine.release_all();
+                if rest == Rest::StoreRefused {
+                    return Ok(MOST_WAIT);
                 }
-                return if rest == Rest::StoreRefused { Ok(IDLE) } else { self.settle() };
+                vm.mail.over_limit.store(false, Ordering::Relaxed);
+                vm.pinned.clear();
+                self.quarantine.release_all();
+                return self.settle();
             }
         };
-        let resident = vm.resident()?.bytes().0;
-        self.resident = resident;
-        vm.mail.over_limit.store(resident > limit.0, Ordering::Relaxed);
-        let margin = super::margin(limit).0;
-        let ceiling = margin.max(self.descent.above(limit.0, resident, now));
+        let resident = vm.resident()?.bytes();
+        self.resident = resident.0;
+        vm.mail.over_limit.store(resident > limit, Ordering::Relaxed);
         if vm.may_pin() && self.check.is_none() {
             // Its pages must stay in quarantine for T, so its faults do not wait.
             vm.mail.throttle.open();
         } else {
-            let pages = |bytes| Bytes(bytes).pages_floor().0;
-            vm.mail.throttle.set(pages(resident), pages(limit.0), pages(ceiling));
+            vm.mail.throttle.set(resident.pages_floor().0, limit.pages_floor().0, margin(limit));
         }
-        let low = limit.0.saturating_sub(margin);
-        self.is_low = resident <= low;
         // Also where nothing need be evicted: the agent is judged by the refaults of earlier evictions.
         self.candidates.take_note(now);
-        if self.is_low {
-            if resident + 2 * margin <= low {
-                // Far below: the limit was raised, or the guest freed much. Quarantine is not needed.
+        let others_wait = vm.mail.others_wait.load(Ordering::Relaxed);
+        let faults_wait = vm.mail.throttle.was_short();
+        let round = self.controller.begin(&Seen { limit, resident, faults_wait, others_wait, now });
+        if round.mode == Mode::Rest {
+            self.is_low = true;
+            if round.is_far_below {
+                // The limit was raised, or the guest freed much. Quarantine is not needed.
                 self.quarantine.release_all();
             }
-            return Ok(IDLE);
+            return Ok(MOST_WAIT);
         }
-        let excess = Bytes(resident - low).pages_floor().0;
-        // A fault that waits for credits is as urgent as a VM above its limit.
-        let is_short = vm.mail.throttle.was_short();
-        let over_limit = resident > limit.0 || is_short;
-        go_first(is_short);
-        let others_wait = vm.mail.others_wait.load(Ordering::Relaxed);
-        self.adaptive.begin(over_limit, is_short, others_wait, limit.pages_floor().0, now);
-        let evicted = self.drain(excess, over_limit, now)?;
-        self.adaptive.evicted(evicted, now);
-        let supply = self.adaptive.supply(vm.tuning.quarantine, limit.pages_floor().0);
-        let all = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + supply;
-        let (watched, hits) = (vm.stats().get(Counter::Quarantined), vm.stats().get(Counter::QuarantineHits));
-        let wanted = if over_limit { self.effort.all(all, hits) } else { self.effort.part_of(all, hits, evicted) };
+        let evicted = self.drain(&round, now)?;
+        let wanted = self.controller.evicted(&round, evicted, now);
+        let watched = vm.stats().get(Counter::Quarantined);
         let (mut zapped, mut is_cut) = (0, false);
         if watched < wanted && !self.quarantine.is_zapping() {
-            let pick = if over_limit { Pick::Any } else { Pick::Cold };
-            (zapped, is_cut) = self.top_up((wanted - watched).min(self.adaptive.batch()), pick)?;
+            let pick = if round.mode.is_urgent() { Pick::Any } else { Pick::Cold };
+            (zapped, is_cut) = self.top_up((wanted - watched).min(Controller::batch()), pick)?;
         }
-        if self.has_more || is_cut && (over_limit || self.candidates.is_sorting()) {
-            self.pace.searched += now.elapsed();
+        if self.has_more || is_cut && (round.mode.is_urgent() || self.candidates.is_sorting()) {
+            self.searched += now.elapsed();
             return Ok(Duration::ZERO);
         }
-        let searched = std::mem::take(&mut self.pace.searched) + now.elapsed();
-        let stays = vm.pinned.pages().0 > 0 || vm.views().iter().any(|view| view.kept.any());
-        let is_fruitless = watched == 0 && zapped == 0 && !is_cut && stays;
-        self.fruitless = if is_fruitless { self.fruitless.saturating_add(1) } else { 0 };
-        Ok(match (over_limit, evicted > 0) {
-            (true, true) => Duration::ZERO,
-            (true, false) if self.fruitless >= HELD_UP_AFTER => {
-                // No fault need wait for credits, and a further search costs a check of every page.
+        let searched = std::mem::take(&mut self.searched) + now.elapsed();
+        if round.mode == Mode::Background {
+            return Ok(BACKGROUND);
+        }
+        let is_fruitless = watched == 0 && zapped == 0 && !is_cut;
+        let since = is_fruitless.then(|| self.fruitless_since.unwrap_or(now));
+        self.fruitless_since = since;
+        Ok(match since {
+            _ if evicted > 0 => Duration::ZERO,
+            Some(since) if now.saturating_duration_since(since) >= LOOK => {
+                // All pages are pinned or kept. No fault need wait for credits, and a search checks every page.
                 vm.mail.throttle.open();
-                IDLE.max(searched * PINNED_REST)
+                MOST_WAIT.max(searched * SHARE)
             }
-            (true, false) if self.quarantine.is_all_unseen() && !self.adaptive.unseen(now).is_zero() => BACKGROUND,
-            (true, false) => DIRECT.min(self.wait_for(Some(self.adaptive.wait()))),
-            _ => BACKGROUND,
+            _ if self.quarantine.is_all_unseen() && !round.unseen.is_zero() => BACKGROUND,
+            _ => SLICE.min(self.wait_for(round.direct)),
         })
     }
 
@@ -348,13 +290,13 @@ impl ReclaimWorker {
                 self.vm.unregister_settled(&region)?;
             }
         }
-        Ok(IDLE)
+        Ok(MOST_WAIT)
     }
 
-    /// Evicts up to about `excess` pages that stayed untouched for T; returns how many.
-    fn drain(&mut self, excess: u64, over_limit: bool, now: Instant) -> std::io::Result<u64> {
+    /// Evicts up to about as many pages as are to go, of those that stayed untouched for T; returns how many.
+    fn drain(&mut self, round: &Round, now: Instant) -> std::io::Result<u64> {
         let vm = self.vm.clone();
-        let unseen = self.adaptive.unseen(now);
+        let Round { mode, unseen, excess, .. } = *round;
         let (began, mut gone, mut judged) = (Instant::now(), 0, (0, 0));
         self.has_more = false;
         while gone < excess && !vm.is_stopping() {
@@ -364,13 +306,13 @@ impl ReclaimWorker {
             }
             let _layout = vm.layout();
             // This is computed for each run: the VM may begin to pin pages.
-            let wait = self.wait_for(over_limit.then(|| self.adaptive.wait()));
-            let due = self.quarantine.due(wait, unseen, !over_limit, now);
+            let wait = self.wait_for(round.direct);
+            let due = self.quarantine.due(wait, unseen, !mode.is_urgent(), now);
             let Some(Due { ticket, accesses, region, run }) = due else { break };
             let granule_of = |page| region.granule(page);
             let first = vm.stores.first();
             let to = To { number: first.number, store: &*first.store, since: interval::stamp() };
-            let from = if over_limit && self.adaptive.is_forced() { LockedFrom::Copy } else { LockedFrom::Punch };
+            let from = if mode == Mode::Forced { LockedFrom::Copy } else { LockedFrom::Punch };
             region.departures().go(run);
             let check = self.check.clone();
             let asked = Asked::new(&region, check.as_deref());
@@ -406,8 +348,9 @@ impl ReclaimWorker {
             }
             vm.mail.spill.check(&vm.stores);
         }
-        if over_limit && judged.1 * 8 < judged.0 && self.rest_until.is_none_or(|until| until < now) {
-            self.adaptive.nearly_all_touched();
+        // Pages that the store refused were not touched.
+        if self.rest_until.is_none_or(|until| until < now) {
+            self.controller.judge(mode, judged, now);
         }
         Ok(gone)
     }
@@ -415,11 +358,11 @@ impl ReclaimWorker {
     /// Pauses reclaim because the store refused a page, and reports it unless it refused one a moment ago.
     fn store_refused(&mut self, full: bool) {
         if full && self.vm.mail.spill.make_room() {
-            self.rest_until = Some(Instant::now() + SPILL_REST);
+            self.rest_until = Some(Instant::now() + BACKGROUND);
             return;
         }
         let now = Instant::now();
-        self.rest_until = Some(now + STORE_REST);
+        self.rest_until = Some(now + LOOK);
         if full {
             self.vm.stats().add(Counter::StoreFull, 1);
         }

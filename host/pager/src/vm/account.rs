@@ -18,8 +18,8 @@ use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use ballast_page::page_state::State;
 
-/// After counting pages it rests this many times as long as the count took.
-const SHARE: u32 = 20;
+/// After counting or searching pages in vain, a worker rests this many times as long as that took.
+pub(crate) const SHARE: u32 = 20;
 
 impl Vm {
     /// How many pages readahead may restore: half of the credits, because other threads fault, too.

@@ -52,7 +52,7 @@ use crate::vm::stats::{Pressure, Stats};
 use crate::vm::view::View;
 use ballast_page::page_state::Ticket;
 
-mod account;
+pub(crate) mod account;
 mod beside;
 pub mod client_peer;
 mod discard;

@@ -27,7 +27,7 @@ pub struct Tuning {
     /// How long a page stays zapped before it is evicted (T).
     pub quarantine: Duration,
     /// The same, at most, when the VM is over its limit and nothing can have its memory pinned. Then T is no safety
-    /// matter, and reclaim shortens it where it must (`reclaim/adaptive.rs`): with a long one the guest would touch
+    /// matter, and reclaim shortens it where it must (`reclaim/controller.rs`): with a long one the guest would touch
     /// every page of a working set larger than the limit in quarantine, for ever. It begins several times as long as
     /// hot pages usually go untouched: with 20 ms, a guest that touches each of them every 50 ms lost 2 of 3 that were
     /// picked.

@@ -1,0 +1,408 @@
+//! The reclaim controller: how far reclaim goes for one VM, round by round.
+//!
+//! Before: a round of the reclaim worker has measured the VM. After: the mode, T, the number of pages to keep in
+//! quarantine, and the ceiling hold for that round.
+//! Threads: the VM's reclaim worker. Units: pages of 4 KiB, where a name does not say bytes. Promise: no clock and no
+//! I/O; T is never longer than the configured one; what a VM met above its limit is forgotten within half a minute.
+//!
+//! ```text
+//! resident:  0 ......... low ............ limit .............. ceiling ..............
+//!               rest      |   background    |  direct or forced   |  and faults wait
+//! ```
+//!
+//! | Mode | While | Takes | T |
+//! |---|---|---|---|
+//! | rest | the VM is at or below low | nothing | |
+//! | background | it is above low | cold pages | the configured one, 1 s |
+//! | direct | it is above its limit, or a fault waits for credits | the next pages | 0.3 s, less under pressure |
+//! | forced | direct, and nearly all pages are touched even if T is none | the next, locked while copied | none |
+//!
+//! *Pressure* is a fault that waits for credits, or a round in which the guest had touched nearly all pages of which T
+//! was over. T is halved at most once in T, and doubled after each second without pressure. In the background nothing
+//! is urgent: there the number of pages in quarantine is halved if nearly all were touched, and doubled if not.
+//!
+//! # The table
+//!
+//! These are all numbers that stand between a limit and the pages of a VM. `lab/notebook/ablation.md` has the
+//! experiments, and what was here before and changed no figure.
+//!
+//! | Constant | Unit | What it bounds | Experiment |
+//! |---|---|---|---|
+//! | [`MARGIN_PART`] | of the limit | low is so far below it, the ceiling above | Redis at 80 %, see `real.md` |
+//! | [`MARGIN_LEAST`] | bytes | the margin of a small VM | 16 pages of readahead of each thread fit |
+//! | [`SUPPLY_PART`] | of the limit | what may be in quarantine beyond the margin | Redis at 50 %: without 8 % more restores |
+//! | [`BATCH`] | bytes | what one round puts into quarantine | some ms of picking and zapping |
+//! | [`NEARLY_ALL`] | of the pages | if fewer are evicted, nearly all were touched | `share`: background takes no CPU |
+//! | [`LOOK`] | time | how long a finding holds (calm, rate, refusal) | density: worst page 100 ms if it is none |
+//! | [`UNSEEN`] | time | T of pages whose accesses nobody sees | 350 pages of a guest's kernel are used within it |
+//! | [`MOST_WAIT`] | time | the wait of a fault; the pause of a VM that grows | no limit holds if no fault waits |
+//! | [`PRICE`] | pages | evicted above the ceiling for each that comes in | with 1 a VM never comes down from there |
+//! | [`SLICE`] | time | a turn of evicting; a pause above the limit | another VM's turn waits for it |
+//! | [`BACKGROUND`] | time | a pause in the background | 50 looks a second cost 0.1 % of a CPU |
+//! | [`REST`] | time | the longest pause of a VM at rest | idle: 1,000 VMs take 2 % of a CPU |
+
+use std::time::{Duration, Instant};
+
+use ballast_base::Bytes;
+use ballast_base::units::MIB;
+
+pub(super) use crate::fault::throttle::MOST_WAIT;
+#[cfg(doc)]
+use crate::fault::throttle::PRICE;
+
+/// The margin is 1/N of the limit: memory that the guest may not use is lost to it.
+const MARGIN_PART: u64 = 256;
+/// The least margin.
+const MARGIN_LEAST: Bytes = Bytes(MIB);
+/// The quarantine may hold 1/N of the limit beyond the margin.
+const SUPPLY_PART: u64 = 4;
+/// Most memory put into quarantine in one round. While the first of it waits for T, more is picked.
+const BATCH: Bytes = Bytes(32 * MIB);
+/// The guest touched nearly all pages: fewer than 1/N of those whose T was over were evicted.
+const NEARLY_ALL: u64 = 8;
+/// How long a finding holds.
+pub(super) const LOOK: Duration = Duration::from_secs(1);
+/// T of memory of which a guest's agent cannot see whether it is used: as long as memory that it sees must be idle
+/// before it is cold.
+const UNSEEN: Duration = Duration::from_secs(10);
+/// Longest time for which a round evicts, beyond the run in hand, and the pause of a round that evicted nothing above
+/// the limit.
+pub(super) const SLICE: Duration = Duration::from_millis(2);
+/// The pause after a round in the background.
+pub(super) const BACKGROUND: Duration = Duration::from_millis(20);
+/// The longest pause of a VM at rest; `growth` and restores end it.
+pub(super) const REST: Duration = Duration::from_secs(8);
+
+/// What reclaim does for a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// Nothing.
+    Rest,
+    /// It takes cold pages, and waits for T.
+    Background,
+    /// It takes the next pages, and waits for a T that pressure shortens.
+    Direct,
+    /// It takes the next pages, and locks them before they are copied.
+    Forced,
+}
+
+impl Mode {
+    /// Must pages go although they are warm?
+    pub fn is_urgent(self) -> bool {
+        matches!(self, Self::Direct | Self::Forced)
+    }
+}
+
+/// What a round measured.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seen {
+    /// The VM's limit, and what it holds.
+    pub limit: Bytes,
+    pub resident: Bytes,
+    /// A fault waits for credits.
+    pub faults_wait: bool,
+    /// Other VMs wait for the memory that this one is above its limit.
+    pub others_wait: bool,
+    pub now: Instant,
+}
+
+/// What a round is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Round {
+    pub mode: Mode,
+    /// Pages above low, which are to go.
+    pub excess: u64,
+    /// T above the limit, where T is no safety matter. `None` in the background.
+    pub direct: Option<Duration>,
+    /// The least T of pages whose accesses nobody sees.
+    pub unseen: Duration,
+    /// The VM is so far below low that nothing need be in quarantine.
+    pub is_far_below: bool,
+    margin: u64,
+    limit: u64,
+}
+
+/// How far reclaim goes for one VM.
+#[derive(Debug)]
+pub(super) struct Controller {
+    /// T in the background, and above the limit without pressure.
+    quarantine: Duration,
+    longest: Duration,
+    /// T above the limit now, in microseconds, and when pressure or calm changed it.
+    wait_us: u64,
+    changed_at: Option<Instant>,
+    is_forced: bool,
+    /// Most pages in quarantine in the background.
+    few: u64,
+    /// Pages evicted a second, and when that was computed.
+    rate: f64,
+    rated_at: Option<Instant>,
+    /// Since when the VM has been above its limit but for moments, and when it was last.
+    above: Option<(Instant, Instant)>,
+}
+
+/// Returns the distance between the limit and low, and between the limit and the ceiling, in pages.
+pub(super) fn margin(limit: Bytes) -> u64 {
+    Bytes((limit.0 / MARGIN_PART).max(MARGIN_LEAST.0)).pages_floor().0
+}
+
+impl Controller {
+    /// The state of a VM that was never above its limit. T is `quarantine` in the background, and `direct` above the
+    /// limit without pressure.
+    pub fn new(quarantine: Duration, direct: Duration) -> Self {
+        Self {
+            quarantine,
+            longest: direct,
+            wait_us: direct.as_micros() as u64,
+            changed_at: None,
+            is_forced: false,
+            few: u64::MAX,
+            rate: 0.0,
+            rated_at: None,
+            above: None,
+        }
+    }
+
+    /// Begins a round.
+    pub fn begin(&mut self, seen: &Seen) -> Round {
+        let Seen { now, .. } = *seen;
+        let (limit, resident) = (seen.limit.pages_floor().0, seen.resident.pages_floor().0);
+        let margin = margin(seen.limit);
+        let low = limit.saturating_sub(margin);
+        let is_above = seen.resident > seen.limit || seen.faults_wait;
+        self.calm(now);
+        let mode = if resident <= low {
+            Mode::Rest
+        } else if !is_above {
+            Mode::Background
+        } else {
+            let since = self.above.filter(|(_, last)| now.saturating_duration_since(*last) < UNSEEN);
+            self.above = Some((since.map_or(now, |(since, _)| since), now));
+            self.few = u64::MAX;
+            if seen.faults_wait {
+                self.pressure(now);
+            }
+            if self.is_forced { Mode::Forced } else { Mode::Direct }
+        };
+        Round {
+            mode,
+            excess: resident.saturating_sub(low),
+            direct: mode.is_urgent().then(|| self.wait()),
+            unseen: self.unseen(mode, seen),
+            is_far_below: resident + 2 * margin <= low,
+            margin,
+            limit,
+        }
+    }
+
+    /// In a round that ends now, T of `due` pages was over, of which `gone` were evicted. (More may have been, of which
+    /// nobody sees whether they are used.)
+    pub fn judge(&mut self, mode: Mode, (due, gone): (u64, u64), now: Instant) {
+        let is_nearly_all = gone * NEARLY_ALL < due;
+        match mode {
+            Mode::Rest => {}
+            Mode::Background if due == 0 => {}
+            Mode::Background if is_nearly_all => self.few = (self.few / 2).max(1),
+            Mode::Background => self.few = self.few.saturating_mul(2),
+            Mode::Direct | Mode::Forced if is_nearly_all && self.wait_us == 0 => {
+                (self.is_forced, self.changed_at) = (true, Some(now));
+            }
+            Mode::Direct | Mode::Forced if is_nearly_all => self.pressure(now),
+            Mode::Direct | Mode::Forced => {}
+        }
+    }
+
+    /// This many pages were evicted in a round that ends now. Returns how many are to be in quarantine, in all: what
+    /// is left to go, the margin, and as many as are evicted in T. (With fewer, a VM that restores 6,000 pages a second
+    /// has too few of which T is over, and its faults wait.)
+    pub fn evicted(&mut self, round: &Round, pages: u64, now: Instant) -> u64 {
+        let passed = self.rated_at.map_or(f64::INFINITY, |at| now.saturating_duration_since(at).as_secs_f64());
+        let over_s = LOOK.as_secs_f64();
+        self.rate = self.rate * (1.0 - passed / over_s).max(0.0) + pages as f64 / over_s;
+        self.rated_at = Some(now);
+        let flow = (self.rate * self.quarantine.as_secs_f64()) as u64;
+        let all = round.excess.saturating_sub(pages) + round.margin + flow.min(round.limit / SUPPLY_PART);
+        if round.mode == Mode::Background {
+            self.few = self.few.min(all.max(1));
+            return all.min(self.few);
+        }
+        all
+    }
+
+    /// Returns the number of pages that one round may put into quarantine.
+    pub fn batch() -> u64 {
+        BATCH.pages_floor().0
+    }
+
+    /// T above the limit, where T is no safety matter.
+    fn wait(&self) -> Duration {
+        Duration::from_micros(self.wait_us)
+    }
+
+    /// The least T of pages whose accesses nobody sees: none if the VM has been above its limit for as long, or
+    /// somebody waits, since a guest must gain nothing by memory of this kind.
+    fn unseen(&self, mode: Mode, seen: &Seen) -> Duration {
+        let is_over = self.above.is_some_and(|(since, _)| seen.now.saturating_duration_since(since) >= UNSEEN);
+        let may_go = mode.is_urgent() && is_over || seen.faults_wait || seen.others_wait;
+        if may_go { Duration::ZERO } else { UNSEEN }
+    }
+
+    /// Halves T, unless that was done less than T ago: a change shows only after T.
+    fn pressure(&mut self, now: Instant) {
+        if self.changed_at.is_none_or(|at| now.saturating_duration_since(at) >= self.wait()) {
+            (self.wait_us, self.changed_at) = (self.wait_us / 2, Some(now));
+        }
+    }
+
+    /// Doubles T for each [`LOOK`] that passed without pressure: one moment of it must not end all looks for ever.
+    fn calm(&mut self, now: Instant) {
+        let Some(at) = self.changed_at else { return };
+        let look = LOOK.max(self.wait() * 2);
+        let times = now.saturating_duration_since(at).as_nanos() / look.as_nanos();
+        if times == 0 {
+            return;
+        }
+        let longest = self.longest.as_micros() as u64;
+        self.wait_us = self.wait_us.max(1).saturating_mul(1 << times.min(32)).min(longest);
+        self.is_forced = false;
+        self.changed_at = (self.wait_us < longest).then_some(now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// T in the background and above the limit.
+    const QUARANTINE: Duration = LOOK;
+    const DIRECT: Duration = Duration::from_millis(300);
+    /// Low is at 255 MiB, the ceiling at 257 MiB.
+    const LIMIT: Bytes = Bytes(256 * MIB);
+
+    struct Vm {
+        controller: Controller,
+        now: Instant,
+    }
+
+    impl Vm {
+        fn new() -> Self {
+            Self { controller: Controller::new(QUARANTINE, DIRECT), now: Instant::now() }
+        }
+
+        /// A round after this time.
+        fn round(&mut self, after: Duration, resident_mib: u64, faults_wait: bool) -> Round {
+            self.now += after;
+            let seen = Seen {
+                limit: LIMIT,
+                resident: Bytes(resident_mib * MIB),
+                faults_wait,
+                others_wait: false,
+                now: self.now,
+            };
+            self.controller.begin(&seen)
+        }
+
+        /// A round above the limit, after this time, in which the guest touched all pages.
+        fn all_touched(&mut self, after: Duration) -> Round {
+            let round = self.round(after, 300, false);
+            self.controller.judge(round.mode, (1000, 0), self.now);
+            round
+        }
+    }
+
+    #[test]
+    fn the_mode_is_by_what_the_vm_holds_and_whether_faults_wait() {
+        let mut vm = Vm::new();
+        let modes = [(200, false), (200, true), (256, false), (256, true), (257, false)];
+        let modes = modes.map(|(mib, waits)| vm.round(Duration::ZERO, mib, waits).mode);
+        assert_eq!(modes, [Mode::Rest, Mode::Rest, Mode::Background, Mode::Direct, Mode::Direct]);
+        let round = vm.round(Duration::ZERO, 256, false);
+        assert_eq!((round.excess, round.direct, round.is_far_below), (256, None, false));
+        assert!(vm.round(Duration::ZERO, 100, false).is_far_below);
+    }
+
+    #[test]
+    fn pressure_halves_t_once_in_t_and_a_second_without_doubles_it() {
+        let mut vm = Vm::new();
+        let mut t = |after, waits| vm.round(after, 257, waits).direct.expect("above the limit");
+        assert_eq!([t(Duration::ZERO, false), t(LOOK, true)], [DIRECT, DIRECT / 2]);
+        assert_eq!([t(DIRECT / 8, true), t(DIRECT / 2, true)], [DIRECT / 2, DIRECT / 4]);
+        assert_eq!([t(LOOK / 2, false), t(LOOK / 2, false), t(LOOK, false)], [DIRECT / 4, DIRECT / 2, DIRECT]);
+        (0..4000).for_each(|_| _ = t(Duration::from_millis(1), true));
+        assert_eq!(t(Duration::ZERO, false), Duration::ZERO, "pressure that stays ends all looks");
+        assert_eq!(t(LOOK * 30, false), DIRECT, "it is forgotten");
+    }
+
+    #[test]
+    fn reclaim_is_forced_only_if_even_without_t_nearly_all_pages_are_touched() {
+        let mut vm = Vm::new();
+        while !vm.controller.wait().is_zero() {
+            assert_eq!(vm.all_touched(DIRECT).mode, Mode::Direct);
+        }
+        assert_eq!(vm.all_touched(SLICE).mode, Mode::Direct);
+        assert_eq!(vm.all_touched(SLICE).mode, Mode::Forced);
+        assert_eq!(vm.round(SLICE, 256, false).mode, Mode::Background, "within the limit nothing is forced");
+        assert_eq!(vm.round(LOOK, 300, false).mode, Mode::Direct, "it tries again after a while");
+    }
+
+    #[test]
+    fn in_the_background_a_guest_that_touches_all_is_left_alone_and_one_that_does_not_is_not() {
+        let mut vm = Vm::new();
+        let round = vm.round(Duration::ZERO, 256, false);
+        let wanted = |vm: &mut Vm, judged| {
+            vm.controller.judge(Mode::Background, judged, vm.now);
+            vm.controller.evicted(&round, 0, vm.now)
+        };
+        assert_eq!(wanted(&mut vm, (0, 0)), 512, "excess and margin");
+        assert_eq!([(); 3].map(|()| wanted(&mut vm, (100, 12))), [256, 128, 64]);
+        assert_eq!([(); 10].map(|()| wanted(&mut vm, (100, 0)))[9], 1, "it never gives up");
+        assert_eq!([(); 10].map(|()| wanted(&mut vm, (8, 1)))[9], 512);
+        wanted(&mut vm, (100, 0));
+        let above = vm.round(Duration::ZERO, 257, false);
+        assert_eq!(vm.controller.evicted(&above, 0, vm.now), 768, "pages must go although the guest touches them");
+    }
+
+    #[test]
+    fn the_supply_is_what_is_evicted_in_t_up_to_a_part_of_the_limit() {
+        let mut vm = Vm::new();
+        let round = vm.round(Duration::ZERO, 257, false);
+        let supply = |vm: &mut Vm, pages| {
+            vm.now += LOOK / 10;
+            vm.controller.evicted(&round, pages, vm.now) + pages - round.excess - round.margin
+        };
+        (0..100).for_each(|_| _ = supply(&mut vm, 60));
+        let at_600 = supply(&mut vm, 60);
+        assert!((580..=620).contains(&at_600), "{at_600} at 600 pages a second");
+        vm.now += LOOK * 20;
+        assert_eq!(supply(&mut vm, 0), 0);
+        (0..100).for_each(|_| _ = supply(&mut vm, 500_000));
+        let Round { excess, margin, .. } = round;
+        assert_eq!(vm.controller.evicted(&round, 500_000, vm.now), margin + LIMIT.pages_floor().0 / SUPPLY_PART);
+        assert_eq!(excess, 512);
+    }
+
+    #[test]
+    fn memory_that_nobody_sees_stays_for_longer_until_the_vm_was_above_its_limit_or_a_fault_waits() {
+        let mut vm = Vm::new();
+        let mut unseen = |after, mib, waits| vm.round(after, mib, waits).unseen;
+        assert_eq!(unseen(UNSEEN * 9, 256, false), UNSEEN);
+        assert_eq!([Duration::ZERO, UNSEEN / 2].map(|after| unseen(after, 257, false)), [UNSEEN; 2]);
+        assert_eq!(unseen(Duration::ZERO, 257, true), Duration::ZERO);
+        assert_eq!(unseen(UNSEEN / 2, 257, false), Duration::ZERO, "it was above it for long");
+        assert_eq!(unseen(Duration::ZERO, 256, false), UNSEEN);
+        assert_eq!(unseen(UNSEEN - SLICE, 257, false), Duration::ZERO, "it was within it for a moment");
+        assert_eq!(unseen(UNSEEN * 2, 257, false), UNSEEN, "it was not above it for long");
+    }
+
+    #[test]
+    fn a_vm_that_may_hold_next_to_nothing_has_no_supply_and_nothing_panics() {
+        let mut controller = Controller::new(Duration::ZERO, Duration::ZERO);
+        let now = Instant::now();
+        let seen = Seen { limit: Bytes(0), resident: Bytes(MIB), faults_wait: true, others_wait: true, now };
+        let round = controller.begin(&seen);
+        controller.judge(round.mode, (1, 0), now);
+        assert_eq!((round.direct, round.unseen), (Some(Duration::ZERO), Duration::ZERO));
+        assert_eq!(controller.evicted(&round, 256, now), round.margin);
+        assert_eq!(controller.begin(&Seen { now: now + LOOK, ..seen }).mode, Mode::Direct);
+    }
+}
