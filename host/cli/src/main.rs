@@ -9,6 +9,7 @@ mod adopt;
 mod agent;
 mod args;
 mod doctor;
+mod emulator;
 mod events;
 mod exit;
 mod heat;
@@ -34,8 +35,8 @@ use args::{Cli, Command};
 use exit::Exit;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    run(cli).unwrap_or_else(|error| {
+    let done = emulator::command_line(std::env::args_os()).and_then(|words| run(Cli::parse_from(words)));
+    done.unwrap_or_else(|error| {
         show::say(&exit::chain(&error));
         exit::code_of(&error).into()
     })

@@ -11,6 +11,7 @@ mod ends;
 mod free_pages;
 mod monitor;
 mod options;
+mod shared;
 mod stand_in;
 mod through;
 mod tiers;
@@ -44,7 +45,7 @@ pub struct RunArgs {
     /// Most DRAM the VM may use, such as 512M
     #[arg(long)]
     limit: Option<Bytes>,
-    /// Add the QEMU flags that make guest RAM a shared memfd, if they are missing
+    /// Make guest RAM of QEMU a shared memfd: add the flags if they are missing, change a backend of private memory
     #[arg(long)]
     add_memory_backend: bool,
     /// Take guest RAM from the pool, in pages of 2 MiB (2M, or mix, which has whole GiB of addresses first; on-demand:

@@ -9,6 +9,7 @@ use ballast_base::wire::{check_name, shown_name};
 use ballast_base::{Bytes, GIB, KIB, MIB};
 
 use super::options::{Opt, memory, options};
+use super::shared;
 use super::stand_in::{check_stand_in, huge_size, is_size};
 
 /// The memory that guest RAM is to have.
@@ -16,7 +17,7 @@ use super::stand_in::{check_stand_in, huge_size, is_size};
 pub enum Backing {
     /// The memory that the command line says.
     AsGiven,
-    /// A memfd, which is added where none is.
+    /// A memfd, which is added where none is, and takes the place of private memory.
     Memfd,
     /// Memory of the pool: a memfd of such huge pages stands in for it, and is added where none is.
     Pool(Pages),
@@ -86,7 +87,15 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
     for object in all("object").filter(|object| object.get("id").is_some_and(|id| used.contains(&id))) {
         match backing {
             Backing::Pool(pages) => check_stand_in(object, pages)?,
-            _ => check_backend(object, is_ram_file)?,
+            Backing::AsGiven => check_backend(object, is_ram_file)?,
+            Backing::Memfd => match shared::form(object)? {
+                Some((edit, note, shared)) => {
+                    check_backend(&shared, is_ram_file)?;
+                    plan.edits.push(edit);
+                    plan.notes.push(note);
+                }
+                None => check_backend(object, is_ram_file)?,
+            },
         }
     }
     if backend.is_some() || nodes.count() > 0 {
@@ -190,11 +199,7 @@ fn is_image(device: &Opt) -> bool {
 fn check_backend(object: &Opt, is_ram_file: &dyn Fn(&str) -> bool) -> Result<(), String> {
     let id = object.get("id").unwrap_or_default();
     let wrong = |what: &str| Err(format!("RAM backend {id} ({}): {what}", object.head));
-    // memory-backend-memfd and -shm are shared unless told otherwise; the others are private.
-    let shared = match object.get("share") {
-        None => matches!(object.head.as_str(), "memory-backend-memfd" | "memory-backend-shm"),
-        Some(_) => object.is_on("share"),
-    };
+    let shared = shared::is_shared(object);
     match object.head.as_str() {
         "memory-backend-memfd" if object.get("hugetlbsize").is_some_and(|size| !is_size(size, Pages::Slices)) => {
             wrong("only huge pages of 2 MiB are managed; write hugetlbsize=2M")

@@ -24,6 +24,12 @@ impl Opt {
         self.keys.get(key).map(String::as_str)
     }
 
+    /// The value `text` of an option at this place.
+    pub fn of(name: &str, index: usize, text: String) -> Self {
+        let (head, keys) = parse(&text);
+        Self { name: name.to_owned(), index: Some(index), text, head, keys, is_read: true }
+    }
+
     pub fn is_on(&self, key: &str) -> bool {
         self.get(key).is_some_and(|value| matches!(value, "on" | "yes" | "true" | "y"))
     }

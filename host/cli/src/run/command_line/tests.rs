@@ -118,8 +118,16 @@ fn backends_that_cannot_be_managed_are_named_with_the_reason() {
         ("memory-backend-file,id=r,size=1G,mem-path=/var/lib/a,share=on", "neither in a tmpfs"),
         (r#"{"qom-type":"memory-backend-ram","id":"r","size":1073741824}"#, "memory-backend-memfd"),
     ] {
-        let error = planned(&format!("{machine} -object {object}"), true).expect_err(object);
+        let error = planned(&format!("{machine} -object {object}"), false).expect_err(object);
         assert!(error.contains(reason) && error.starts_with("RAM backend r"), "{object}: {error}");
+    }
+    for object in [
+        "memory-backend-memfd,id=r,size=1G,share=off,hugetlb=on,hugetlbsize=1G",
+        "memory-backend-file,id=r,size=1G,mem-path=/var/lib/a,share=on",
+        "memory-backend-file,id=r,size=1G,mem-path=/etc/passwd",
+    ] {
+        let error = planned(&format!("{machine} -object {object}"), true).expect_err(object);
+        assert!(error.starts_with("RAM backend r"), "no other form is better: {object}: {error}");
     }
     let dimm = "-object memory-backend-ram,id=d,size=1G -device pc-dimm,id=d0,memdev=d";
     assert!(
@@ -130,6 +138,55 @@ fn backends_that_cannot_be_managed_are_named_with_the_reason() {
     // A last option without its value is for QEMU to complain about.
     assert_eq!(planned("-m 1G -machine", true).expect("as if it were not there").edits.len(), 4);
     assert!(planned("-m lots", true).expect_err("size").contains("\"lots\""));
+}
+
+#[test]
+fn a_backend_of_private_memory_becomes_a_shared_memfd_with_all_else_as_it_was() {
+    let stream = "x-use-canonical-path-for-ramblock-id";
+    let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in a tmpfs");
+    let folder = dir.path().display();
+    for (object, shared) in [
+        ("memory-backend-ram,id=r,size=1G", format!("memory-backend-memfd,id=r,size=1G,share=on,{stream}=off")),
+        (
+            "qom-type=memory-backend-ram,id=r,size=1G,share=no,host-nodes=0,policy=bind",
+            format!("qom-type=memory-backend-memfd,id=r,size=1G,host-nodes=0,policy=bind,share=on,{stream}=off"),
+        ),
+        (
+            r#"{"qom-type":"memory-backend-ram","id":"r","size":1073741824,"prealloc":true}"#,
+            format!(
+                r#"{{"id":"r","prealloc":true,"qom-type":"memory-backend-memfd","share":true,"size":1073741824,"{stream}":false}}"#
+            ),
+        ),
+        (
+            r#"{"qom-type":"memory-backend-memfd","id":"r","hugetlb":true,"hugetlbsize":2097152,"size":8388608,"share":false}"#,
+            r#"{"hugetlb":true,"hugetlbsize":2097152,"id":"r","qom-type":"memory-backend-memfd","share":true,"size":8388608}"#
+                .into(),
+        ),
+        (
+            &format!("memory-backend-file,id=r,size=1G,share,mem-path={folder},share=off"),
+            format!("memory-backend-file,id=r,size=1G,mem-path={folder},share=on"),
+        ),
+    ] {
+        let plan = planned(&format!("-object {object} -machine pc,memory-backend=r"), true).expect(object);
+        assert_eq!(plan.edits, [Edit::Replace(1, shared)], "{object}");
+        assert!(plan.notes.len() == 1 && plan.notes[0].starts_with("RAM backend r is shared"), "{:?}", plan.notes);
+    }
+    // Nodes, and a DIMM that a restored VM has from its start; the image of a device stays what it is.
+    let ram = |id: &str| format!(r#"-object {{"qom-type":"memory-backend-ram","id":"{id}","size":1073741824}}"#);
+    let line = format!(
+        "{} {} {} {} -m 3G -numa node,nodeid=0,memdev=n0 -numa node,nodeid=1,memdev=n1 -device pc-dimm,memdev=d0 \
+         -device nvdimm,memdev=i0",
+        ram("n0"),
+        ram("n1"),
+        ram("d0"),
+        ram("i0")
+    );
+    let places = planned(&line, true).expect("converted").edits;
+    let places: Vec<_> =
+        places.iter().map(|edit| matches!(edit, Edit::Replace(at, _) if [1, 3, 5].contains(at))).collect();
+    assert_eq!(places, [true; 3]);
+    // What is to be shared must be asked for.
+    assert!(planned(&line, false).is_err());
 }
 
 #[test]

@@ -1,0 +1,80 @@
+//! The shared form of a RAM backend: what management programs always write (`memory-backend-ram`) is private memory.
+//!
+//! Before: `command_line` has found a backend of guest RAM. After: the word to put in its place, of which the guest sees
+//! nothing.
+//! Promise: pure, but for a look at whether a path is a directory. Size, nodes of the host and all other properties stay,
+//! and so does the name of the RAM in a migration stream: a VM migrates and restores between the two forms.
+
+use std::path::Path;
+
+use super::command_line::Edit;
+use super::options::Opt;
+
+const MEMFD: &str = "memory-backend-memfd";
+/// Machine types of before QEMU 4.0 set it for memfds and not for private memory.
+const STREAM_NAME: &str = "x-use-canonical-path-for-ramblock-id";
+
+/// Is this backend shared memory? Two kinds are unless they are told otherwise, the others are private.
+pub(super) fn is_shared(object: &Opt) -> bool {
+    match object.get("share") {
+        None => matches!(object.head.as_str(), MEMFD | "memory-backend-shm"),
+        Some(_) => object.is_on("share"),
+    }
+}
+
+/// The shared form of this backend, with a note for the operator; `None` if it is shared, or of a kind that has none.
+///
+/// # Errors
+/// It is in a configuration file, whose words cannot be changed.
+pub(super) fn form(object: &Opt) -> Result<Option<(Edit, String, Opt)>, String> {
+    // A private mapping leaves a file of the operator's as it is; a shared one would write to it.
+    let is_own_file = object.get("mem-path").is_some_and(|path| !Path::new(path).is_dir());
+    let is_private = match object.head.as_str() {
+        "memory-backend-ram" => true,
+        "memory-backend-file" => !is_own_file && !is_shared(object),
+        MEMFD | "memory-backend-shm" => !is_shared(object),
+        _ => false,
+    };
+    if !is_private {
+        return Ok(None);
+    }
+    let id = object.get("id").unwrap_or_default();
+    let Some(index) = object.index else {
+        return Err(format!(
+            "RAM backend {id} ({}) of -readconfig is private memory; write {MEMFD} and share=on there",
+            object.head
+        ));
+    };
+    let text = written(object);
+    let note = format!("RAM backend {id} is shared memory now: `-object {text}`");
+    Ok(Some((Edit::Replace(index, text.clone()), note, Opt::of("object", index, text))))
+}
+
+/// The text of its shared form.
+fn written(object: &Opt) -> String {
+    let becomes_memfd = object.head == "memory-backend-ram";
+    let names_stream = becomes_memfd && object.get(STREAM_NAME).is_none();
+    if let Ok(serde_json::Value::Object(mut items)) = serde_json::from_str(&object.text) {
+        items.insert("share".into(), true.into());
+        if becomes_memfd {
+            items.insert("qom-type".into(), MEMFD.into());
+        }
+        if names_stream {
+            items.insert(STREAM_NAME.into(), false.into());
+        }
+        return serde_json::Value::Object(items).to_string();
+    }
+    // A comma inside a value is written twice.
+    const COMMA: &str = "\u{0}";
+    let items = object.text.replace(",,", COMMA);
+    let items = items.split(',').filter(|item| *item != "share" && !item.starts_with("share="));
+    let renamed = items.map(|item| match item {
+        "memory-backend-ram" | "qom-type=memory-backend-ram" => item.replace("memory-backend-ram", MEMFD),
+        item => item.to_owned(),
+    });
+    let mut text = renamed.collect::<Vec<_>>().join(",").replace(COMMA, ",,") + ",share=on";
+    if names_stream {
+        text += &format!(",{STREAM_NAME}=off");
+    }
+    text
+}
