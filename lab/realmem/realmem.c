@@ -297,6 +297,8 @@ __attribute__((constructor)) static void start(void) {
     all = (char *)(((uintptr_t)all + UNIT - 1) & ~(UNIT - 1));
     if (real_mmap(all, len, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd, 0) == MAP_FAILED)
         fail("mapping the memfd", strerror(errno));
+    /* As QEMU does with guest RAM: huge pages if shmem_enabled of the host is advise. */
+    syscall(SYS_madvise, all, len, MADV_HUGEPAGE);
     length_of = (uint32_t *)map;
     used = map + maps * 4;
     pages = maps;

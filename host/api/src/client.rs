@@ -233,6 +233,11 @@ impl Client {
         self.get(&format!("/v1/events?after={after}"))
     }
 
+    /// Returns the events after number `after` and the policy's decisions among them (kind `decision`), oldest first.
+    pub fn decisions_after(&self, after: u64) -> Result<Vec<Event>, ClientError> {
+        self.get(&format!("/v1/events?after={after}&decisions=1"))
+    }
+
     /// Returns the past of the host: the last `minutes`, at most a day.
     pub fn host_history(&self, minutes: u64) -> Result<History, ClientError> {
         self.get(&format!("/v1/history?minutes={minutes}"))

@@ -294,12 +294,14 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
         ("/v1/host", Get, operation("getHost", "The host and Ballast", Answer::One("HostStat"), &[]).build()),
         ("/v1/events", Get, {
             let list = operation("listEvents", "Recent events, oldest first", Answer::Many("Event"), &[bad_query]);
-            with_number(list, "after", "Only events with a higher id").build()
+            let list = with_number(list, "after", "Only events with a higher id");
+            with_number(list, "decisions", "1: the policy's decisions that differ from the ones before, too").build()
         }),
         ("/v1/events/stream", Get, {
             let summary = "Events as they come, as server-sent events; ends after 50 s, and `Last-Event-ID` goes on";
             let stream = operation("followEvents", summary, Answer::Stream, &[bad_query]);
-            with_number(stream, "after", "Begins after the event with this id").build()
+            let stream = with_number(stream, "after", "Begins after the event with this id");
+            with_number(stream, "decisions", "1: the policy's decisions, too").build()
         }),
         ("/v1/history", Get, {
             let host = operation("getHostHistory", "The past of the host", Answer::One("History"), &[bad_query]);

@@ -276,6 +276,9 @@ pub struct EventsArgs {
     /// Go on as events come, until it is ended; with --json one object a line
     #[arg(long)]
     pub follow: bool,
+    /// Also decisions of the policy that differ from the ones before, with their reasons
+    #[arg(long)]
+    pub decisions: bool,
     /// Only events of this VM
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,

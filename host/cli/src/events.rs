@@ -19,7 +19,8 @@ const PAUSE: Duration = Duration::from_millis(500);
 pub fn run(client: &Client, args: &EventsArgs, json: bool) -> Result<()> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let since_us = args.since.map_or(0, |since| now.saturating_sub(since).as_micros() as u64);
-    let mut events = client.events_after(since_us)?;
+    let ask = |after| if args.decisions { client.decisions_after(after) } else { client.events_after(after) };
+    let mut events = ask(since_us)?;
     let mut last = events.last().map_or(since_us, |event| event.id);
     let is_wanted = |event: &Event| args.vm.is_none() || event.vm == args.vm;
     events.retain(is_wanted);
@@ -40,7 +41,7 @@ pub fn run(client: &Client, args: &EventsArgs, json: bool) -> Result<()> {
             }
         }
         std::thread::sleep(PAUSE);
-        events = client.events_after(last)?;
+        events = ask(last)?;
         last = events.last().map_or(last, |event| event.id);
     }
 }

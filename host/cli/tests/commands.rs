@@ -125,7 +125,7 @@ impl Backend for Canned {
             ..HostStat::default()
         }
     }
-    fn events(&self, after: u64) -> Vec<Event> {
+    fn events(&self, after: u64, _: bool) -> Vec<Event> {
         let message = "QEMU attached\u{1b}[2J\u{9b}2J with 2 regions".into();
         let at_unix_ms = 1_798_761_599_999;
         let event = Event { id: at_unix_ms, at_unix_ms, vm: Some("web-1".into()), kind: "attached".into(), message };

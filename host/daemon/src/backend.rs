@@ -281,8 +281,8 @@ impl Backend for Shown {
         }
     }
 
-    fn events(&self, after: u64) -> Vec<Event> {
-        self.host.events.after(after)
+    fn events(&self, after: u64, decisions: bool) -> Vec<Event> {
+        self.host.events.after(after, decisions)
     }
 
     fn event_watch(&self) -> watch::Receiver<u64> {

@@ -12,6 +12,8 @@ use tokio::sync::watch;
 
 /// Events remembered.
 const MOST: usize = 1000;
+/// The kind of a decision of the policy.
+const DECISION: &str = "decision";
 /// Events in one message to another engine: their text is short, a message holds 64 KiB.
 const IN_A_MESSAGE: usize = 50;
 
@@ -26,23 +28,46 @@ pub struct Events {
 #[derive(Debug, Default)]
 struct List {
     events: VecDeque<Event>,
+    /// Decisions of the policy, which are many: they push no event out.
+    decisions: VecDeque<Event>,
     /// Events by kind, also those that are forgotten.
     counts: BTreeMap<String, u64>,
+}
+
+impl List {
+    /// The next event.
+    fn next(&self, vm: Option<String>, kind: &str, message: &str) -> Event {
+        let now_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
+        let last = self.events.back().into_iter().chain(self.decisions.back()).map(|event| event.id).max();
+        let id = last.map_or(now_us, |last| now_us.max(last + 1));
+        let message = shown(message).into_owned();
+        Event { id, at_unix_ms: now_us / 1000, vm, kind: kind.to_owned(), message }
+    }
+}
+
+fn add_to(events: &mut VecDeque<Event>, event: Event) {
+    if events.len() == MOST {
+        events.pop_front();
+    }
+    events.push_back(event);
 }
 
 impl Events {
     /// Remember one.
     pub fn add(&self, vm: Option<String>, kind: &str, message: String) {
-        let message = shown(&message).into_owned();
-        let now_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
         let mut list = self.lock();
-        if list.events.len() == MOST {
-            list.events.pop_front();
-        }
-        let id = list.events.back().map_or(now_us, |last| now_us.max(last.id + 1));
-        list.events.push_back(Event { id, at_unix_ms: now_us / 1000, vm, kind: kind.to_owned(), message });
+        let event = list.next(vm, kind, &message);
+        self.last.send_replace(event.id);
+        add_to(&mut list.events, event);
         *list.counts.entry(kind.to_owned()).or_default() += 1;
-        self.last.send_replace(id);
+    }
+
+    /// Remember a decision of the policy about a VM, which differs from the one before.
+    pub fn decided(&self, vm: String, message: String) {
+        let mut list = self.lock();
+        let event = list.next(Some(vm), DECISION, &message);
+        self.last.send_replace(event.id);
+        add_to(&mut list.decisions, event);
     }
 
     fn lock(&self) -> MutexGuard<'_, List> {
@@ -83,14 +108,21 @@ impl Events {
 
     /// All of them, oldest first.
     pub fn list(&self) -> Vec<Event> {
-        self.after(0)
+        self.after(0, false)
     }
 
-    /// Those with a higher number, oldest first.
-    pub fn after(&self, id: u64) -> Vec<Event> {
+    /// Those with a higher number, oldest first; with the policy's decisions, if that is asked for.
+    pub fn after(&self, id: u64, decisions: bool) -> Vec<Event> {
         let list = self.lock();
-        let from = list.events.partition_point(|event| event.id <= id);
-        list.events.range(from..).cloned().collect()
+        let later = |events: &VecDeque<Event>| -> Vec<Event> {
+            events.range(events.partition_point(|event| event.id <= id)..).cloned().collect()
+        };
+        let mut all = later(&list.events);
+        if decisions {
+            all.extend(later(&list.decisions));
+            all.sort_by_key(|event| event.id);
+        }
+        all
     }
 }
 
@@ -112,8 +144,10 @@ mod tests {
         assert_eq!(said, expected);
         let all = after.list();
         assert!(all.is_sorted_by(|a, b| a.id < b.id), "numbers rise");
-        assert_eq!(after.after(all[118].id), all[119..]);
+        assert_eq!(after.after(all[118].id, false), all[119..]);
         assert_eq!(after.counts().into_iter().collect::<Vec<_>>(), [("new".into(), 1), ("old".into(), 120)]);
         after.add_past(b"{").expect_err("no list");
+        after.decided("web".into(), "gain lets it use 1 GiB".into());
+        assert_eq!((after.list().len(), after.after(0, true).len()), (121, 122));
     }
 }

@@ -34,8 +34,8 @@ pub trait Backend: Governing + Upgrades + Pooling + Adopting + Send + Sync + 'st
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
     /// The host and Ballast.
     fn host(&self) -> HostStat;
-    /// Recent events after this number, oldest first.
-    fn events(&self, after: u64) -> Vec<Event>;
+    /// Recent events after this number, oldest first; with decisions of the policy, if that is asked for.
+    fn events(&self, after: u64, decisions: bool) -> Vec<Event>;
     /// Changes with each event.
     fn event_watch(&self) -> watch::Receiver<u64>;
     /// How many events of each kind there were.

@@ -20,7 +20,8 @@ use futures_util::stream;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::request::{Answer, Connection, Refusal, ask, bad_request, json, no_such_vm, query_number};
+use super::backend::Backend;
+use super::request::{Answer, Connection, Refusal, ask, bad_request, json, no_such_vm, query_number, query_numbers};
 
 /// A stream's length. A connection has at most a minute.
 const STREAM: Duration = Duration::from_secs(50);
@@ -43,8 +44,9 @@ pub(super) fn routes() -> Router<Connection> {
 }
 
 async fn events(State(connection): State<Connection>, uri: Uri) -> Answer {
-    let after = query_number(&uri, "after", 0)?;
-    json(&ask(&connection, move |backend| backend.events(after)).await?)
+    let [after, decisions] = query_numbers(&uri, ["after", "decisions"])?;
+    let answer = move |backend: &dyn Backend| backend.events(after.unwrap_or(0), decisions == Some(1));
+    json(&ask(&connection, answer).await?)
 }
 
 /// What a stream of events goes on from.
@@ -52,17 +54,19 @@ struct Follower {
     connection: Connection,
     watch: watch::Receiver<u64>,
     after: u64,
+    decisions: bool,
     read: VecDeque<Event>,
     until: Instant,
 }
 
 async fn follow(State(connection): State<Connection>, uri: Uri, headers: HeaderMap) -> Result<Response, Refusal> {
-    let asked = query_number(&uri, "after", 0)?;
+    let [asked, decisions] = query_numbers(&uri, ["after", "decisions"])?;
     let last = headers.get("last-event-id").and_then(|value| value.to_str().ok()?.parse().ok());
     let follower = Follower {
         watch: connection.backend.event_watch(),
         connection,
-        after: last.unwrap_or(asked),
+        after: last.or(asked).unwrap_or(0),
+        decisions: decisions == Some(1),
         read: VecDeque::new(),
         until: Instant::now() + STREAM,
     };
@@ -80,9 +84,9 @@ async fn next(mut follower: Follower) -> Option<(Result<sse::Event, Infallible>,
             let said = sse::Event::default().id(event.id.to_string()).retry(AGAIN).data(text);
             return Some((Ok(said), follower));
         }
-        let after = follower.after;
+        let (after, decisions) = (follower.after, follower.decisions);
         let _ = follower.watch.borrow_and_update();
-        follower.read = ask(&follower.connection, move |backend| backend.events(after)).await.ok()?.into();
+        follower.read = ask(&follower.connection, move |backend| backend.events(after, decisions)).await.ok()?.into();
         if follower.read.is_empty() {
             tokio::time::timeout_at(follower.until, follower.watch.changed()).await.ok()?.ok()?;
         }

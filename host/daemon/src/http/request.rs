@@ -155,16 +155,22 @@ fn is_too_long(error: &(dyn Error + 'static)) -> bool {
 
 /// The number that a query may have, if there is one.
 pub(super) fn query_number(uri: &Uri, key: &str, default: u64) -> Result<u64, Refusal> {
-    let mut number = default;
+    query_numbers(uri, [key]).map(|[number]| number.unwrap_or(default))
+}
+
+/// The numbers that a query may have, by their keys.
+pub(super) fn query_numbers<const N: usize>(uri: &Uri, keys: [&str; N]) -> Result<[Option<u64>; N], Refusal> {
+    let mut numbers = [None; N];
     for pair in uri.query().unwrap_or("").split('&').filter(|pair| !pair.is_empty()) {
-        let value = pair.split_once('=').filter(|(name, _)| *name == key).map(|(_, value)| value.parse());
-        match value {
-            Some(Ok(value)) => number = value,
-            Some(Err(_)) => return Err(bad_request(format!("{pair:?} is not a whole number"))),
-            None => return Err(bad_request(format!("The query has {pair:?}; only {key:?} with a number is known"))),
-        }
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        let Some(at) = keys.iter().position(|key| *key == name) else {
+            let known = keys.map(|key| format!("{key:?}")).join(" or ");
+            return Err(bad_request(format!("The query has {pair:?}; only {known} with a number is known")));
+        };
+        let number = value.parse().map_err(|_| bad_request(format!("{pair:?} is not a whole number")))?;
+        numbers[at] = Some(number);
     }
-    Ok(number)
+    Ok(numbers)
 }
 
 #[cfg(test)]

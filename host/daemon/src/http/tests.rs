@@ -79,8 +79,8 @@ impl Backend for Canned {
     fn host(&self) -> HostStat {
         HostStat { version: "9.9.9".into(), vms: 1, mem_total_bytes: 64 * MIB, ..HostStat::default() }
     }
-    fn events(&self, after: u64) -> Vec<Event> {
-        self.events.after(after)
+    fn events(&self, after: u64, decisions: bool) -> Vec<Event> {
+        self.events.after(after, decisions)
     }
     fn event_watch(&self) -> watch::Receiver<u64> {
         self.events.watch()
@@ -509,6 +509,8 @@ fn a_stream_of_events_begins_after_the_last_one_read_and_goes_on() {
     let client = Client::new(&server.socket).expect("client");
     let all = client.events().expect("events");
     assert_eq!(client.events_after(all[0].id).expect("events"), all[1..]);
+    server.events.decided("web".into(), "it may use less".into());
+    assert_eq!((client.events().expect("events").len(), client.decisions_after(0).expect("events").len()), (2, 3));
     let mut again = Stream::connect(&server.socket).expect("connect");
     let head = format!("GET /v1/events/stream HTTP/1.1\r\nHost: b\r\nLast-Event-ID: {}\r\n\r\n", all[0].id);
     again.write_all(head.as_bytes()).expect("sent");

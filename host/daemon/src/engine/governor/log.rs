@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::mem::discriminant;
 
 use ballast_api::DecisionRecord;
+use ballast_base::Bytes;
 use ballast_policy::{Action, Decision, Plan, Reason, Snapshot, VmSample};
 
 /// Records of a VM.
@@ -17,8 +18,10 @@ const MOST: usize = 64;
 pub struct Log(BTreeMap<String, VecDeque<DecisionRecord>>);
 
 impl Log {
-    /// Record the decisions on this snapshot.
-    pub fn add(&mut self, snapshot: &Snapshot, plan: &Plan, unix_ms: u64) {
+    /// Record the decisions on this snapshot. Returns those that differ from the VM's last one: its name, and what was
+    /// decided, with the reasons.
+    pub fn add(&mut self, snapshot: &Snapshot, plan: &Plan, unix_ms: u64) -> Vec<(String, String)> {
+        let mut new = Vec::new();
         self.0.retain(|id, _| snapshot.vms.iter().any(|vm| vm.id == *id));
         // While the policy is none, it has nothing to say of VMs that are not limited for the pool.
         let said = |(_, decision): &(_, &Decision)| decision.action != Action::Free || !decision.reasons.is_empty();
@@ -29,12 +32,16 @@ impl Log {
                 Some(last) => {
                     *last = DecisionRecord { first_unix_ms: last.first_unix_ms, times: last.times + 1, ..record }
                 }
-                None => records.push_back(record),
+                None => {
+                    new.push((vm.name.clone(), text(&record)));
+                    records.push_back(record);
+                }
             }
             if records.len() > MOST {
                 records.pop_front();
             }
         }
+        new
     }
 
     /// The records of a VM.
@@ -54,6 +61,17 @@ fn record(vm: &VmSample, decision: &Decision, plan: &Plan, unix_ms: u64) -> Deci
         decision: decision.clone(),
         sentences: decision.reasons.iter().map(Reason::to_string).collect(),
     }
+}
+
+/// The decision in words.
+fn text(record: &DecisionRecord) -> String {
+    let decision = &record.decision;
+    let what = match (decision.action, decision.after_bytes()) {
+        (Action::Leave, _) => "leaves it alone".to_owned(),
+        (_, None) => "lets it use all its memory".to_owned(),
+        (_, Some(limit)) => format!("lets it use {}", Bytes(limit)),
+    };
+    format!("{} {what}: {}", record.policy, record.sentences.join("; "))
 }
 
 /// Did the same policy decide the same limit for the same kinds of reasons? The figures in them may differ.
@@ -80,9 +98,9 @@ mod tests {
             Plan { decisions: vec![decision], ..Plan::default() }
         };
         let mut log = Log::default();
-        for at in 0..10 {
-            log.add(&snapshot("a"), &plan(4096), at);
-        }
+        let said: Vec<_> = (0..10).flat_map(|at| log.add(&snapshot("a"), &plan(4096), at)).collect();
+        assert_eq!(said.len(), 1, "{said:?}");
+        assert!(said[0].1.contains("lets it use 4 KiB: "), "{said:?}");
         let records = log.of("a");
         assert_eq!((records.len(), records[0].times, records[0].first_unix_ms, records[0].last_unix_ms), (1, 10, 0, 9));
         assert!(records[0].sentences[0].contains("stalled not long ago"), "{:?}", records[0].sentences);

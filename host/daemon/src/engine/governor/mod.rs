@@ -271,7 +271,8 @@ impl Governor {
             inner.ticks += 1;
             inner.changed += changed as u64;
             if inner.decides() {
-                inner.log.add(&snapshot, &plan, unix_ms());
+                let new = inner.log.add(&snapshot, &plan, unix_ms());
+                new.into_iter().for_each(|(vm, text)| host.events.decided(vm, text));
             }
             if inner.is_active() {
                 tell_host_state(inner, host, &snapshot, &plan);
