@@ -152,6 +152,10 @@ impl Adopted {
     /// # Errors
     /// It ended, or the kernel could not tell.
     pub fn memory(&self) -> io::Result<Memory> {
+        if self.vmm.most.is_some() && self.lock().counter.is_mapped_anew()? {
+            // Its RAM may have gone at this moment: then a count says so.
+            let _ = self.look_again();
+        }
         let inner = &mut *self.lock();
         inner.counter.memory(&self.tables, self.process.pid, &inner.ram)
     }
@@ -230,10 +234,11 @@ impl Adopted {
     /// It ended, or has no such RAM any more.
     pub fn look_again(&self) -> Result<(), Refusal> {
         let size = self.size();
-        let ram = found::ram(self.process.pid, Bytes(size))?;
+        let ram = found::ram(self.process.pid, &self.vmm, Bytes(size))?;
         let inner = &mut *self.lock();
         if ram.iter().map(|part| (part.start, part.len)).ne(inner.ram.iter().map(|part| (part.start, part.len))) {
             inner.order = None;
+            inner.counter.forget();
         }
         inner.ram = ram;
         Ok(())

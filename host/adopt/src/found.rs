@@ -93,17 +93,27 @@ pub fn look(pid: u32) -> Result<Found, Refusal> {
     if smaps.contains("libballast_preload") {
         return Err(Refusal::Paged);
     }
-    let ram = maps::ram(&smaps, vmm.memory)?;
+    let ram = with_dimms(&smaps, vmm.memory, &vmm)?;
     match Process::find(pid)? {
         Some(still) if still == process && !process.is_dying() => Ok(Found { process, vmm, pidfd, ram }),
         _ => Err(Refusal::NoProcess),
     }
 }
 
-/// Its guest RAM now, which its VMM may have mapped anew.
-pub(crate) fn ram(pid: u32, wanted: Bytes) -> Result<Vec<Ram>, Refusal> {
+/// Its guest RAM now, which its VMM may have mapped anew. `size`: what it had at boot, if the command line does not say.
+pub(crate) fn ram(pid: u32, vmm: &Vmm, size: Bytes) -> Result<Vec<Ram>, Refusal> {
     let smaps = std::fs::read(format!("/proc/{pid}/smaps"))?;
-    Ok(maps::ram(&String::from_utf8_lossy(&smaps), Some(wanted.0))?)
+    Ok(with_dimms(&String::from_utf8_lossy(&smaps), vmm.memory.or(Some(size.0)), vmm)?)
+}
+
+/// RAM of this size, and DIMMs that were plugged in.
+fn with_dimms(smaps: &str, wanted: Option<u64>, vmm: &Vmm) -> Result<Vec<Ram>, NoRam> {
+    let mut ram = maps::ram(smaps, wanted)?;
+    if let (Some(memory), Some(most)) = (vmm.memory, vmm.most) {
+        ram.extend(maps::plugged(smaps, &ram, most.saturating_sub(memory)));
+        ram.sort_by_key(|part| part.start);
+    }
+    Ok(ram)
 }
 
 /// The file name of a process's program, also if that was replaced since.

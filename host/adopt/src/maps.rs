@@ -10,6 +10,11 @@ use ballast_base::{Bytes, Hva, MIB};
 /// smaller.
 const SMALLEST: u64 = 16 * MIB;
 
+/// DIMMs that are plugged in are of whole blocks of this size, because Linux guests use no others.
+const DIMM: u64 = 128 * MIB;
+/// The mapping without rights with which QEMU ends guest RAM.
+const GUARD: u64 = 4096;
+
 /// A mapping, or several that follow each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ram {
@@ -25,6 +30,10 @@ pub struct Ram {
     pub pinned: Option<&'static str>,
     pub(crate) executable: bool,
     pub(crate) writable: bool,
+    /// Nobody may touch it.
+    pub(crate) bars_all: bool,
+    /// QEMU's guard follows it.
+    pub(crate) guarded: bool,
     /// The file and the offset at which it ends; 0 for private memory.
     pub(crate) file: (u64, u64),
 }
@@ -82,6 +91,21 @@ pub fn ram(smaps: &str, wanted: Option<u64>) -> Result<Vec<Ram>, NoRam> {
     if found.is_empty() { Err(NoRam::Nothing) } else { Ok(found) }
 }
 
+/// DIMMs of QEMU's that were plugged in, which the command line does not name: at most this many bytes, and nothing of
+/// `ram`.
+pub fn plugged(smaps: &str, ram: &[Ram], most: u64) -> Vec<Ram> {
+    let is_ram = |dimm: &Ram| ram.iter().any(|ram| ram.start < dimm.end() && dimm.start < ram.end());
+    let mut left = most;
+    let dimms = mappings(smaps).into_iter().filter(|dimm| dimm.writable && !dimm.executable && dimm.guarded);
+    let whole = dimms.map(|dimm| dimm.last(dimm.len / DIMM * DIMM)).filter(|dimm| !is_ram(dimm));
+    let fits = |dimm: &Ram| {
+        let fits = dimm.len > 0 && dimm.len <= left;
+        left -= if fits { dimm.len } else { 0 };
+        fits
+    };
+    whole.filter(fits).collect()
+}
+
 /// Shared memory in swap of the mapping that starts here.
 pub fn swapped(smaps: &str, start: Hva) -> Option<u64> {
     mappings(smaps).iter().find(|ram| ram.start == start).map(|ram| ram.swapped)
@@ -107,6 +131,9 @@ fn mappings(smaps: &str) -> Vec<Ram> {
     }
     let mut joined: Vec<Ram> = Vec::new();
     for next in found {
+        if let Some(last) = joined.last_mut().filter(|last| last.end() == next.start) {
+            last.guarded |= next.len == GUARD && next.bars_all;
+        }
         match joined.last_mut() {
             Some(last) if last.continues_in(&next) => {
                 last.len += next.len;
@@ -148,6 +175,7 @@ fn head(line: &str) -> Option<Ram> {
         shared: has(3, b's'),
         writable: has(1, b'w') && is_memory,
         executable: has(2, b'x'),
+        bars_all: rights.starts_with(b"---"),
         file: (inode, if inode == 0 { 0 } else { offset.checked_add(len)? }),
         ..Ram::default()
     })
@@ -213,6 +241,30 @@ VmFlags: rd wr ht
         let seen: Vec<_> = found.iter().map(|ram| (ram.swapped, ram.pinned.is_some(), ram.shared)).collect();
         assert_eq!(seen, [(2 << 20, true, true), (0, false, true), (0, true, false)], "{found:?}");
         assert!(found[2].pinned.is_some_and(|why| why.contains("hugetlbfs")));
+    }
+
+    #[test]
+    fn dimms_are_whole_blocks_before_a_guard_and_nothing_else() {
+        let smaps = "\
+7f0000000000-7f0010000000 rw-p 00000000 00:00 0
+7f0010000000-7f0010001000 ---p 00000000 00:00 0
+7f0ff7f00000-7f1000000000 rw-p 00000000 00:00 0
+7f1000000000-7f1000001000 ---p 00000000 00:00 0
+7f2000000000-7f2010000000 rw-s 00000000 00:01 9 /memfd:dimm (deleted)
+7f2010000000-7f2010001000 ---p 00000000 00:00 0
+7f3000000000-7f3008000000 rw-p 00000000 00:00 0
+7f3008000000-7f3010000000 ---p 00000000 00:00 0
+7f4000000000-7f4001000000 rw-p 00000000 00:00 0
+7f4001000000-7f4001001000 ---p 00000000 00:00 0
+";
+        let boot = ram(smaps, Some(256 << 20)).expect("256 MiB");
+        assert_eq!(boot[0].start, Hva(0x7f00_0000_0000));
+        let seen = |most: u64| {
+            let found = plugged(smaps, &boot, most << 20);
+            found.iter().map(|dimm| (dimm.start.0, dimm.len >> 20)).collect::<Vec<_>>()
+        };
+        assert_eq!(seen(384), [(0x7f0f_f800_0000, 128), (0x7f20_0000_0000, 256)]);
+        assert_eq!((seen(128), seen(0)), (vec![(0x7f0f_f800_0000, 128)], Vec::new()));
     }
 
     #[test]

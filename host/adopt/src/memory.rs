@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant, SystemTime};
 
-use ballast_base::{Hva, PAGE_SIZE, PageCount};
+use ballast_base::{Hva, MIB, PAGE_SIZE, PageCount};
 use ballast_sys::clock::cpu_time;
 use ballast_sys::page_tables::{Entry, PageTables};
 
@@ -19,6 +19,8 @@ use crate::maps::{self, Ram};
 const RARELY: u32 = 1000;
 /// Pages by which the kernel's counters of a process differ at rest.
 const FEW: u64 = 64;
+/// Pages by which a process's mappings grow or shrink when a DIMM is plugged in or taken out, at least.
+const DIMM_PAGES: u64 = 64 * MIB / PAGE_SIZE as u64;
 /// Least time between two scans.
 const AT_LEAST: Duration = Duration::from_millis(500);
 
@@ -44,6 +46,8 @@ pub struct Memory {
 pub struct Counter {
     statm: File,
     last: Option<Scan>,
+    /// Pages of all mappings of the process when its RAM was looked for.
+    mapped_pages: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -57,7 +61,23 @@ struct Scan {
 impl Counter {
     /// A counter for this process.
     pub fn new(pid: u32) -> io::Result<Self> {
-        Ok(Self { statm: File::open(format!("/proc/{pid}/statm"))?, last: None })
+        Ok(Self { statm: File::open(format!("/proc/{pid}/statm"))?, last: None, mapped_pages: None })
+    }
+
+    /// Has the process mapped or unmapped as much as a DIMM since the last call that said so?
+    pub fn is_mapped_anew(&mut self) -> io::Result<bool> {
+        let [now, ..] = self.statm()?;
+        let before = *self.mapped_pages.get_or_insert(now);
+        let is_new = before.abs_diff(now) >= DIMM_PAGES;
+        if is_new {
+            self.mapped_pages = Some(now);
+        }
+        Ok(is_new)
+    }
+
+    /// Its RAM is elsewhere: the next call counts all pages.
+    pub fn forget(&mut self) {
+        self.last = None;
     }
 
     /// Its memory now; counts pages if that is due and the kernel's counters changed since the last count.
@@ -113,16 +133,22 @@ impl Counter {
 
     /// Resident pages of the process, of the kinds of memory that its guest's RAM is of.
     fn process_pages(&self, ram: &[Ram]) -> io::Result<u64> {
-        let mut text = [0; 128];
-        let len = self.statm.read_at(&mut text, 0)?;
-        let text = String::from_utf8_lossy(&text[..len]);
-        let mut words = text.split_ascii_whitespace().skip(1).map(|word| word.parse::<u64>().unwrap_or(0));
-        let (all, shared) = (words.next().ok_or(io::ErrorKind::NotFound)?, words.next().unwrap_or(0));
+        let [_, all, shared] = self.statm()?;
         Ok(match (ram.iter().any(|part| part.shared), ram.iter().any(|part| !part.shared)) {
             (true, true) => all,
             (true, false) => shared,
             _ => all.saturating_sub(shared),
         })
+    }
+
+    /// Pages of the process: of its mappings, resident ones, resident ones that it shares with files.
+    fn statm(&self) -> io::Result<[u64; 3]> {
+        let mut text = [0; 128];
+        let len = self.statm.read_at(&mut text, 0)?;
+        let text = std::str::from_utf8(&text[..len]).unwrap_or_default();
+        let mut words = text.split_ascii_whitespace().map_while(|word| word.parse().ok());
+        let mut next = || words.next().ok_or(io::Error::from(io::ErrorKind::NotFound));
+        Ok([next()?, next()?, next()?])
     }
 }
 

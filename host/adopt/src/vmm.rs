@@ -37,6 +37,8 @@ pub struct Vmm {
     pub name: Option<String>,
     /// RAM at boot, if the command line says it.
     pub memory: Option<u64>,
+    /// RAM with all DIMMs that may be plugged in, if the command line says it.
+    pub most: Option<u64>,
 }
 
 impl Program {
@@ -61,7 +63,9 @@ impl Vmm {
             Program::CloudHypervisor => (None, option(args, "--memory").and_then(cloud_hypervisor_memory)),
             Program::Firecracker => (option(args, "--id").map(str::to_owned), None),
         };
-        Some(Self { program, name: name.or_else(|| libvirt_name(cgroups)).filter(|name| !name.is_empty()), memory })
+        let most = if program == Program::Qemu { qemu_most(args) } else { None };
+        let name = name.or_else(|| libvirt_name(cgroups)).filter(|name| !name.is_empty());
+        Some(Self { program, name, memory, most })
     }
 }
 
@@ -95,6 +99,10 @@ const QEMU_DEFAULT: u64 = 128 * MIB;
 fn qemu_memory(args: &[&str]) -> Option<u64> {
     let Some(value) = qemu_option(args, "m") else { return Some(QEMU_DEFAULT) };
     size(key(value, "size", true)?, MIB)
+}
+
+fn qemu_most(args: &[&str]) -> Option<u64> {
+    size(key(qemu_option(args, "m")?, "maxmem", false)?, MIB)
 }
 
 fn cloud_hypervisor_memory(value: &str) -> Option<u64> {
@@ -142,19 +150,31 @@ mod tests {
 
     #[test]
     fn a_vmm_is_known_by_its_program_and_named_by_its_command_line() {
-        for (line, program, name, memory) in [
-            ("qemu-system-x86_64 -m 512", Program::Qemu, None, Some(512 * MIB)),
-            ("qemu-system-x86_64 -name web -m 1.5G", Program::Qemu, Some("web"), Some(1536 * MIB)),
-            ("qemu-kvm -name guest=db,debug-threads=on -m size=1048576k,slots=4", Program::Qemu, Some("db"), Some(GIB)),
-            ("kvm -id 100 -name debug-threads=on,guest=a -m 2048,maxmem=4G", Program::Qemu, Some("a"), Some(2 * GIB)),
-            ("qemu-system-aarch64 --name x -m 1G -m 2G", Program::Qemu, Some("x"), Some(2 * GIB)),
-            ("qemu-system-x86_64 -nodefaults", Program::Qemu, None, Some(128 * MIB)),
-            ("qemu-system-x86_64 -m lots", Program::Qemu, None, None),
-            ("cloud-hypervisor --memory size=512M,shared=on", Program::CloudHypervisor, None, Some(512 * MIB)),
-            ("cloud-hypervisor --memory=size=1G", Program::CloudHypervisor, None, Some(GIB)),
-            ("firecracker --id ci-7 --api-sock /s", Program::Firecracker, Some("ci-7"), None),
+        for (line, program, name, memory, most) in [
+            ("qemu-system-x86_64 -m 512", Program::Qemu, None, Some(512 * MIB), None),
+            ("qemu-system-x86_64 -name web -m 1.5G", Program::Qemu, Some("web"), Some(1536 * MIB), None),
+            (
+                "qemu-kvm -name guest=db,debug-threads=on -m size=1048576k,slots=4",
+                Program::Qemu,
+                Some("db"),
+                Some(GIB),
+                None,
+            ),
+            (
+                "kvm -id 100 -name debug-threads=on,guest=a -m 2048,maxmem=4G",
+                Program::Qemu,
+                Some("a"),
+                Some(2 * GIB),
+                Some(4 * GIB),
+            ),
+            ("qemu-system-aarch64 --name x -m 1G -m 2G", Program::Qemu, Some("x"), Some(2 * GIB), None),
+            ("qemu-system-x86_64 -nodefaults", Program::Qemu, None, Some(128 * MIB), None),
+            ("qemu-system-x86_64 -m lots", Program::Qemu, None, None, None),
+            ("cloud-hypervisor --memory size=512M,shared=on", Program::CloudHypervisor, None, Some(512 * MIB), None),
+            ("cloud-hypervisor --memory=size=1G", Program::CloudHypervisor, None, Some(GIB), None),
+            ("firecracker --id ci-7 --api-sock /s", Program::Firecracker, Some("ci-7"), None, None),
         ] {
-            assert_eq!(of(line), Some(Vmm { program, name: name.map(str::to_owned), memory }), "{line}");
+            assert_eq!(of(line), Some(Vmm { program, name: name.map(str::to_owned), memory, most }), "{line}");
         }
         for none in ["qemu-img convert", "bash -c qemu-system-x86_64", "virtqemud", "firecracker2"] {
             assert_eq!(of(none), None, "{none}");

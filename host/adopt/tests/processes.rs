@@ -246,3 +246,18 @@ fn without_a_cgroup_of_its_own_pages_are_named_and_the_reason_is_told() {
         How::Reclaim(directory) => panic!("{} is not its own", directory.display()),
     }
 }
+
+#[test]
+fn a_dimm_that_is_plugged_in_later_is_counted_and_goes_to_swap() {
+    let Some(mut vmm) = Vmm::start("qemu-system-x86_64", &["-m", "16,slots=2,maxmem=1G"]) else { return };
+    vmm.tell("fill 16");
+    let vm = vmm.adopted();
+    assert_eq!(vm.memory().expect("counted").size, 16 * MIB);
+    assert_eq!(vmm.tell("plug 128"), 0);
+    let now = vm.memory().expect("counted");
+    assert_eq!((now.size, now.resident, memory(&vm).resident), (144 * MIB, 144 * MIB, 144 * MIB));
+    assert_eq!(vmm.adopted().size(), 144 * MIB, "a DIMM that was there before");
+    let Some(_swap) = swap() else { return };
+    squeeze(&vm, 8 * MIB);
+    assert_eq!((memory(&vm).far, vmm.tell("check 16")), (136 * MIB, 0));
+}

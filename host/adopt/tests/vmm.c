@@ -1,5 +1,5 @@
 /* A VMM as far as adopting knows one: a program of that name with guest RAM of the size that its command line says.
- * Options: -m MiB, -shared. It does what standard input says, line by line, and replies with one line each. */
+ * Options: -m MiB[,...], -shared. It does what standard input says, line by line, and replies with one line each. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -47,6 +47,13 @@ int main(int argc, char **argv)
 		} else if (sscanf(line, "touch %zu %zu", &first, &last) == 2) {
 			for (size_t at = first << 20; at < last << 20; at += 4096)
 				(void)*(volatile char *)(ram + at);
+		} else if (sscanf(line, "plug %zu", &last) == 1) {
+			/* A DIMM, as QEMU maps one: touched, with a page behind it that nobody may touch. */
+			last <<= 20;
+			char *dimm = mmap(0, last + 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+			wrong = dimm == MAP_FAILED || mprotect(dimm, last, PROT_READ | PROT_WRITE);
+			if (!wrong)
+				memset(dimm, 1, last);
 		} else if (!strncmp(line, "lock", 4)) {
 			wrong = mlock(ram, len) != 0;
 		}
