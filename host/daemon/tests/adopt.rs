@@ -262,3 +262,23 @@ fn with_adopt_all_vms_are_adopted_as_they_start_except_those_that_were_released(
     kill(later.child.id());
     until("it is forgotten", || daemon.api.vm("later").is_err());
 }
+
+#[test]
+fn an_engine_without_its_keeper_holds_adopted_vms_while_it_serves_a_paged_one() {
+    let Some(_swap) = swap("1G") else { return };
+    let mut daemon = Daemon::start("");
+    let guest = Guest::start(&daemon, "paged", "--workload uniform --ram 16M --threads 1");
+    let Some(mut vmm) = adopted(&daemon, "held") else { return };
+    daemon.kill_keeper();
+    until("the engine knows", || !events(&daemon, "keeper-gone").is_empty());
+    daemon.api.set_limit("held", Some(24 * MIB)).expect("a limit");
+    is_held(&daemon, "held", 24 * MIB);
+    assert_eq!(vmm.tell("check 64"), 0);
+    is_held(&daemon, "held", 24 * MIB);
+    daemon.restart_keeper();
+    until("the next engine goes on", || daemon.api.vm("held").is_ok_and(|vm| vm.limit_bytes == Some(24 * MIB)));
+    daemon.api.set_limit("held", Some(16 * MIB)).expect("a limit");
+    is_held(&daemon, "held", 16 * MIB);
+    assert_eq!(vmm.tell("check 64"), 0);
+    drop(guest);
+}

@@ -98,6 +98,10 @@ impl Orders {
                     done = self.workers().all_so_far();
                 }
             }
+            // It rested for an upgrade that is off: no other engine has any VM of this one.
+            if !host.adopted.works() && host.all().iter().all(|served| served.vm.state.leaving().is_none()) {
+                host.adopted.resume();
+            }
             std::thread::sleep(POLLS_EVERY);
         }
     }

@@ -12,7 +12,7 @@ use super::vm::AdoptedVm;
 use crate::engine::governor::rates::Sums;
 
 /// A VM without its rates, and the sums for these; `None` if its VMM has ended.
-pub fn of(vm: &AdoptedVm, restore_us: f64) -> Option<(VmSample, Sums)> {
+pub fn of(vm: &AdoptedVm, restore_us: f64, swap: &Swap) -> Option<(VmSample, Sums)> {
     let figures = vm.figures(restore_us).ok()?;
     let (terms, memory) = (vm.terms(), figures.memory);
     let pinned = vm.vm.pinned();
@@ -33,7 +33,7 @@ pub fn of(vm: &AdoptedVm, restore_us: f64) -> Option<(VmSample, Sums)> {
         limit_bytes: terms.limit.map(|limit| limit.0),
         target_bytes: terms.target.map(|target| target.0),
         settings: Settings { class, ..terms.settings },
-        held: pinned.or_else(|| vm.blocked()).or_else(|| vm.vm.blocked(&Swap::now())),
+        held: pinned.or_else(|| vm.blocked()).or_else(|| vm.vm.blocked(swap)),
         page_bytes: PAGE_SIZE as u64,
         restores,
         refault_page_ms: figures.refaults.page_ms,

@@ -6,7 +6,7 @@
 //! status, and is an event when it begins and when it ends.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_adopt::swap::Swap;
@@ -25,9 +25,15 @@ const STEP: u64 = 8 * MIB;
 /// It goes down to 1/MARGIN below the limit, and that is at least so much.
 const MARGIN: u64 = 64;
 const LEAST_MARGIN: u64 = MIB;
-/// Times between two looks at a VM that is below its limit: shortest after it was above, doubled up to the longest.
+/// Times between two looks at a VM that is below its limit: shortest after it was above, doubled up to the longest, and
+/// on to the idle one while its resident memory stays as it is.
 const SHORTEST: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_millis(250);
+const IDLE: Duration = Duration::from_secs(1);
+/// Resident memory of an idle VM differs by less than this between two looks.
+const FEW: u64 = MIB / 4;
+/// VMs whose next look is later than this have it together, so that the worker wakes up once for all of them.
+const TOGETHER: Duration = Duration::from_millis(250);
 /// Time after which what failed is tried again.
 const AGAIN: Duration = Duration::from_secs(1);
 /// Steps without progress, one after the other, until that is said.
@@ -75,6 +81,8 @@ struct Pace {
     pause: Duration,
     due: Option<Instant>,
     idle_steps: u32,
+    /// What was resident at the last look below the limit.
+    resident: u64,
 }
 
 /// Figures of now.
@@ -101,6 +109,13 @@ fn identity(Process { pid, start }: Process) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let boot: String = boot.chars().filter(char::is_ascii_hexdigit).take(16).collect();
     format!("{boot:0>16}{:016x}", (start << 22) | u64::from(pid))
+}
+
+/// Time from then until the next look at all VMs that may wait for each other.
+fn until_all_look(then: Instant) -> Duration {
+    static BEGUN: OnceLock<Instant> = OnceLock::new();
+    let since = then.saturating_duration_since(*BEGUN.get_or_init(|| then));
+    TOGETHER - Duration::from_nanos((since.as_nanos() % TOGETHER.as_nanos()) as u64)
 }
 
 impl AdoptedVm {
@@ -171,8 +186,10 @@ impl AdoptedVm {
         let begun = clock::cpu_time();
         let mut pace = locked(&self.pace);
         let pause = match self.try_work(limit.0, swap, &mut pace) {
-            Ok(Outcome::Below) => {
-                pace.pause = (pace.pause * 2).clamp(SHORTEST, LONGEST);
+            Ok(Outcome::Below(resident)) => {
+                let is_idle = resident.abs_diff(pace.resident) < FEW;
+                pace.pause = (pace.pause * 2).clamp(SHORTEST, if is_idle { IDLE } else { LONGEST });
+                pace.resident = resident;
                 self.say(None, events);
                 pace.pause
             }
@@ -195,7 +212,8 @@ impl AdoptedVm {
                 AGAIN
             }
         };
-        pace.due = Some(Instant::now() + pause);
+        let now = Instant::now();
+        pace.due = Some(now + if pause < TOGETHER { pause } else { pause + until_all_look(now + pause) });
         let took = clock::cpu_time().saturating_sub(begun);
         self.work_us.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
     }
@@ -213,7 +231,7 @@ impl AdoptedVm {
         let resident = self.vm.memory()?.resident;
         if resident <= limit - margin / 2 {
             pace.idle_steps = 0;
-            return Ok(Outcome::Below);
+            return Ok(Outcome::Below(resident));
         }
         if let Some(why) = self.vm.blocked(swap) {
             return Ok(Outcome::Blocked(why));
@@ -248,8 +266,8 @@ impl AdoptedVm {
 
 /// The outcome of one piece of work.
 enum Outcome {
-    /// It is below its limit.
-    Below,
+    /// It is below its limit, with this much resident.
+    Below(u64),
     /// Some memory went.
     Went,
     /// Nothing went this time.

@@ -84,11 +84,11 @@ impl Worker {
     fn turn(&mut self) {
         let adopted = self.host.adopted.clone();
         let vms = if adopted.works() { adopted.all() } else { Vec::new() };
-        self.sleep(&adopted, &vms);
+        let ended = self.sleep(&adopted, &vms);
         if !adopted.works() {
             return;
         }
-        for vm in vms.iter().filter(|vm| vm.vm.has_ended()) {
+        for vm in &ended {
             adopted.forget(vm, false);
         }
         let now = Instant::now();
@@ -100,15 +100,15 @@ impl Worker {
             self.checks = now + CHECKS_EVERY;
             self.check(&adopted, &vms);
         }
-        let is_due = |vm: &&Arc<AdoptedVm>| vm.due().is_some_and(|due| due <= now);
-        for vm in vms.iter().filter(is_due) {
+        let is_due = |vm: &&Arc<AdoptedVm>| !ended.iter().any(|ended| Arc::ptr_eq(ended, vm));
+        for vm in vms.iter().filter(is_due).filter(|vm| vm.due().is_some_and(|due| due <= now)) {
             let swap = self.swap_now();
             vm.work(&swap, &self.host.events);
         }
     }
 
-    /// Until a VMM ends, terms change, or there is work.
-    fn sleep(&self, adopted: &AdoptedVms, vms: &[Arc<AdoptedVm>]) {
+    /// Until a VMM ends, terms change, or there is work. Returns the VMs that ended.
+    fn sleep(&self, adopted: &AdoptedVms, vms: &[Arc<AdoptedVm>]) -> Vec<Arc<AdoptedVm>> {
         let looks = (adopted.all && adopted.works()).then_some(self.looks);
         let checks = (!vms.is_empty()).then_some(self.checks);
         let due = vms.iter().filter_map(|vm| vm.due()).chain(looks).chain(checks).min();
@@ -117,9 +117,14 @@ impl Worker {
         let wake = [PollFd::from_borrowed_fd(adopted.wake.as_fd(), PollFlags::IN)];
         let ends = vms.iter().map(|vm| PollFd::from_borrowed_fd(vm.vm.pidfd().as_fd(), PollFlags::IN));
         let mut fds: Vec<PollFd<'_>> = wake.into_iter().chain(ends).collect();
-        if poll(&mut fds, wait.as_ref()).is_ok() && !fds[0].revents().is_empty() {
+        if poll(&mut fds, wait.as_ref()).is_err() {
+            return Vec::new();
+        }
+        if !fds[0].revents().is_empty() {
             let _ = rustix::io::read(&adopted.wake, &mut [0u8; 8]);
         }
+        let has_ended = |(vm, fd): (&Arc<AdoptedVm>, &PollFd<'_>)| (!fd.revents().is_empty()).then(|| vm.clone());
+        vms.iter().zip(&fds[1..]).filter_map(has_ended).collect()
     }
 
     fn swap_now(&mut self) -> Swap {

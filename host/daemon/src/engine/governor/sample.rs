@@ -91,8 +91,10 @@ impl Sampler {
             seen.insert(id, now);
         }
         let paged = vms.len();
-        for vm in host.adopted.all() {
-            let Some((vm, sums)) = sample::of(&vm, host.adopted.restore_us()) else { continue };
+        let adopted = host.adopted.all();
+        let swap = if adopted.is_empty() { Swap::default() } else { Swap::now() };
+        for vm in adopted {
+            let Some((vm, sums)) = sample::of(&vm, host.adopted.restore_us(), &swap) else { continue };
             let now = Seen::new(self.vms.get(&vm.id), sums, setup, at_ms);
             let rates = now.rates(self.vms.get(&vm.id), elapsed_ms);
             let estimated = estimate(vm.resident_bytes, rates.came_back * vm.page_bytes, vm.size_bytes);
@@ -100,12 +102,18 @@ impl Sampler {
             let Rates { stall, kernel_stall, .. } = rates;
             vms.push(VmSample { working_set: Some(estimated), stall, kernel_stall, ..vm });
         }
-        (Snapshot { at_ms, host: host_sample(host, setup, memory, &vms, paged), vms }, seen)
+        (Snapshot { at_ms, host: host_sample(host, setup, (memory, swap.total), &vms, paged), vms }, seen)
     }
 }
 
 /// The first `paged` of the VMs attached; the others are adopted.
-fn host_sample(host: &Host, setup: &Setup, memory: Memory, vms: &[VmSample], paged: usize) -> HostSample {
+fn host_sample(
+    host: &Host,
+    setup: &Setup,
+    (memory, swap): (Memory, u64),
+    vms: &[VmSample],
+    paged: usize,
+) -> HostSample {
     let sum = |vms: &[VmSample], of: fn(&VmSample) -> u64| vms.iter().map(of).fold(0, u64::saturating_add);
     let resident = sum(vms, |vm| vm.resident_bytes);
     let available = memory.available;
@@ -118,7 +126,6 @@ fn host_sample(host: &Host, setup: &Setup, memory: Memory, vms: &[VmSample], pag
     let (used, room) = (host.budget.used().0, host.budget.limit().0);
     let ratio = if used == 0 { 1.0 } else { (far_in_ram as f64 / used as f64).clamp(1.0, BEST_RATIO) };
     let remote = host.remote.as_ref().map_or(0, |remote| remote.budget.limit().0);
-    let swap = if paged < vms.len() { Swap::now().total } else { 0 };
     let stores = ((room as f64 * ratio) as u64).saturating_add(host.file_budget.limit().0).saturating_add(remote);
     let far_capacity_bytes = stores.saturating_add(swap);
     HostSample { budget_bytes, free_bytes, min_free_bytes, far_capacity_bytes, smallest_bytes: SMALLEST_LIMIT.0 }
