@@ -106,7 +106,7 @@ pub fn table(head: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     if io::stdout().is_terminal()
-        && let Ok((width, _)) = terminal::size()
+        && let Ok((width @ 1.., _)) = terminal::size()
     {
         table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
     }

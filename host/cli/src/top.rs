@@ -99,7 +99,11 @@ pub fn run(client: Client, args: TopArgs, json: bool) -> Result<()> {
 
 fn plain_width() -> u16 {
     const WIDE: u16 = 140;
-    if io::stdout().is_terminal() { terminal::size().map_or(WIDE, |(width, _)| width) } else { WIDE }
+    if io::stdout().is_terminal() {
+        terminal::size().map_or(WIDE, |(width, _)| if width > 0 { width } else { WIDE })
+    } else {
+        WIDE
+    }
 }
 
 fn watch(

@@ -294,7 +294,9 @@ fn memory(vm: &VmStat) -> String {
     for (name, bytes) in &parts {
         row(name, *bytes, "");
         if *name == "resident" {
-            row("  in quarantine", vm.quarantine_bytes, "part of resident");
+            if vm.kind == VmKind::Paged {
+                row("  in quarantine", vm.quarantine_bytes, "part of resident");
+            }
             if vm.pinned_pages > 0 {
                 row("  pinned", vm.pinned_pages * PAGE_SIZE as u64, "part of resident, held by something");
             }
