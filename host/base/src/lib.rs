@@ -47,9 +47,11 @@ pub mod store;
 pub mod stripes;
 pub mod text;
 pub mod units;
+pub mod uuid;
 pub mod wire;
 
 pub use extent::Extent;
 pub use extents::Extents;
 pub use range::PageRange;
 pub use units::{Bytes, GIB, HUGE_SIZE, Hva, KIB, MIB, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
+pub use uuid::Uuid;

@@ -18,6 +18,7 @@ use crate::format::{Format, Message};
 pub use crate::format::{WireError, decode, encode};
 use crate::guest::GuestRange;
 use crate::units::{Bytes, Hva, PAGE_SIZE};
+use crate::uuid::Uuid;
 
 /// The versions of the client's link.
 pub const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
@@ -101,6 +102,8 @@ impl RegionInfo {
 pub struct Attach {
     /// Name of the VM, as [`shown_name`] writes it.
     pub name: String,
+    /// Its UUID, if its operator gave it one.
+    pub uuid: Option<Uuid>,
     /// Limit at attach; `None`: none.
     pub limit: Option<Bytes>,
     /// The VMM program, for display.
@@ -293,6 +296,9 @@ pub enum ClientToKeeper {
         /// For the operator.
         why: String,
     },
+    /// Give me `/dev/userfaultfd`, open: I may not open it myself. Before an attach. Answered by
+    /// [`KeeperToClient::Device`].
+    Device,
 }
 
 /// Keeper to client, on the attach socket. Every request is answered once, in order.
@@ -313,6 +319,8 @@ pub enum KeeperToClient {
     Refused(String),
     /// Not attached yet, for this reason: attach again in a moment.
     Later(String),
+    /// Descriptor: `/dev/userfaultfd`, open.
+    Device,
 }
 
 /// A range of guest RAM as the client maps it: start and length in bytes.

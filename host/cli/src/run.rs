@@ -39,7 +39,7 @@ use tiers::Tiers;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example: ballast run --limit 512M --add-memory-backend -- qemu-system-x86_64 -m 1G disk.qcow2")]
 pub struct RunArgs {
-    /// Name of the VM [default: QEMU's -name, else vm-PID]
+    /// Name of the VM [default: BALLAST_VM_NAME, else QEMU's -name, else vm-PID]
     #[arg(long)]
     name: Option<String>,
     /// Most DRAM the VM may use, such as 512M
@@ -83,7 +83,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     let qemu = through::qemu_in(&args.command);
     let mut before = args.command.clone();
     let mut rest = before.split_off(qemu.map_or(1, |index| index + 1));
-    let (mut name, mut monitor, mut agent) = (args.name.clone(), None, None);
+    let (mut monitor, mut agent) = (None, None);
     if let Some(qemu) = qemu {
         let words = |rest: &[OsString]| rest.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
         let given = options(&words(&rest)).map_err(|reason| anyhow!(reason))?;
@@ -107,7 +107,6 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
             crate::show::say(note);
         }
         apply(&mut rest, plan.edits);
-        name = name.or(plan.name);
         monitor = Some(Monitor::new().context("Making a monitor for QEMU")?);
         if args.agent {
             agent = Some(AgentPort::new().context("Making a port for the agent")?);
@@ -121,8 +120,9 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         refuse_for_others(&args)?;
     }
     check_filter(&program, &rest)?;
-    let name = name.unwrap_or_else(own_name);
-    check_name(&shown_name(&name)).map_err(|reason| anyhow!(reason))?;
+    if let Some(name) = &args.name {
+        check_name(&shown_name(name)).map_err(|reason| anyhow!(reason))?;
+    }
     through::check_programs(&before)?;
     let preload = find_preload()?;
     let mut list = preload.clone().into_os_string();
@@ -141,7 +141,11 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         agent.give(&mut command);
     }
     command.env("LD_PRELOAD", list).env("BALLAST_SOCKET", &args.attach_socket);
-    command.env("BALLAST_VM_NAME", name).env("BALLAST_REQUIRE", if args.optional { "0" } else { "1" });
+    // Without one, the library in QEMU reads the name that QEMU has.
+    if let Some(name) = &args.name {
+        command.env("BALLAST_VM_NAME", name);
+    }
+    command.env("BALLAST_REQUIRE", if args.optional { "0" } else { "1" });
     command.env("BALLAST_STARTED", std::process::id().to_string());
     match args.limit {
         Some(limit) => command.env("BALLAST_LIMIT", limit.0.to_string()),
@@ -189,16 +193,6 @@ fn refuse_for_others(args: &RunArgs) -> Result<()> {
         Some((_, option, advice)) => bail!("{option} is for QEMU, which is no word of this command; {advice}"),
         None => Ok(()),
     }
-}
-
-/// The name of a VM that has none. Two processes in pid namespaces of their own may have one id.
-fn own_name() -> String {
-    /// `PROC_PID_INIT_INO` of the kernel, as the link of a process in the first namespace shows it.
-    const FIRST: &str = "pid:[4026531836]";
-    let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default().to_string_lossy().into_owned();
-    let number = namespace.trim_matches(|c: char| !c.is_ascii_digit());
-    let id = std::process::id();
-    if namespace == FIRST || number.is_empty() { format!("vm-{id}") } else { format!("vm-{id}-{number}") }
 }
 
 /// Makes these changes.

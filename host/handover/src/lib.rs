@@ -19,6 +19,7 @@ mod beside;
 mod budget;
 mod guest;
 pub mod holder;
+mod identity;
 pub mod kept;
 pub mod known;
 mod listed;

@@ -12,7 +12,7 @@
 //! ```text
 //! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end
 //!          of used space, target, settings, kept, journal of lost pages, pid and start time of an engine that leaves,
-//!          cluster, unmanaged RAM; the rest is reserved
+//!          cluster, unmanaged RAM, UUID, owner, sources of settings; the rest is reserved
 //! 384      the key that pages on other machines are sealed with (`secret`)
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes (`records`)
@@ -96,10 +96,17 @@ pub(crate) enum Field {
     Cluster = 15 + SETTINGS,
     /// Bytes of the guest's RAM that are in no region.
     Unmanaged = 16 + SETTINGS,
+    /// The operator's UUID of the VM; zero if there is none.
+    Uuid0 = 17 + SETTINGS,
+    Uuid1 = 18 + SETTINGS,
+    /// The user that attached first, plus one, in the upper half; its process in the lower.
+    Owner = 19 + SETTINGS,
+    /// Where the VM's settings come from, as the daemon encodes it.
+    Sources = 20 + SETTINGS,
     /// Only with `NEXT_LAYOUT`: how often such a program has taken the VM over. To others it is a reserved word.
-    Next = 17 + SETTINGS,
+    Next = 21 + SETTINGS,
 }
-const FIELDS: usize = 18 + SETTINGS;
+const FIELDS: usize = 22 + SETTINGS;
 /// Number of words for the operator's settings beside the limit. The pager only keeps them.
 pub const SETTINGS: usize = 5;
 

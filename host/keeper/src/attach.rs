@@ -116,7 +116,7 @@ impl Keeper {
                     None => {
                         let extents = attach.regions.iter().map(|region| region.extents.len());
                         self.check_mappings(uid, mappings::of_vm(extents))?;
-                        self.create(attach, uid)?
+                        self.create(attach, uid, pid)?
                     }
                 };
                 match file_store {
@@ -217,11 +217,20 @@ impl Keeper {
     }
 
     /// A VM that no keeper has seen before.
-    pub(crate) fn create(&self, attach: &Attach, uid: u32) -> Result<VmEntry, String> {
+    pub(crate) fn create(&mut self, attach: &Attach, uid: u32, pid: u32) -> Result<VmEntry, String> {
         if self.has_name(&attach.name) {
             return Err(format!("a VM named {:?} is attached already", attach.name));
         }
         let mut entry = VmEntry::create(attach, uid, &self.closer)?;
+        // Settings are kept by UUID: two VMs that are attached never share one.
+        let twin = self.vms.iter().find(|vm| attach.uuid.is_some() && vm.state.uuid() == attach.uuid);
+        let twin = twin.map(|vm| vm.state.name());
+        entry.state.set_identity(attach.uuid.filter(|_| twin.is_none()), uid, pid);
+        if let (Some(twin), Some(uuid)) = (twin, attach.uuid) {
+            let name = attach.name.clone();
+            let message = format!("VM {twin} has the UUID {uuid} of VM {name}, which runs without one until its end");
+            self.note(name, "uuid-taken", message);
+        }
         entry.at = self.at_for_new();
         if let Some(group) = group_of(&self.groups, &attach.name) {
             let arena = self.group_arena(group, uid)?;

@@ -14,7 +14,7 @@ use ballast_base::Bytes;
 use ballast_base::text::ascii;
 use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, VmId};
 use ballast_handover::orders::Order;
-use ballast_sys::{peer, process, scm};
+use ballast_sys::{Uffd, peer, process, scm};
 use rustix::io::Errno;
 
 use crate::bounds::has_room;
@@ -192,6 +192,11 @@ impl Keeper {
                 self.ask_engine(key, Answer::Ok, |seq, vm, _| Order::Pin { seq, vm, reason })
             }
             ClientToKeeper::Unmanaged { name, len, why } => self.unmanaged(key, name, len, &why),
+            ClientToKeeper::Device => {
+                let device = Uffd::device().map_err(|error| format!("Opening /dev/userfaultfd: {error}"))?;
+                self.send(key, &KeeperToClient::Device, &[device.as_fd()]);
+                Ok(())
+            }
             ClientToKeeper::MayPin => {
                 self.entry_of(key)?.may_pin = true;
                 self.ask_engine(key, Answer::Ok, |seq, vm, _| Order::MayPin { seq, vm })

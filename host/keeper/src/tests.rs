@@ -47,6 +47,7 @@ pub(crate) fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
     let name = name.into();
     Attach {
         name,
+        uuid: None,
         limit: None,
         vmm,
         uffd_features: 0,

@@ -68,25 +68,47 @@ impl Uffd {
     /// Tries `/dev/userfaultfd` first (access by file permission, Linux 6.1), then the system call, which needs
     /// `CAP_SYS_PTRACE` or the `vm.unprivileged_userfaultfd` setting to serve faults raised inside the kernel.
     pub fn create(features: u64) -> io::Result<(Self, u64)> {
-        let open = || -> io::Result<Self> {
-            if let Ok(device) = File::options().read(true).write(true).open("/dev/userfaultfd") {
-                const USERFAULTFD_IOC_NEW: u64 = 0xAA00;
-                let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-                // SAFETY: this request takes its flags by value and writes no memory.
-                let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
-                if fd >= 0 {
-                    // SAFETY: the kernel just gave us this descriptor; it has no other owner.
-                    return Ok(Self(unsafe { File::from_raw_fd(fd) }));
-                }
+        Self::enabled(features, || -> io::Result<Self> {
+            if let Ok(device) = Self::device()
+                && let Ok(made) = Self::of_device(device.as_fd())
+            {
+                return Ok(made);
             }
             // SAFETY: a system call with a flags argument only.
             let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
             if fd < 0 {
                 return Err(io::Error::last_os_error());
             }
-            // SAFETY: as above; descriptors fit an int.
+            // SAFETY: the kernel just gave us this descriptor; it has no other owner. Descriptors fit an int.
             Ok(Self(unsafe { File::from_raw_fd(fd as i32) }))
-        };
+        })
+    }
+
+    /// The same with an open device, from a process that may open it. Permission is checked at its open; the address
+    /// space is that of the process that makes the userfaultfd.
+    pub fn create_by(device: BorrowedFd<'_>, features: u64) -> io::Result<(Self, u64)> {
+        Self::enabled(features, || Self::of_device(device))
+    }
+
+    /// Open `/dev/userfaultfd`.
+    pub fn device() -> io::Result<File> {
+        File::options().read(true).write(true).open("/dev/userfaultfd")
+    }
+
+    fn of_device(device: BorrowedFd<'_>) -> io::Result<Self> {
+        const USERFAULTFD_IOC_NEW: u64 = 0xAA00;
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+        // SAFETY: this request takes its flags by value and writes no memory.
+        let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel just gave us this descriptor; it has no other owner.
+        Ok(Self(unsafe { File::from_raw_fd(fd) }))
+    }
+
+    /// A new one with these features, of those that the kernel offers.
+    fn enabled(features: u64, open: impl Fn() -> io::Result<Self>) -> io::Result<(Self, u64)> {
         // The first API call on a descriptor is final, so the features are queried on a descriptor of its own.
         let probe = open()?;
         let mut arg = ApiArg { api: UFFD_API, features: 0, ioctls: 0 };

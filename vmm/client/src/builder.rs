@@ -4,13 +4,13 @@
 //! Threads: the caller's; it starts `ballast-client`. Units: bytes; addresses of this process.
 //! Promise: a description that the keeper would refuse is refused here, by name.
 
-use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ballast_base::wire;
-use ballast_base::{Bytes, Hva};
+use ballast_base::{Bytes, Hva, Uuid};
 use ballast_sys::Uffd;
 use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 use rustix::net::SocketAddrUnix;
@@ -24,7 +24,7 @@ use crate::ram::Ram;
 use crate::regions::{Region, Table};
 use crate::shared::{FailStop, Shared, Timing, announce, cut};
 use crate::zapped::ZapGate;
-use crate::{fault_workers, service, thread, visit};
+use crate::{device, fault_workers, service, thread, visit};
 
 /// The keeper's default attach socket.
 pub const DEFAULT_SOCKET: &str = "/run/ballast/attach.sock";
@@ -35,6 +35,7 @@ pub const SOCKET_VARIABLE: &str = "BALLAST_SOCKET";
 pub struct Builder {
     socket: PathBuf,
     name: String,
+    uuid: Option<Uuid>,
     limit: Option<u64>,
     vmm: String,
     pinned: Option<String>,
@@ -54,9 +55,16 @@ impl std::fmt::Debug for Builder {
 
 impl Builder {
     /// The VM's name for operators: any text of 1 to 255 bytes. Characters that cannot be shown are escaped; with their
-    /// escapes it may have [`wire::MAX_NAME`] bytes. Default: `vm-PID`.
+    /// escapes it may have [`wire::MAX_NAME`] bytes. Default: `vm-PID`, with the number of the pid namespace, if that
+    /// is not the host's first.
     pub fn name(mut self, name: impl AsRef<str>) -> Self {
         self.name = wire::shown_name(name.as_ref());
+        self
+    }
+
+    /// The VM's UUID, by which its settings are kept. Default: none; they are kept by its name.
+    pub fn uuid(mut self, uuid: Uuid) -> Self {
+        self.uuid = Some(uuid);
         self
     }
 
@@ -142,10 +150,8 @@ impl Builder {
         let variable = std::env::var(fault_workers::VARIABLE).ok();
         let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
         let workers = fault_workers::count(self.fault_workers, variable.as_deref(), cpus, table.total().0);
-        let made: Vec<(Uffd, u64)> = (0..workers.map_err(AttachError::Config)?)
-            .map(|_| Uffd::create(wanted))
-            .collect::<Result<_, _>>()
-            .map_err(AttachError::Userfault)?;
+        let workers = workers.map_err(AttachError::Config)?;
+        let made = userfaultfds(workers, wanted, &self.socket, self.timing.handshake)?;
         let features = made.iter().fold(wanted, |features, (_, granted)| features & granted);
         let huge = table.iter().any(Region::is_huge);
         let required = REQUIRED_FEATURES | if huge { HUGETLB_FEATURES } else { 0 };
@@ -158,6 +164,7 @@ impl Builder {
         let shared = Arc::new(Shared {
             socket: fixed(self.socket),
             name: self.name,
+            uuid: self.uuid,
             limit: self.limit,
             vmm: cut(self.vmm),
             uffds,
@@ -183,7 +190,8 @@ impl Client {
         let vmm = vmm.as_deref().and_then(|path| path.file_name()).map(|name| name.to_string_lossy().into_owned());
         Builder {
             socket: std::env::var_os(SOCKET_VARIABLE).map_or_else(|| DEFAULT_SOCKET.into(), PathBuf::from),
-            name: format!("vm-{}", std::process::id()),
+            name: own_name(),
+            uuid: None,
             limit: None,
             vmm: vmm.unwrap_or_else(|| "unknown".into()),
             pinned: None,
@@ -198,6 +206,27 @@ impl Client {
             agent_port: AgentPort::of_environment(),
         }
     }
+}
+
+/// Make userfaultfds with these features: by this process's own rights, else by the keeper's device.
+fn userfaultfds(count: u8, features: u64, socket: &Path, at_most: Duration) -> Result<Vec<(Uffd, u64)>, AttachError> {
+    let own = (0..count).map(|_| Uffd::create(features)).collect::<Result<_, _>>();
+    let Err(error) = own else { return own.map_err(AttachError::Userfault) };
+    let Some(device) = device::of_keeper(socket, at_most)? else { return Err(AttachError::Userfault(error)) };
+    (0..count)
+        .map(|_| Uffd::create_by(device.as_fd(), features))
+        .collect::<Result<_, _>>()
+        .map_err(AttachError::Userfault)
+}
+
+/// The name of a VM that has none. Two processes in pid namespaces of their own may have one id.
+pub(crate) fn own_name() -> String {
+    /// `PROC_PID_INIT_INO` of the kernel, as the link of a process in the first namespace shows it.
+    const FIRST: &str = "pid:[4026531836]";
+    let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default().to_string_lossy().into_owned();
+    let number = namespace.trim_matches(|c: char| !c.is_ascii_digit());
+    let id = std::process::id();
+    if namespace == FIRST || number.is_empty() { format!("vm-{id}") } else { format!("vm-{id}-{number}") }
 }
 
 /// This path for any working directory: QEMU changes it after it attached (`-daemonize`), and has to find the next

@@ -28,6 +28,7 @@ mod agent_port;
 mod builder;
 mod client;
 mod control;
+mod device;
 mod error;
 mod fault_workers;
 pub mod ffi;

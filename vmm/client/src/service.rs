@@ -171,6 +171,7 @@ impl Service<'_> {
         let escrow = link.escrow.as_ref().filter(|_| link.vm.is_some());
         let message = Attach {
             name: shared.name.clone(),
+            uuid: shared.uuid,
             limit: shared.limit.map(Bytes),
             vmm: shared.vmm.clone(),
             uffd_features: shared.features,
@@ -245,7 +246,9 @@ impl Service<'_> {
                     self.answered(Ok(Asked::Again(reason)));
                 }
                 Ok(KeeperToClient::Refused(reason)) => self.answered(Err(reason)),
-                Ok(KeeperToClient::Attached { .. }) => self.garbage("a reply without a request"),
+                Ok(KeeperToClient::Attached { .. } | KeeperToClient::Device) => {
+                    self.garbage("a reply without a request");
+                }
                 Err(error) => self.garbage(&error.to_string()),
             };
         };
@@ -282,7 +285,9 @@ impl Service<'_> {
             }
             Ok(KeeperToClient::Refused(reason)) => self.failed(AttachError::Refused(reason)),
             Ok(KeeperToClient::Later(reason)) => self.failed(AttachError::Later(reason)),
-            Ok(KeeperToClient::Ok) => self.failed(AttachError::NoAnswer("sent a wrong reply")),
+            Ok(KeeperToClient::Ok | KeeperToClient::Device) => {
+                self.failed(AttachError::NoAnswer("sent a wrong reply"));
+            }
             Err(error) => self.failed(AttachError::Protocol(error)),
         }
     }

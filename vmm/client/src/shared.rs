@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use ballast_base::Uuid;
 use ballast_sys::{Uffd, log_line};
 
 use crate::agent_port::AgentPort;
@@ -52,6 +53,7 @@ impl Default for Timing {
 pub(crate) struct Shared {
     pub socket: PathBuf,
     pub name: String,
+    pub uuid: Option<Uuid>,
     pub limit: Option<u64>,
     pub vmm: String,
     /// In the same order at each attach: a page belongs to one of them permanently.

@@ -11,7 +11,7 @@ use ballast_base::wire::{self, ClientToKeeper};
 use ballast_sys::scm;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-use crate::builder::{DEFAULT_SOCKET, SOCKET_VARIABLE};
+use crate::builder::{DEFAULT_SOCKET, SOCKET_VARIABLE, own_name};
 use crate::shared::cut;
 use crate::visit;
 
@@ -21,7 +21,7 @@ use crate::visit;
 /// There is no keeper.
 pub fn report_unmanaged(name: Option<&str>, why: &str) -> io::Result<()> {
     let _quiet = visit::enter();
-    let name = name.map_or_else(|| format!("vm-{}", std::process::id()), wire::shown_name);
+    let name = name.map_or_else(own_name, wire::shown_name);
     let path = std::env::var_os(SOCKET_VARIABLE).unwrap_or_else(|| DEFAULT_SOCKET.into());
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket: OwnedFd = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;

@@ -16,7 +16,7 @@ use ballast_sys::memfd::{self, FileId};
 
 use crate::announce::announce;
 use crate::mode::{MANAGED, MODE, OFF, WAITING, is_required, text};
-use crate::{agent, guest, missed, pool, through};
+use crate::{agent, guest, identity, missed, pool, through};
 
 /// The process that attached. A child between `vfork` and `exec` shares this memory, and is another process.
 static OWNER: AtomicU32 = AtomicU32::new(0);
@@ -143,8 +143,11 @@ fn attach(ram: Ram) {
     // A VMM without support for Ballast promises nothing: direct I/O, vhost, and plain reads of some file systems write
     // to RAM past the page table.
     let mut builder = agent::give_port(Client::builder().ram(ram).may_pin(true));
-    if let Some(name) = text("BALLAST_VM_NAME") {
+    if let Some(name) = identity::name() {
         builder = builder.name(name);
+    }
+    if let Some(uuid) = identity::uuid() {
+        builder = builder.uuid(uuid);
     }
     if let Some(reason) = *EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner) {
         builder = builder.pinned(reason);
@@ -175,7 +178,7 @@ fn no_client(why: &str) {
         unsafe { libc::_exit(1) };
     }
     announce(format_args!("{why}. The VM runs unmanaged"));
-    if let Err(error) = ballast_client::report_unmanaged(text("BALLAST_VM_NAME").as_deref(), why) {
+    if let Err(error) = ballast_client::report_unmanaged(identity::name().as_deref(), why) {
         announce(format_args!("the keeper does not hear of it: {error}"));
     }
     MODE.store(OFF, Ordering::Release);

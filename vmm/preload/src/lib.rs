@@ -56,7 +56,7 @@
 //!
 //! # Environment
 //!
-//! `BALLAST_SOCKET`, `BALLAST_VM_NAME`, `BALLAST_LIMIT` (bytes), `BALLAST_FAULT_WORKERS` (1 to 8), `BALLAST_REQUIRE=1`
+//! `BALLAST_SOCKET`, `BALLAST_VM_NAME` and `BALLAST_VM_UUID` (else QEMU's own: `identity`), `BALLAST_LIMIT` (bytes), `BALLAST_FAULT_WORKERS` (1 to 8), `BALLAST_REQUIRE=1`
 //! (no keeper: exit before the guest starts), `BALLAST_MONITOR` (two descriptors: `guest`), `BALLAST_AGENT` (two
 //! descriptors, or a path: `agent`), `BALLAST_POOL`, `BALLAST_POOL_NODES` and `BALLAST_POOL_SOCKET` (`pool`).
 //! `BALLAST_STARTED` (process id of what `ballast run` became: `through`).
@@ -69,6 +69,7 @@ mod decide;
 mod exec;
 mod guest;
 mod hooks;
+mod identity;
 mod main_loop;
 mod missed;
 mod mode;

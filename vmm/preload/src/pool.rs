@@ -19,7 +19,7 @@ use ballast_client::{Ram, Range, pool, visit};
 use ballast_sys::memfd::{self, FileId};
 
 use crate::announce::announce;
-use crate::next;
+use crate::{identity, next};
 
 /// The environment variable with the pages of RAM (`2M`, `mix`, `1G`, `on-demand`). Without it, RAM is not the
 /// pool's.
@@ -102,7 +102,7 @@ pub unsafe fn provide(
 /// The mapping at its address may be replaced.
 unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: Pages) -> Result<Ram, String> {
     let socket = std::env::var_os(SOCKET).map_or_else(|| PathBuf::from("/run/ballast/pool.sock"), PathBuf::from);
-    let name = std::env::var("BALLAST_VM_NAME").ok().filter(|name| !name.is_empty());
+    let name = identity::name();
     let name = name.unwrap_or_else(|| format!("vm-{}", std::process::id()));
     let nodes = std::env::var(NODES).ok().filter(|value| !value.is_empty());
     let nodes: Nodes = nodes.map_or(Ok(Nodes::Any), |nodes| nodes.parse().map_err(|why| format!("{NODES}: {why}")))?;

@@ -16,6 +16,7 @@ fn extent(file: u16, first: u64, pages: u64) -> Extent {
 fn attach() -> Attach {
     Attach {
         name: "web-1".into(),
+        uuid: None,
         limit: Some(Bytes(512 * MIB)),
         vmm: "qemu-system-x86_64".into(),
         uffd_features: 0x520,
@@ -52,8 +53,14 @@ fn what_is_said_is_what_this_version_says() {
         guest_address: Some(0x2000),
     };
     let stores = || vec![StoreFiles { store: 1, count: 1 }, StoreFiles { store: 2, count: 2 }];
-    let attach =
-        Attach { pinned: Some("p".into()), may_pin: true, resume: Some(VmId([7; 16])), stores: stores(), ..attach() };
+    let attach = Attach {
+        uuid: Some(Uuid([9; 16])),
+        pinned: Some("p".into()),
+        may_pin: true,
+        resume: Some(VmId([7; 16])),
+        stores: stores(),
+        ..attach()
+    };
     let text = || "t".to_owned();
     let range = (Hva(0x1000), 0x2000);
     let seen = GuestRange { address: 0x3000, offset: Bytes(0x1000), len: Bytes(0x2000) };
@@ -65,12 +72,14 @@ fn what_is_said_is_what_this_version_says() {
         ClientToKeeper::MayPin,
         ClientToKeeper::GuestRanges { hva: Hva(0x1000), ranges: vec![seen] },
         ClientToKeeper::Unmanaged { name: "w".into(), len: Bytes(0x1000), why: "t".into() },
+        ClientToKeeper::Device,
     ];
     let keeper = [
         KeeperToClient::Attached { vm: VmId([7; 16]), stores: stores(), is_first: true },
         KeeperToClient::Ok,
         KeeperToClient::Refused(text()),
         KeeperToClient::Later(text()),
+        KeeperToClient::Device,
     ];
     let engine = [
         EngineToClient::Zap { seq: 1, ranges: vec![range] },
@@ -96,9 +105,9 @@ fn what_is_said_is_what_this_version_says() {
     assert_eq!((FORMAT.version, said.as_str()), (1, SAID), "raise FORMAT, and put what is said now into SAID");
 }
 
-const SAID: &str = "00057765622d310180808080021271656d752d73797374656d2d7838365f3634a00a010101017001018080808080e01f80\
+const SAID: &str = "00057765622d3101090909090909090909090909090909090180808080021271656d752d73797374656d2d7838365f3634a00a010101017001018080808080e01f80\
     8080800401000080808080040001070707070707070707070707070707070201010202 0180208060020180e00180400080a001802001804\
-    002 028020 030174 04 05802001806080208040 06017780200174 0007070707070707070707070707070707020101020201 01 02017\
+    002 028020 030174 04 05802001806080208040 06017780200174 07 0007070707070707070707070707070707020101020201 01 02017\
     4 030174 00010180208040 0102010174 0203 030174 04 050080808001 0001012c0180208040 01020180208040 0203 0300 030\
     1 03020174";
 

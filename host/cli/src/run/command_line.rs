@@ -5,7 +5,6 @@
 //! that concern guest RAM, and leaves all others to QEMU.
 
 use ballast_base::pool::Pages;
-use ballast_base::wire::{check_name, shown_name};
 use ballast_base::{Bytes, GIB, KIB, MIB};
 
 use super::options::{Opt, memory, options};
@@ -39,8 +38,6 @@ pub struct Plan {
     pub edits: Vec<Edit>,
     /// For the operator.
     pub notes: Vec<String>,
-    /// From `-name`.
-    pub name: Option<String>,
     /// An option locks guest RAM or holds it for a device, so that nothing can be taken from the VM.
     pub is_pinned: bool,
 }
@@ -67,7 +64,7 @@ pub(super) fn megabytes(text: &str) -> Option<Bytes> {
 pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) -> bool) -> Result<Plan, String> {
     let options = options(words)?;
     let all = |name: &'static str| options.iter().filter(move |option| option.name == name);
-    let mut plan = Plan { name: all("name").next_back().and_then(vm_name), ..Plan::default() };
+    let mut plan = Plan::default();
 
     if let Some(reason) = options.iter().find_map(refusal) {
         return Err(reason);
@@ -265,13 +262,6 @@ fn note(option: &Opt) -> Option<String> {
         }
         _ => None,
     }
-}
-
-/// The VM's name: QEMU's `-name`, if it can be one. Text that is not UTF-8 was not read as it is.
-fn vm_name(option: &Opt) -> Option<String> {
-    let name = option.get("guest").unwrap_or(&option.head);
-    let is_read = !name.contains(char::REPLACEMENT_CHARACTER);
-    (is_read && check_name(&shown_name(name)).is_ok()).then(|| name.to_owned())
 }
 
 #[cfg(test)]

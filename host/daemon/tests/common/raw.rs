@@ -190,6 +190,7 @@ impl RawClient {
         });
         Attach {
             name: self.name.clone(),
+            uuid: None,
             limit: None,
             vmm: "raw".into(),
             uffd_features: REQUIRED_FEATURES,

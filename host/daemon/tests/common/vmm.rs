@@ -1,6 +1,7 @@
 //! A small VMM written in C (`tests/vmm.c`) under the preload library, attached to a [`Daemon`] and driven by lines.
 
 use std::io::{BufRead, BufReader, Lines, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
@@ -35,7 +36,22 @@ impl Program {
 
     /// Start it with these words; attached where there is somebody to attach to.
     pub fn launch(&self, attached: Option<(&Daemon, &str)>, words: [&str; 3]) -> Vmm {
-        let mut command = Command::new(self.dir.path().join("vmm"));
+        self.launch_behind(&[], attached, words)
+    }
+
+    /// The same behind another program, whose words these are.
+    pub fn launch_behind(&self, before: &[&str], attached: Option<(&Daemon, &str)>, words: [&str; 3]) -> Vmm {
+        let vmm = self.dir.path().join("vmm");
+        let mut command = match before.split_first() {
+            None => Command::new(vmm),
+            Some((program, options)) => {
+                // That program may become another user.
+                std::fs::set_permissions(self.dir.path(), PermissionsExt::from_mode(0o755)).expect("mode");
+                let mut command = Command::new(program);
+                command.args(options).arg(vmm);
+                command
+            }
+        };
         if let Some((daemon, name)) = attached {
             let variables = [("BALLAST_VM_NAME", name), ("BALLAST_REQUIRE", "1")];
             command.env("LD_PRELOAD", library()).env("BALLAST_SOCKET", daemon.attach_socket()).envs(variables);

@@ -1,0 +1,38 @@
+//! `/dev/userfaultfd` from the keeper, for a VMM that may not open it: of another user, or in a container or a mount
+//! namespace without it.
+//!
+//! Before: this process could not make a userfaultfd. After: it has the keeper's open device. The kernel checks
+//! permission when the device is opened; the address space is that of the process that makes the userfaultfd.
+//! Threads: the caller's. Promise: it waits for the keeper for the time of a handshake at most.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+use ballast_base::wire::{self, ClientToKeeper, KeeperToClient};
+use ballast_sys::scm;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+
+use crate::error::AttachError;
+
+/// Ask the keeper at this socket for the device. `Ok(None)`: it has none to give, and its log says why.
+pub(crate) fn of_keeper(path: &Path, at_most: Duration) -> Result<Option<OwnedFd>, AttachError> {
+    let open = || -> std::io::Result<OwnedFd> {
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        set_socket_timeout(&socket, Timeout::Send, Some(at_most))?;
+        set_socket_timeout(&socket, Timeout::Recv, Some(at_most))?;
+        connect(&socket, &SocketAddrUnix::new(path)?)?;
+        scm::send(socket.as_fd(), &wire::encode(&ClientToKeeper::Device), &[])?;
+        Ok(socket)
+    };
+    let failed = |source| AttachError::Connect { path: path.to_owned(), source };
+    let socket = open().map_err(failed)?;
+    let Some(mut received) = scm::receive(&socket).map_err(failed)? else {
+        return Err(AttachError::NoAnswer("hung up"));
+    };
+    match wire::decode::<KeeperToClient>(&received.bytes)? {
+        KeeperToClient::Device => Ok(received.fds.pop()),
+        _ => Ok(None),
+    }
+}
