@@ -21,7 +21,7 @@ use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
 use crate::{
-    AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, History, HostStat, LendRequest, LimitsPatch,
+    AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, History, HostStat, KeptVm, LendRequest, LimitsPatch,
     PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, Problem, Track, UpgradeRequest, UpgradeStat, VmChange,
     VmHeat, VmPatch, VmStat,
 };
@@ -150,6 +150,17 @@ impl Client {
     /// Ends this: the VM's limit counts again.
     pub fn end_restore(&self, name: &str) -> Result<VmStat, ClientError> {
         self.json(Method::DELETE, &(vm_path(name) + "/restore"), Vec::new())
+    }
+
+    /// Returns what is kept of VMs for the next time that they attach.
+    pub fn kept(&self) -> Result<Vec<KeptVm>, ClientError> {
+        self.get("/v1/kept")
+    }
+
+    /// Forgets what is kept of VMs of this name or UUID. Returns it.
+    pub fn forget(&self, vm: &str) -> Result<Vec<KeptVm>, ClientError> {
+        let path = vm_path(vm).replacen("/v1/vms", "/v1/kept", 1);
+        self.json(Method::DELETE, &path, Vec::new())
     }
 
     /// Adopts VMs that run already. Returns them, and VMMs that could not be adopted.

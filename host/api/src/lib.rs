@@ -34,8 +34,8 @@ pub use openapi::{document, document_json};
 pub use pool::{LendRequest, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm};
 pub use problem::Problem;
 pub use types::{
-    EngineTime, FaultCounts, GuestRange, HostTierStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat,
-    RestoreStages, Stall, VmChange, VmClass, VmPatch, VmStat, VmStatus,
+    EngineTime, FaultCounts, GuestRange, HostTierStat, KeptVm, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat,
+    RestoreStages, SettingSource, SourceKind, Stall, VmChange, VmClass, VmPatch, VmStat, VmStatus,
 };
 pub use upgrade::{UpgradeRequest, UpgradeStage, UpgradeStat};
 

@@ -13,7 +13,7 @@ use utoipa::{OpenApi, ToSchema};
 use ballast_policy::{Plan, Snapshot};
 
 use crate::{
-    AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, History, HostStat, LendRequest, LimitsPatch,
+    AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, History, HostStat, KeptVm, LendRequest, LimitsPatch,
     PlanRequest, PolicyPatch, PolicyStat, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm, Problem, UpgradeRequest,
     UpgradeStage, UpgradeStat, VmChange, VmHeat, VmHistory, VmPatch, VmStat,
 };
@@ -32,6 +32,7 @@ use crate::{
     VmPatch,
     LimitsPatch,
     VmChange,
+    KeptVm,
     Snapshot,
     Plan,
     PlanRequest,
@@ -183,6 +184,28 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
                 "The last decisions about one VM, oldest first",
                 Answer::Many("DecisionRecord"),
                 &[missing],
+            ))
+            .build(),
+        ),
+        (
+            "/v1/kept",
+            Get,
+            operation(
+                "listKept",
+                "What is kept of VMs for the next time that they attach",
+                Answer::Many("KeptVm"),
+                &[("422", "The file cannot be read")],
+            )
+            .build(),
+        ),
+        (
+            "/v1/kept/{name}",
+            Delete,
+            with_name(operation(
+                "forgetVm",
+                "Forget what is kept of VMs of this name or UUID; returns it",
+                Answer::Many("KeptVm"),
+                &[("404", "Nothing is kept of such a VM"), ("422", "The file cannot be read or written")],
             ))
             .build(),
         ),

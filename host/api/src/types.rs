@@ -49,6 +49,9 @@ pub struct VmStat {
     pub name: String,
     /// 128-bit identity in hexadecimal; never used again.
     pub id: String,
+    /// The UUID that its operator gave it (QEMU's `-uuid`, libvirt's); null: none.
+    #[serde(default)]
+    pub uuid: Option<String>,
     /// The VMM's process id.
     pub pid: u32,
     /// The VMM program.
@@ -73,6 +76,9 @@ pub struct VmStat {
     pub target_bytes: Option<u64>,
     /// The operator's settings of the VM, except its limit.
     pub settings: Settings,
+    /// Where the limit and each other setting that somebody named come from.
+    #[serde(default)]
+    pub sources: Vec<SettingSource>,
     /// Settings that are allowed but probably not intended.
     pub warnings: Vec<String>,
     /// Memory in host DRAM, including quarantine.
@@ -352,9 +358,49 @@ pub struct VmPatch {
     pub balloon: Option<NodeBalloon>,
 }
 
+/// Where a setting of a VM comes from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SettingSource {
+    /// `limit`, `reservation`, `protect`, `shares`, `headroom` or `class`.
+    pub setting: String,
+    /// The kind of source.
+    pub source: SourceKind,
+    /// The pattern of the rule, if it is one that the configuration still has.
+    pub rule: Option<String>,
+}
+
+/// A kind of source of settings, in the order in which they count.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum SourceKind {
+    /// The VMM's command line: `ballast run --limit`, `BALLAST_LIMIT`.
+    CommandLine,
+    /// An operator's change, kept for the VM.
+    #[default]
+    Operator,
+    /// A table `[vm.PATTERN]` of the configuration.
+    Rule,
+}
+
+/// What is kept of a VM for the next time that it attaches.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct KeptVm {
+    /// Its name when it was changed last.
+    pub name: String,
+    /// Its UUID; null: it is known by its name.
+    pub uuid: Option<String>,
+    /// When it was changed last.
+    pub changed_unix_ms: u64,
+    /// What operators changed. An absent setting was never changed; null is the default.
+    pub settings: VmPatch,
+}
+
 impl VmStat {
     /// The reason of a VM that is blocked until a scan for foreign mappers is over.
     pub const UNCHECKED: &str = "its RAM has not been checked for foreign mappers yet";
+
+    /// The beginning of the warning of a VM whose last change is not kept for its next attach.
+    pub const NOT_KEPT: &str = "the change ends with the VM";
 
     /// Whether it is blocked for that reason.
     pub fn waits_for_scan(&self) -> bool {
@@ -391,6 +437,21 @@ fn required<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D
 }
 
 impl VmPatch {
+    /// Add a later change to this one. What an agent is to hold is no setting of the VM.
+    pub fn merge(&mut self, later: &Self) {
+        fn take<T: Clone>(this: &mut Option<T>, later: &Option<T>) {
+            if later.is_some() {
+                this.clone_from(later);
+            }
+        }
+        take(&mut self.limit_bytes, &later.limit_bytes);
+        take(&mut self.reservation_bytes, &later.reservation_bytes);
+        take(&mut self.protect_bytes, &later.protect_bytes);
+        take(&mut self.shares, &later.shares);
+        take(&mut self.headroom_percent, &later.headroom_percent);
+        take(&mut self.class, &later.class);
+    }
+
     /// The settings after this change.
     pub fn settings_after(&self, before: Settings) -> Settings {
         Settings {

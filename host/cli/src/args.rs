@@ -54,7 +54,7 @@ pub enum Command {
         #[arg(long)]
         policy: Option<Kind>,
     },
-    /// Say why a VM has its limit
+    /// Say where a VM's settings come from, and why a policy gives it what it has
     Explain(ExplainArgs),
     /// Write what policies read to a file, for replay
     Record(RecordArgs),
@@ -84,6 +84,13 @@ pub enum Command {
     /// Measure Ballast against the kernel's own swap, a plain handler and the floor, in one run (needs ballast-bench)
     #[command(disable_help_flag = true)]
     Bench(crate::lab::LabArgs),
+    /// Write the manual pages of this command and its subcommands into a directory
+    #[command(hide = true)]
+    Man {
+        /// The directory
+        #[arg(value_name = "DIR")]
+        dir: PathBuf,
+    },
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -134,6 +141,14 @@ pub enum VmCommand {
     },
     /// Change the settings of a VM that policies obey; options that are not named stay
     Set(SetArgs),
+    /// List what is kept of VMs for the next time that they attach
+    Kept,
+    /// Forget what is kept of a VM; one that runs keeps its settings until it ends
+    Forget {
+        /// The VM's name or UUID
+        #[arg(value_name = "NAME|UUID")]
+        vm: String,
+    },
 }
 
 fn node_balloon(text: &str) -> Result<NodeBalloon, String> {

@@ -64,6 +64,10 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Web(args) => web::run(&cli.socket, &args)?,
         Command::Doctor { store: true } => return Ok(doctor::store(&client()?.host()?, cli.json)?.into()),
         Command::Doctor { store: false } => return Ok(doctor::run(client().ok(), cli.json)?.into()),
+        Command::Man { dir } => {
+            clap_mangen::generate_to(Cli::command(), &dir)
+                .with_context(|| format!("Writing into {}", dir.display()))?;
+        }
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "ballast", &mut script);

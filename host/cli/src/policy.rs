@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use ballast_api::policy::replay::{self, Compared, Course};
 use ballast_api::policy::{Action, Decision, HostState, Kind, Params, Plan, Snapshot};
-use ballast_api::{Client, DecisionRecord, PolicyPatch, PolicyStat};
+use ballast_api::{Client, DecisionRecord, PolicyPatch, PolicyStat, SettingSource, SourceKind, VmStat};
 
 use crate::args::{ExplainArgs, PolicyCommand, RecordArgs, ReplayArgs};
 use crate::{agent, names, show};
@@ -106,12 +106,38 @@ pub fn explain(client: &Client, args: &ExplainArgs, json: bool) -> Result<()> {
     let vm = client.vm(&args.name).ok();
     let about = vm.iter().flat_map(|vm| [agent::in_brief(vm), show::keeps_free_memory(vm)]).flatten();
     let said: String = about.map(|sentence| sentence + "\n").collect();
+    let said = vm.as_ref().map(settings_from).unwrap_or_default() + &said;
     if last.is_empty() {
         let policy = client.policy()?.policy;
         let none = "no policy has decided about it since this engine started";
         return Ok(show::print(&format!("{}: {none} (the policy is {policy})\n{said}", args.name))?);
     }
     Ok(show::print(&(story(&args.name, last) + &said))?)
+}
+
+/// Where the settings of a VM come from.
+fn settings_from(vm: &VmStat) -> String {
+    let mut text = String::new();
+    for SettingSource { setting, source, rule } in &vm.sources {
+        let settings = &vm.settings;
+        let value = match setting.as_str() {
+            "limit" => show::limit(vm.limit_bytes),
+            "reservation" => show::size(settings.reservation_bytes),
+            "protect" => show::size(settings.protect_bytes),
+            "shares" => settings.effective_shares().to_string(),
+            "headroom" => format!("{} %", settings.headroom_percent),
+            _ => settings.class.to_string(),
+        };
+        let from = match (source, rule) {
+            (SourceKind::CommandLine, _) => "its VMM's command line".to_owned(),
+            (SourceKind::Operator, _) => format!("an operator (`ballast vm forget {}` ends that)", vm.name),
+            (SourceKind::Rule, Some(rule)) => format!("[vm.{rule:?}] in the settings of ballastd"),
+            (SourceKind::Rule, None) => "a pattern that the settings of ballastd had when it attached".to_owned(),
+        };
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "{setting} {value}: by {from}");
+    }
+    text
 }
 
 fn story(name: &str, records: &[DecisionRecord]) -> String {

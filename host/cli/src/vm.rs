@@ -4,7 +4,9 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ballast_api::{Client, GuestRange, Latency, LimitsPatch, Psi, RegionStat, VmKind, VmPatch, VmStat, VmStatus};
+use ballast_api::{
+    Client, GuestRange, KeptVm, Latency, LimitsPatch, Psi, RegionStat, VmKind, VmPatch, VmStat, VmStatus,
+};
 use ballast_base::{Bytes, PAGE_SIZE};
 
 use crate::adopt;
@@ -33,7 +35,8 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
                 .set_limit(name, limit_bytes)
                 .map_err(|error| explain(client, name, error))
                 .with_context(|| format!("Setting the limit of VM {name}"))?;
-            let vm = after_scan(client, vm)?;
+            let warnings = vm.warnings.clone();
+            let vm = VmStat { warnings, ..after_scan(client, vm)? };
             if json { show::json(&vm) } else { Ok(show::print(&limit_set(&vm))?) }
         }
         VmCommand::Restore { name, end: true } => {
@@ -81,9 +84,55 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
                 .patch_vm(name, &patch)
                 .map_err(|error| explain(client, name, error))
                 .with_context(|| format!("Changing the settings of VM {name}"))?;
-            if json { show::json(&vm) } else { Ok(show::print(&format!("VM {name}: {}\n", worth(&vm)))?) }
+            let text = format!("VM {name}: {}\n{}", worth(&vm), not_kept(&vm));
+            if json { show::json(&vm) } else { Ok(show::print(&text)?) }
+        }
+        VmCommand::Kept => {
+            let kept = client.kept()?;
+            if json { show::json(&kept) } else { Ok(show::print(&kept_list(&kept))?) }
+        }
+        VmCommand::Forget { vm } => {
+            let forgotten = client.forget(vm).with_context(|| format!("Forgetting what is kept of VM {vm}"))?;
+            let lines =
+                forgotten.iter().map(|kept| format!("VM {}: forgotten: {}\n", kept.name, in_words(&kept.settings)));
+            if json { show::json(&forgotten) } else { Ok(show::print(&lines.collect::<String>())?) }
         }
     }
+}
+
+/// Whether the change that was just made ends with the VM. The other warnings are on the VM's screen.
+fn not_kept(vm: &VmStat) -> String {
+    let of_change = vm.warnings.iter().filter(|warning| warning.starts_with(VmStat::NOT_KEPT));
+    of_change.map(|warning| format!("warning: {warning}\n")).collect()
+}
+
+/// What is kept of VMs.
+fn kept_list(kept: &[KeptVm]) -> String {
+    if kept.is_empty() {
+        return "Nothing is kept: no limit or setting of a VM was changed.\n".into();
+    }
+    let mut table = show::table(&["NAME", "UUID", "CHANGED", "SETTINGS"]);
+    for vm in kept {
+        let uuid = vm.uuid.clone().unwrap_or_else(|| "-".into());
+        table.add_row([vm.name.clone(), uuid, show::time(vm.changed_unix_ms), in_words(&vm.settings)]);
+    }
+    show::lines(&table)
+}
+
+/// Settings that were changed.
+fn in_words(patch: &VmPatch) -> String {
+    fn word<T>(name: &str, value: Option<Option<T>>, shown: impl Fn(T) -> String) -> Option<String> {
+        value.map(|value| format!("{name} {}", value.map_or("none".into(), shown)))
+    }
+    let words = [
+        word("limit", patch.limit_bytes, show::size),
+        word("reservation", patch.reservation_bytes, show::size),
+        word("protect", patch.protect_bytes, show::size),
+        word("shares", patch.shares, |shares| shares.to_string()),
+        word("headroom", patch.headroom_percent, |percent| format!("{percent} %")),
+        word("class", patch.class, |class| class.to_string()),
+    ];
+    words.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 /// Before a VM's first limit takes effect, the engine scans for foreign mappers. Wait for that, so that the result is
@@ -192,6 +241,10 @@ fn worth(vm: &VmStat) -> String {
 }
 
 fn limit_set(vm: &VmStat) -> String {
+    limit_in_words(vm) + &not_kept(vm)
+}
+
+fn limit_in_words(vm: &VmStat) -> String {
     let resident = show::size(vm.resident_bytes);
     let blocked = vm.status_reason.as_ref().filter(|_| vm.status == VmStatus::Blocked && !vm.waits_for_scan());
     if let (Some(limit), Some(reason)) = (vm.limit_bytes, blocked) {
@@ -222,7 +275,8 @@ fn screen(vm: &VmStat) -> String {
     for warning in &vm.warnings {
         let _ = writeln!(text, "warning: {warning}");
     }
-    let _ = writeln!(text, "{}, pid {}, id {}\n", vm.vmm, vm.pid, vm.id);
+    let uuid = vm.uuid.as_ref().map_or(String::new(), |uuid| format!(", uuid {uuid}"));
+    let _ = writeln!(text, "{}, pid {}{uuid}, id {}\n", vm.vmm, vm.pid, vm.id);
     text += &memory(vm);
     if let Some(adopted) = &vm.adopted {
         return text + &adopt::screen(vm, adopted);

@@ -11,7 +11,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use ballast_api::{
-    AdoptRequest, AdoptResult, DEFAULT_CELLS, DecisionRecord, Event, History, HostStat, LendRequest, NodeBalloon,
+    AdoptRequest, AdoptResult, DEFAULT_CELLS, DecisionRecord, Event, History, HostStat, KeptVm, LendRequest, NodeBalloon,
     PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, RemoteFinding, RemoteNode, RemoteStat, Track,
     UpgradeStat, VmHeat, VmKind, VmPatch, VmStat,
 };
@@ -31,7 +31,9 @@ use crate::engine::host::Host;
 use crate::engine::huge_pages::HugePages;
 use crate::engine::remote::Remote;
 use crate::engine::served::{KEPT, SMALLEST_LIMIT, Served};
+use crate::engine::vm_settings;
 use crate::http::{self, Backend, ChangeError, Histogram};
+use crate::rules::{Sources, Wanted};
 use crate::tracking;
 
 mod adopted;
@@ -95,17 +97,44 @@ impl Shown {
             return Err(ChangeError::Invalid(why));
         }
         let limit = patch.limit_bytes.map_or(vm.state.limit(), |limit| limit.map(Bytes));
+        let sources = Sources::of_word(vm.state.sources()).unwrap_or_default().after(&patch.into());
         let before = operator::read(vm.state.settings());
         let after = patch.settings_after(before);
         self.scan_before_first_limit(&served, limit).map_err(ChangeError::Invalid)?;
         self.governor.change(&self.host, &served, after, limit).map_err(ChangeError::Invalid)?;
+        vm.state.set_sources(sources.to_word());
         said::change(&self.host, name, patch.limit_bytes.map(|_| limit), (before, after));
         if let Some(NodeBalloon { node, bytes }) = patch.balloon {
             vm.agent().set_balloon(node, bytes / PAGE_SIZE as u64);
             let text = format!("the agent of {name} is to hold {} of node {node}", Bytes(bytes));
             self.host.events.add(Some(name.to_owned()), "settings", text);
         }
-        Ok(stat(&served))
+        Ok(self.stat(&served))
+    }
+
+    /// The state of a VM.
+    fn stat(&self, served: &Arc<Served>) -> VmStat {
+        VmStat { sources: vm_settings::sources(&self.host, &served.vm.state), ..stat(served) }
+    }
+
+    /// Keep a change of these VMs for the next time that they attach. What cannot be kept holds until they end, and a
+    /// warning of their states says so.
+    fn keep_change(&self, names: &[&str], patch: &VmPatch) -> Option<String> {
+        if !Wanted::from(patch).says().contains(&true) {
+            return None;
+        }
+        let states = names.iter().filter_map(|name| Some(self.host.by_name(name)?.vm.state.share()));
+        let vms: Vec<_> = states.map(|state| vm_settings::identity(&state)).collect();
+        let why = match self.host.kept.keep(&vms, patch) {
+            Ok(true) => return None,
+            Ok(false) => "a VM without a name or UUID of its own is another VM the next time".to_owned(),
+            Err(error) => {
+                let text = format!("what was changed of {} is not kept on disk: {error}", names.join(", "));
+                self.host.events.add(None, "settings-not-kept", text);
+                error.to_string()
+            }
+        };
+        Some(format!("{}: {why}", VmStat::NOT_KEPT))
     }
 
     /// The adopted VM of this name, unless one that attached has it.
@@ -181,13 +210,13 @@ impl http::Pooling for Shown {
 
 impl Backend for Shown {
     fn vms(&self) -> Vec<VmStat> {
-        let mut vms: Vec<VmStat> = self.host.all().iter().map(|served| stat(served)).collect();
+        let mut vms: Vec<VmStat> = self.host.all().iter().map(|served| self.stat(served)).collect();
         vms.extend(self.host.adopted.all().iter().filter_map(|vm| adopted::stat(vm, &self.host.adopted)));
         vms
     }
 
     fn vm(&self, name: &str) -> Option<VmStat> {
-        let attached = self.host.by_name(name).map(|served| stat(&served));
+        let attached = self.host.by_name(name).map(|served| self.stat(&served));
         attached.or_else(|| adopted::stat(&*self.adopted(name)?, &self.host.adopted))
     }
 
@@ -211,12 +240,18 @@ impl Backend for Shown {
     }
 
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError> {
-        self.patch_within(name, patch, Host::opens_until())
+        let mut vm = self.patch_within(name, patch, Host::opens_until())?;
+        vm.warnings.extend(self.keep_change(&[name], patch));
+        Ok(vm)
     }
 
     fn patch_vms(&self, names: &[String], patch: &VmPatch) -> Vec<Result<VmStat, ChangeError>> {
         let until = Host::opens_until();
-        names.iter().map(|name| self.patch_within(name, patch, until)).collect()
+        let mut changed: Vec<_> = names.iter().map(|name| self.patch_within(name, patch, until)).collect();
+        let done = changed.iter().zip(names).filter(|(vm, _)| vm.is_ok()).map(|(_, name)| name.as_str());
+        let warning = self.keep_change(&done.collect::<Vec<_>>(), patch);
+        changed.iter_mut().flatten().for_each(|vm| vm.warnings.extend(warning.clone()));
+        changed
     }
 
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError> {
@@ -240,7 +275,22 @@ impl Backend for Shown {
             let text = if kept { "all of it comes back and stays in memory" } else { "its limit counts again" };
             self.host.events.add(Some(name.to_owned()), "restore", format!("{name}: {text}"));
         }
-        Ok(stat(&served))
+        Ok(self.stat(&served))
+    }
+
+    fn kept(&self) -> Result<Vec<KeptVm>, String> {
+        self.host.kept.all().map_err(|error| format!("reading what is kept of VMs: {error}"))
+    }
+
+    fn forget(&self, vm: &str) -> Result<Vec<KeptVm>, String> {
+        // It may have had another name when it was changed last.
+        let uuid = self.host.by_name(vm).and_then(|served| served.vm.state.uuid());
+        let forgotten = self.host.kept.forget(vm, uuid).map_err(|error| format!("forgetting VM {vm}: {error}"))?;
+        if !forgotten.is_empty() {
+            let text = format!("what operators changed of {vm} is forgotten; it holds until the VM ends");
+            self.host.events.add(Some(vm.to_owned()), "settings", text);
+        }
+        Ok(forgotten)
     }
 
     fn host(&self) -> HostStat {

@@ -12,11 +12,15 @@ use ballast_base::units::{GIB, MIB};
 use ballast_base::wire::check_name;
 use ballast_policy::{Kind, Params, Setup};
 use ballast_remote::Addr;
-use ballast_sys::meminfo;
+use ballast_sys::{group, meminfo};
 use serde::{Deserialize, Serialize};
 
+use crate::rules::{Rule, VmRule};
 use crate::tiering::Tiering;
 use crate::tracking::Tracking;
+
+const RUNTIME_DIR: &str = "/run/ballast";
+const STATE_DIR: &str = "/var/lib/ballast";
 
 /// The compression of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,6 +39,10 @@ pub enum Compression {
 pub struct Config {
     /// Directory of the sockets `attach.sock` and `api.sock`.
     pub runtime_dir: PathBuf,
+    /// Directory of what operators changed of VMs. `None` is `/var/lib/ballast`, or `state` in a `runtime_dir` that is
+    /// not `/run/ballast`: two daemons share nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state_dir: Option<PathBuf>,
     /// Most memory the compressed store may use; `None` is half of the host's.
     #[serde(with = "size", skip_serializing_if = "Option::is_none")]
     pub store_budget: Option<Bytes>,
@@ -44,10 +52,10 @@ pub struct Config {
     pub quarantine_ms: u64,
     /// Members of this group may read the API.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub reader_gid: Option<u32>,
+    pub reader_group: Option<Group>,
     /// Members of this group may attach VMs; without it only root may.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub attach_gid: Option<u32>,
+    pub attach_group: Option<Group>,
     /// A file store for pages that have been far for long; without it they stay in the compressed store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spill: Option<Spill>,
@@ -64,8 +72,28 @@ pub struct Config {
     pub tier: Option<Tiering>,
     /// VMs that were started without Ballast.
     pub adopt: Adopt,
+    /// Settings of VMs, by their names, UUIDs, control groups or users.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub vm: BTreeMap<String, VmRule>,
     /// The policy that decides how much memory each VM may have.
     pub policy: Policy,
+}
+
+/// A group of users: its name, or its number as text.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Group(pub String);
+
+impl Group {
+    /// Its number; none if no group is set.
+    ///
+    /// # Errors
+    /// This host has no such group. `key` is the setting that names it.
+    pub fn gid(group: Option<&Self>, key: &str) -> anyhow::Result<Option<u32>> {
+        let Some(Self(name)) = group else { return Ok(None) };
+        let found = group::id(name).with_context(|| format!("{key}: asking for the group {name:?}"))?;
+        found.map(Some).with_context(|| format!("{key}: this host has no group {name:?}"))
+    }
 }
 
 /// How VMs that were started without Ballast are adopted.
@@ -197,18 +225,20 @@ const SPILL_BUDGET: std::ops::RangeInclusive<u64> = 2 * MIB..=8192 * GIB;
 impl Default for Config {
     fn default() -> Self {
         Self {
-            runtime_dir: "/run/ballast".into(),
+            runtime_dir: RUNTIME_DIR.into(),
+            state_dir: None,
             store_budget: None,
             compression: Compression::default(),
             quarantine_ms: 1000,
-            reader_gid: None,
-            attach_gid: None,
+            reader_group: None,
+            attach_group: None,
             spill: None,
             remote: None,
             dedup: BTreeMap::new(),
             heat: Tracking::default(),
             tier: None,
             adopt: Adopt::default(),
+            vm: BTreeMap::new(),
             policy: Policy::default(),
         }
     }
@@ -241,6 +271,12 @@ impl Config {
                 check_name(name).map_err(|why| anyhow::anyhow!("dedup.{group}: {member:?}: {why}"))?;
             }
         }
+        for (pattern, rule) in &self.vm {
+            ensure!(!pattern.is_empty(), "vm: an empty pattern is for no VM");
+            rule.wanted().map_err(|error| anyhow::anyhow!("vm.{pattern:?}: {error:#}"))?;
+        }
+        let state = self.state_dir();
+        ensure!(state.is_absolute(), "state_dir {state:?} must be an absolute path");
         self.heat.validate()?;
         self.tier.map_or(Ok(()), |tier| tier.validate())?;
         self.policy.setup().check().map_err(|why| anyhow::anyhow!("policy: {why}"))?;
@@ -256,6 +292,21 @@ impl Config {
     /// The store budget in bytes.
     pub fn store_budget(&self) -> Bytes {
         self.store_budget.unwrap_or_else(|| Bytes(meminfo::bytes("MemTotal").unwrap_or(2 * GIB) / 2))
+    }
+
+    /// The directory of what operators changed of VMs.
+    pub fn state_dir(&self) -> PathBuf {
+        let is_default = self.runtime_dir == Path::new(RUNTIME_DIR);
+        let default = || if is_default { STATE_DIR.into() } else { self.runtime_dir.join("state") };
+        self.state_dir.clone().unwrap_or_else(default)
+    }
+
+    /// The rules for VMs.
+    ///
+    /// # Errors
+    /// This host has no user of a name in one.
+    pub fn rules(&self) -> anyhow::Result<Vec<Rule>> {
+        self.vm.iter().map(|(pattern, rule)| rule.rule(pattern)).collect()
     }
 
     /// Socket on which VMMs attach.
@@ -371,7 +422,8 @@ mod tests {
 
     #[test]
     fn what_check_prints_reads_back_as_the_same() {
-        let config = Config { store_budget: Some(Bytes(5 * GIB)), reader_gid: Some(7), ..Config::default() };
+        let config =
+            Config { store_budget: Some(Bytes(5 * GIB)), reader_group: Some(Group("7".into())), ..Config::default() };
         let spill =
             |writes_per_day| Some(Spill { dir: "/x".into(), budget: Some(Bytes(GIB)), after_s: 7, writes_per_day });
         let policy = Policy { name: Kind::Maestro, budget: Some(Bytes(GIB)), ..Policy::default() };
@@ -412,6 +464,13 @@ mod tests {
                 "[remote]\nnodes = [\"a:1\"]\nbudget = \"1G\"\n[remote.tls]\nca_file = \"/x\"\nkey_file = \"/y\"",
                 "go together",
             ),
+            ("[vm.x]\nlimit = \"5\"", "vm.\"x\": limit"),
+            ("[vm.x]\nlimit = \"4K\"", "smallest"),
+            ("[vm.\"\"]\nlimit = \"1G\"", "empty pattern"),
+            ("[vm.x]\nshares = \"most\"", "shares"),
+            ("[vm.x]\nclass = \"pinned\"", "found by Ballast"),
+            ("[vm.x]\nlimit = \"1G\"\nreservation = \"2G\"", "more than the limit"),
+            ("state_dir = \"x\"", "state_dir"),
             ("[policy]\nname = \"best\"", "best"),
             ("[policy]\ntick_ms = 1", "tick"),
             ("[policy]\nthreshold = 0.0", "threshold"),

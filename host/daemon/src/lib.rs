@@ -19,6 +19,8 @@ pub mod engine;
 pub mod events;
 pub mod history;
 pub mod http;
+pub mod kept_settings;
+pub mod rules;
 pub mod settings;
 pub mod tiering;
 pub mod tracking;

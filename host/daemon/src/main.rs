@@ -69,7 +69,7 @@ fn run(args: Args) -> anyhow::Result<()> {
         config.runtime_dir = dir;
     }
     match args.role {
-        None => ballast_keeper::run(ballast_daemon::settings::for_keeper(&config)),
+        None => ballast_keeper::run(ballast_daemon::settings::for_keeper(&config)?),
         Some(Role::Engine) => ballast_daemon::engine::run(),
         Some(Role::CheckKeeper) => ballast_keeper::check(),
         Some(Role::Keeper { kept, back, because }) => ballast_keeper::follow(&Follow { kept, back, because }),

@@ -12,7 +12,8 @@ use ballast_keeper::Options;
 use ballast_policy::Setup;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{self, Compression, Config};
+use crate::config::{self, Compression, Config, Group};
+use crate::rules::Rule;
 use crate::tiering::Tiering;
 use crate::tracking::Tracking;
 
@@ -45,6 +46,17 @@ pub struct Settings {
     pub adopt: Option<Adopting>,
     /// The directory of the samples of the last day.
     pub history: PathBuf,
+    /// The settings of VMs.
+    pub vms: Keeping,
+}
+
+/// Where the settings of VMs come from.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Keeping {
+    /// The directory of the file with what operators changed.
+    pub dir: PathBuf,
+    /// What the configuration says.
+    pub rules: Vec<Rule>,
 }
 
 /// Protection of pages that go to a cluster.
@@ -119,12 +131,15 @@ pub struct Spilling {
 
 impl Settings {
     /// The settings in a configuration.
-    pub fn of(config: &Config) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// This host has no group of a name in it.
+    pub fn of(config: &Config) -> anyhow::Result<Self> {
+        Ok(Self {
             store_budget: config.store_budget(),
             compression: config.compression,
             quarantine_ms: config.quarantine_ms,
-            reader_gid: config.reader_gid,
+            reader_gid: Group::gid(config.reader_group.as_ref(), "reader_group")?,
             heat: config.heat,
             spill: config.spill.as_ref().map(|spill| Spilling {
                 dir: spill.dir.clone(),
@@ -144,13 +159,14 @@ impl Settings {
             pool: Pooling {
                 dir: config.runtime_dir.join("pool"),
                 socket: config.pool_socket(),
-                gid: config.attach_gid,
+                gid: Group::gid(config.attach_group.as_ref(), "attach_group")?,
             },
             privacy: config.remote.as_ref().map_or_else(Privacy::default, Privacy::of),
             tier: config.tier,
             adopt: Some(Adopting { dir: config.runtime_dir.clone(), all: config.adopt.all }),
             history: config.runtime_dir.join("history"),
-        }
+            vms: Keeping { dir: config.state_dir(), rules: config.rules()? },
+        })
     }
 }
 
@@ -166,17 +182,21 @@ impl Privacy {
 }
 
 /// The keeper's options in a configuration, with the engine's part as bytes.
-pub fn for_keeper(config: &Config) -> Options {
-    Options {
+///
+/// # Errors
+/// This host has no group of a name in it.
+pub fn for_keeper(config: &Config) -> anyhow::Result<Options> {
+    let engine = Settings::of(config)?;
+    Ok(Options {
         runtime_dir: config.runtime_dir.clone(),
         attach_socket: config.attach_socket(),
         api_socket: config.api_socket(),
-        attach_gid: config.attach_gid,
-        reader_gid: config.reader_gid,
+        attach_gid: engine.pool.gid,
+        reader_gid: engine.reader_gid,
         file_stores: config.spill.is_some(),
         groups: config.dedup.clone().into_iter().collect(),
-        engine: encode(&Settings::of(config)),
-    }
+        engine: encode(&engine),
+    })
 }
 
 impl Message for Settings {
@@ -189,6 +209,8 @@ mod tests {
     use ballast_api::Track;
     use ballast_base::format::HEADER;
     use ballast_policy::{Kind, Params};
+
+    use crate::rules::Wanted;
 
     #[test]
     fn what_an_engine_is_told_is_what_this_version_says() {
@@ -216,7 +238,9 @@ mod tests {
             },
             tier: Some(Tiering { fast_node: 1, slow_node: 2, fast_percent: 3, mib_per_s: 4 }),
             adopt: Some(Adopting { dir: "/r".into(), all: true }),
-            history: "/h".into(),
+            history: config.runtime_dir.join("history"),
+            vms: Keeping { dir: config.state_dir(), rules: config.rules()? },
+        })
         };
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let expected = (

@@ -112,6 +112,34 @@ fn the_port_of_a_qemu_in_network_and_pid_namespaces_of_its_own_reaches_the_engin
     until("the engine has the port", || daemon.api.vm("guest").is_ok_and(|vm| vm.agent.is_some()));
 }
 
+#[test]
+fn the_port_of_a_qemu_that_goes_into_the_background_reaches_the_engine() {
+    if missing("qemu", qemu_missing()) {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
+    // As Proxmox starts it, but for its `-id`, which is an option of its own QEMU.
+    let uuid = "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b11";
+    let line = "run --agent -- qemu-system-x86_64 -name guest,debug-threads=on -daemonize -S -nodefaults \
+                -display none -accel tcg -smp 1 -m 64 -object memory-backend-memfd,id=ram-node0,size=64M,share=on \
+                -numa node,nodeid=0,cpus=0,memdev=ram-node0";
+    let pid = daemon.dir().join("pid");
+    let status = std::process::Command::new(ballast)
+        .args(line.split_whitespace())
+        .args(["-smbios", &format!("type=1,uuid={uuid}"), "-pidfile"])
+        .arg(&pid)
+        .env("BALLAST_SOCKET", daemon.attach_socket())
+        .stdin(std::process::Stdio::null())
+        .status();
+    assert!(status.expect("start it").success());
+    until("the engine has the port", || daemon.api.vm("guest").is_ok_and(|vm| vm.agent.is_some()));
+    assert_eq!(daemon.vm("guest").uuid.as_deref(), Some(uuid));
+    let pid: u32 = std::fs::read_to_string(pid).expect("a pid").trim().parse().expect("a number");
+    assert_eq!(daemon.vm("guest").pid, pid, "the process that stays");
+    common::kill(pid);
+}
+
 fn balloon(node: u32, bytes: u64) -> VmPatch {
     VmPatch { balloon: Some(NodeBalloon { node, bytes }), ..VmPatch::default() }
 }

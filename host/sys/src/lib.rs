@@ -17,6 +17,7 @@ pub mod detach;
 pub mod direct;
 pub mod exec;
 pub mod file_ranges;
+pub mod group;
 pub mod huge_files;
 pub mod hugetlb;
 pub mod kcmp;

@@ -40,6 +40,7 @@ pub(super) fn stat(served: &Served) -> VmStat {
     VmStat {
         name: vm.state.name(),
         id: vm.state.id().to_string(),
+        uuid: vm.state.uuid().map(|uuid| uuid.to_string()),
         pid: vm.views().first().map_or(0, |view| view.pid),
         vmm: served.vmm.clone(),
         kind: VmKind::Paged,
@@ -59,6 +60,8 @@ pub(super) fn stat(served: &Served) -> VmStat {
         limit_bytes,
         target_bytes: vm.state.target().map(|target| target.0),
         settings,
+        // `Shown::stat` adds them.
+        sources: Vec::new(),
         warnings: settings.warnings(memory.size.0, limit_bytes),
         resident_bytes: memory.resident.0,
         quarantine_bytes: bytes(Counter::Quarantined).min(memory.resident.0),

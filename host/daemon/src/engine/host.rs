@@ -19,6 +19,7 @@ use super::served::Served;
 use super::upgrades::Upgrades;
 use crate::events::Events;
 use crate::history::Past;
+use crate::kept_settings::KeptSettings;
 use crate::settings::Settings;
 
 /// A VM whose VMM was told that it is attached is open within this, unless the engine is far behind.
@@ -49,6 +50,8 @@ pub struct Host {
     pub pins: Arc<Pins>,
     /// The last upgrade.
     pub upgrades: Upgrades,
+    /// What operators changed of VMs.
+    pub kept: KeptSettings,
     /// Memory for VMs.
     pub pool: Arc<PoolService>,
     /// Samples of the last day.

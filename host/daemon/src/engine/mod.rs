@@ -31,6 +31,7 @@ use crate::backend::Shown;
 use crate::events::Events;
 use crate::history::Past;
 use crate::http::{self, Gate, PeerPolicy};
+use crate::kept_settings::KeptSettings;
 use crate::settings::Settings;
 use adopted::AdoptedVms;
 use governor::Governor;
@@ -65,6 +66,7 @@ pub mod stuck;
 mod unopened;
 pub mod upgrades;
 mod views;
+pub mod vm_settings;
 mod vms;
 pub mod workers;
 mod write_back;
@@ -119,6 +121,7 @@ pub fn run() -> anyhow::Result<()> {
             .map(|remote| Remote::begin(remote, &settings.privacy, events.clone()))
             .transpose()?,
         begin,
+        kept: KeptSettings::new(&settings.vms.dir),
         settings,
         vms: RwLock::default(),
         events: events.clone(),

@@ -34,7 +34,7 @@ use super::order_files::{Files, ram_files, sent_regions, store_files};
 use super::served::{KEPT, Served};
 use super::shared::{Closing, Engine, Unlists, mend};
 use super::unopened::{lacks_handles, may_pass};
-use super::views;
+use super::{views, vm_settings};
 use crate::config::Compression;
 use crate::tiering::Tiering;
 use crate::tracking;
@@ -218,6 +218,9 @@ impl Engine {
             true => state.open_beside(pid, start),
             false => state.take_over(pid, start, LOST).context("Taking the state file over")?,
         };
+        if !beside {
+            vm_settings::settle(&self.host, &state);
+        }
         let codec = match self.settings().compression {
             Compression::Lz4 => Codec::Lz4,
             Compression::Zstd => Codec::Zstd { level: 1 },

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use ballast_api::{
-    AdoptRequest, AdoptResult, DecisionRecord, Event, History, HostStat, LendRequest, PlanRequest, PolicyPatch,
+    AdoptRequest, AdoptResult, DecisionRecord, Event, History, HostStat, KeptVm, LendRequest, PlanRequest, PolicyPatch,
     PolicyStat, PoolRequest, PoolStat, Track, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_policy::{Kind, Plan, Snapshot};
@@ -32,6 +32,14 @@ pub trait Backend: Governing + Upgrades + Pooling + Adopting + Send + Sync + 'st
     }
     /// Restore all of a VM and keep it in memory, or end that. Returns its state now.
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
+    /// What is kept of VMs for the next time that they attach.
+    fn kept(&self) -> Result<Vec<KeptVm>, String> {
+        Ok(Vec::new())
+    }
+    /// Forget what is kept of VMs of this name or UUID. Returns it.
+    fn forget(&self, _vm: &str) -> Result<Vec<KeptVm>, String> {
+        Ok(Vec::new())
+    }
     /// The host and Ballast.
     fn host(&self) -> HostStat;
     /// Recent events after this number, oldest first; with decisions of the policy, if that is asked for.

@@ -11,7 +11,7 @@ use axum::extract::{Path, Request, State, rejection::PathRejection};
 use axum::http::{Method, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, put};
+use axum::routing::{delete, get, put};
 use ballast_api::{DEFAULT_CELLS, HeatPatch, LimitsPatch, MAX_CELLS, Problem, VmChange, VmPatch};
 
 use super::backend::ChangeError;
@@ -28,6 +28,8 @@ pub(super) fn router(state: Connection) -> Router {
         .route("/v1/vms/{name}/restore", put(restore).delete(end_restore))
         .route("/v1/vms/{name}/heat", get(heat).patch(patch_heat))
         .route("/v1/vms/{name}/heat/cycles", get(heat_cycles))
+        .route("/v1/kept", get(kept))
+        .route("/v1/kept/{name}", delete(forget))
         .merge(adopted::routes())
         .merge(governor::routes())
         .merge(upgrade::routes())
@@ -169,6 +171,21 @@ async fn keep(connection: &Connection, name: Result<Path<String>, PathRejection>
         Err(ChangeError::NotFound) => Err(no_such_vm(&name)),
         Err(ChangeError::Invalid(why)) => Err(invalid(why)),
     }
+}
+
+async fn kept(State(connection): State<Connection>) -> Answer {
+    json(&ask(&connection, |backend| backend.kept()).await?.map_err(invalid)?)
+}
+
+async fn forget(State(connection): State<Connection>, vm: Result<Path<String>, PathRejection>) -> Answer {
+    let Path(vm) = vm.map_err(|error| bad_request(error.body_text()))?;
+    let asked = vm.clone();
+    let forgotten = ask(&connection, move |backend| backend.forget(&asked)).await?.map_err(invalid)?;
+    if forgotten.is_empty() {
+        let detail = format!("Nothing is kept of a VM with the name or UUID {vm:?}; GET /v1/kept lists what there is");
+        return Err(Refusal(Problem::new(404, Problem::NOT_FOUND, "Not found", detail)));
+    }
+    json(&forgotten)
 }
 
 async fn host(State(connection): State<Connection>) -> Answer {

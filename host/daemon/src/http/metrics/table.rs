@@ -131,9 +131,9 @@ pub(crate) const POOL: &[Metric<PoolSamples>] = &[
 
 pub(crate) const VM: &[Metric<VmSamples>] = &[
     metric("ballast_vm_info", Kind::Gauge, "Always 1; the labels describe the VM.", |vm| {
-        let (kind, class) = (vm.kind.to_string(), vm.class.to_string());
-        let labels = vec![("uuid", vm.id.clone()), ("vmm", vm.vmm.clone()), ("kind", kind), ("class", class)];
-        vec![(labels, 1.0)]
+        let (uuid, kind, class) = (vm.uuid.clone().unwrap_or_default(), vm.kind.to_string(), vm.class.to_string());
+        let names = vec![("id", vm.id.clone()), ("uuid", uuid), ("vmm", vm.vmm.clone())];
+        vec![([names, vec![("kind", kind), ("class", class)]].concat(), 1.0)]
     }),
     metric("ballast_vm_status", Kind::Gauge, "1 for the status the VM has, 0 for the others.", |vm| {
         use VmStatus::{Blocked, Halted, Recovering, Running};

@@ -1,0 +1,209 @@
+//! What operators changed of VMs, on disk: it outlives a VM's process, engines, and the host's reboot.
+//!
+//! Before: an operator changed a VM. After: the VM has the same settings when it attaches again, by its UUID, else by
+//! its name.
+//! Threads: any; one at a time writes. The file is read each time, because the engine that follows another one is there
+//! while that one still writes.
+//! Promise: the file is replaced as a whole, and the new one is on the disk before it has the name: a death in the
+//! middle leaves the old values or the new ones. A file that cannot be understood is moved aside, not overwritten.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use ballast_api::{KeptVm, VmPatch};
+use ballast_base::Uuid;
+use serde::{Deserialize, Serialize};
+
+use crate::rules::Identity;
+
+/// The file's name.
+const FILE: &str = "vms.json";
+
+/// The contents of the file.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Contents {
+    vms: Vec<KeptVm>,
+}
+
+/// The file.
+#[derive(Debug)]
+pub struct KeptSettings {
+    dir: PathBuf,
+    one: Mutex<()>,
+}
+
+impl KeptSettings {
+    /// The file in this directory, which is made when something is kept.
+    pub fn new(dir: &Path) -> Self {
+        Self { dir: dir.to_owned(), one: Mutex::new(()) }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.join(FILE)
+    }
+
+    fn read(&self) -> io::Result<Contents> {
+        let text = match std::fs::read(self.path()) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Contents::default()),
+            Err(error) => return Err(error),
+        };
+        serde_json::from_slice(&text).map_err(|error| {
+            let aside = self.path().with_extension("json.damaged");
+            let moved = std::fs::rename(self.path(), &aside);
+            let moved =
+                moved.map_or_else(|why| format!("; moving it aside: {why}"), |()| format!(", now {}", aside.display()));
+            io::Error::new(io::ErrorKind::InvalidData, format!("{error}{moved}"))
+        })
+    }
+
+    fn write(&self, contents: &Contents) -> io::Result<()> {
+        std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&self.dir)?;
+        let next = self.path().with_extension("json.new");
+        let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&next)?;
+        file.write_all(&serde_json::to_vec_pretty(contents)?)?;
+        file.sync_all()?;
+        std::fs::rename(&next, self.path())?;
+        File::open(&self.dir)?.sync_all()
+    }
+
+    /// All VMs.
+    ///
+    /// # Errors
+    /// The file cannot be read or understood; in the second case it was moved aside.
+    pub fn all(&self) -> io::Result<Vec<KeptVm>> {
+        let _one = self.one.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(self.read()?.vms)
+    }
+
+    /// What an operator changed of this VM; `None` if nothing.
+    ///
+    /// # Errors
+    /// As [`Self::all`].
+    pub fn of(&self, vm: &Identity) -> io::Result<Option<VmPatch>> {
+        let vms = self.all()?;
+        Ok(position(&vms, vm).map(|at| vms[at].settings.clone()))
+    }
+
+    /// Keep this change of these VMs, in one write. A VM without a UUID whose name is its process's id is left out: the
+    /// next process of that id is another VM. Returns whether all are kept.
+    ///
+    /// # Errors
+    /// The file cannot be read, understood or written.
+    pub fn keep(&self, vms: &[Identity], patch: &VmPatch) -> io::Result<bool> {
+        let _one = self.one.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut contents = self.read()?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
+        let (can, cannot): (Vec<_>, Vec<_>) = vms.iter().partition(|vm| vm.is_named || vm.uuid.is_some());
+        for vm in &can {
+            let at = position(&contents.vms, vm).unwrap_or_else(|| {
+                contents.vms.push(KeptVm::default());
+                contents.vms.len() - 1
+            });
+            let kept = &mut contents.vms[at];
+            kept.name.clone_from(&vm.name);
+            kept.uuid = vm.uuid.map(|uuid| uuid.to_string());
+            kept.changed_unix_ms = now;
+            kept.settings.merge(patch);
+        }
+        if !can.is_empty() {
+            self.write(&contents)?;
+        }
+        Ok(cannot.is_empty())
+    }
+
+    /// Forget VMs of this name or UUID, and the one of this other UUID. Returns what was kept of them.
+    ///
+    /// # Errors
+    /// The file cannot be read, understood or written.
+    pub fn forget(&self, vm: &str, uuid: Option<Uuid>) -> io::Result<Vec<KeptVm>> {
+        let _one = self.one.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut contents = self.read()?;
+        let uuids = [vm.parse().ok(), uuid].map(|uuid: Option<Uuid>| uuid.map(|uuid| uuid.to_string()));
+        let is_it = |kept: &KeptVm| kept.name == vm || kept.uuid.is_some() && uuids.contains(&kept.uuid);
+        let (forgotten, rest) = contents.vms.into_iter().partition(is_it);
+        contents.vms = rest;
+        let forgotten: Vec<KeptVm> = forgotten;
+        if !forgotten.is_empty() {
+            self.write(&contents)?;
+        }
+        Ok(forgotten)
+    }
+}
+
+/// Where this VM is: by its UUID, else by its name among those without one.
+fn position(vms: &[KeptVm], vm: &Identity) -> Option<usize> {
+    let uuid = vm.uuid.map(|uuid| uuid.to_string());
+    let by_uuid = uuid.and_then(|uuid| vms.iter().position(|kept| kept.uuid.as_ref() == Some(&uuid)));
+    by_uuid.or_else(|| vms.iter().position(|kept| vm.is_named && kept.uuid.is_none() && kept.name == vm.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named(name: &str) -> Identity {
+        Identity { name: name.into(), is_named: true, ..Identity::default() }
+    }
+
+    fn limit(bytes: Option<u64>) -> VmPatch {
+        VmPatch { limit_bytes: Some(bytes), ..VmPatch::default() }
+    }
+
+    #[test]
+    fn a_vm_is_known_by_its_uuid_else_by_its_whole_name() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let kept = KeptSettings::new(&dir.path().join("state"));
+        assert_eq!(kept.of(&named("db")).expect("nothing there"), None);
+        let long = "n".repeat(300);
+        let names = ["db", "db ", "café", "cafe\u{301}", &format!("{long}1"), &format!("{long}2")];
+        for (name, bytes) in names.iter().zip(1..) {
+            assert!(kept.keep(&[named(name)], &limit(Some(bytes))).expect("kept"));
+        }
+        for (name, bytes) in names.iter().zip(1..) {
+            assert_eq!(kept.of(&named(name)).expect("read"), Some(limit(Some(bytes))), "{name}");
+        }
+        // It gets a UUID, another name, and is another VM than the next one of its old name.
+        let uuid = "123e4567-e89b-12d3-a456-426614174000".parse().ok();
+        let with = Identity { uuid, ..named("db") };
+        assert_eq!(kept.of(&with).expect("read"), Some(limit(Some(1))));
+        let shares = VmPatch { shares: Some(Some(7)), ..VmPatch::default() };
+        kept.keep(&[Identity { uuid, ..named("database") }], &shares).expect("kept");
+        assert_eq!(kept.of(&with).expect("read"), Some(shares.clone()));
+        let mut both = limit(Some(1));
+        kept.keep(&[with.clone()], &limit(None)).expect("kept");
+        both.limit_bytes = Some(None);
+        both.merge(&shares);
+        assert_eq!(kept.of(&with).expect("read"), Some(both));
+        assert_eq!(kept.of(&named("db")).expect("read"), Some(limit(Some(1))), "that one has no UUID");
+        assert_eq!(kept.forget("db", None).expect("forgotten").len(), 2);
+        assert_eq!((kept.of(&with).expect("read"), kept.forget("db", None).expect("none").len()), (None, 0));
+        assert_eq!(kept.all().expect("read").len(), names.len() - 1);
+    }
+
+    #[test]
+    fn a_name_that_is_a_process_id_is_not_kept() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let kept = KeptSettings::new(dir.path());
+        let vm = Identity { is_named: false, ..named("vm-77") };
+        assert!(!kept.keep(&[vm.clone()], &limit(None)).expect("left out"));
+        assert!(!dir.path().join(FILE).exists() && kept.of(&vm).expect("read").is_none());
+    }
+
+    #[test]
+    fn what_is_damaged_is_moved_aside_and_a_write_leaves_one_file() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let kept = KeptSettings::new(dir.path());
+        kept.keep(&[named("db")], &limit(Some(1))).expect("kept");
+        assert_eq!(std::fs::read_dir(dir.path()).expect("a directory").count(), 1);
+        std::fs::write(dir.path().join(FILE), "{\"vms\": [").expect("damage it");
+        let error = kept.of(&named("db")).expect_err("damaged").to_string();
+        assert!(error.contains("vms.json.damaged"), "{error}");
+        assert!(dir.path().join("vms.json.damaged").exists());
+        assert_eq!(kept.of(&named("db")).expect("a new beginning"), None);
+    }
+}

@@ -1,0 +1,406 @@
+//! Where the settings of a VM come from: its VMM's command line, what an operator changed, rules of the configuration.
+//!
+//! Before: a VM attaches for the first time. After: each of its settings has a value and a source. `ballast explain`
+//! shows both.
+//! Units: bytes. Promise: pure. The first source in this order that says something about a setting holds, for each
+//! setting alone: the command line (it has a limit only), the operator, the rules from the most to the least exact.
+//!
+//! A rule is for a UUID, a name, a name with `*` for any text, `cgroup:PATH` (with `*` as well), or `user:NAME`, in
+//! this order of exactness; of two of one kind, the one with more characters that are no `*` is the more exact one.
+
+use anyhow::ensure;
+use ballast_api::VmPatch;
+use ballast_base::{Bytes, Uuid};
+use ballast_policy::settings::{HIGH_SHARES, LOW_SHARES, MAX_HEADROOM_PERCENT, MAX_SHARES, NORMAL_SHARES};
+use ballast_policy::{Class, Settings};
+use ballast_sys::group;
+use serde::{Deserialize, Serialize};
+
+use crate::engine::served::SMALLEST_LIMIT;
+
+/// A table `[vm.PATTERN]` of the configuration.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct VmRule {
+    /// The limit, as a size with a unit, or `none`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limit: Option<String>,
+    /// DRAM that is never taken.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reservation: Option<String>,
+    /// DRAM that is taken last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub protect: Option<String>,
+    /// Weight when memory is short.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shares: Option<Shares>,
+    /// Memory beyond the working set.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub headroom_percent: Option<u32>,
+    /// The class.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub class: Option<Class>,
+}
+
+/// Shares, as the configuration has them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Shares {
+    /// A number.
+    Number(u32),
+    /// `low`, `normal` or `high`.
+    Word(String),
+}
+
+/// The same for an engine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rule {
+    /// The pattern, as the configuration has it.
+    pub pattern: String,
+    /// The user of a pattern `user:NAME`.
+    pub uid: Option<u32>,
+    /// What it says.
+    pub wanted: Wanted,
+}
+
+/// What one source says. `None`: nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Wanted {
+    /// The limit, or that there is none.
+    pub limit: Option<Option<Bytes>>,
+    /// DRAM that is never taken.
+    pub reservation: Option<Bytes>,
+    /// DRAM that is taken last.
+    pub protect: Option<Bytes>,
+    /// Shares, or those of the class.
+    pub shares: Option<Option<u32>>,
+    /// Memory beyond the working set.
+    pub headroom_percent: Option<u32>,
+    /// The class.
+    pub class: Option<Class>,
+}
+
+impl VmRule {
+    /// What it says.
+    ///
+    /// # Errors
+    /// A value is not possible.
+    pub fn wanted(&self) -> anyhow::Result<Wanted> {
+        let size = |key: &str, text: &Option<String>| -> anyhow::Result<Option<Bytes>> {
+            let parsed = text.as_ref().map(|text| text.parse::<Bytes>());
+            parsed.transpose().map_err(|why| anyhow::anyhow!("{key}: {why}"))
+        };
+        let limit = match self.limit.as_deref() {
+            Some("none") => Some(None),
+            _ => size("limit", &self.limit)?.map(Some),
+        };
+        if let Some(limit) = limit.flatten() {
+            ensure!(limit >= SMALLEST_LIMIT, "limit = {limit} is below the smallest one, {SMALLEST_LIMIT}");
+        }
+        let shares = match &self.shares {
+            None => None,
+            Some(Shares::Number(number)) => Some(*number),
+            Some(Shares::Word(word)) => Some(match word.as_str() {
+                "low" => LOW_SHARES,
+                "normal" => NORMAL_SHARES,
+                "high" => HIGH_SHARES,
+                _ => anyhow::bail!("shares = {word:?} is none of low, normal, high, or a number"),
+            }),
+        };
+        ensure!(shares.is_none_or(|shares| shares <= MAX_SHARES), "shares: at most {MAX_SHARES}");
+        let headroom = self.headroom_percent;
+        ensure!(
+            headroom.is_none_or(|percent| percent <= MAX_HEADROOM_PERCENT),
+            "headroom_percent: at most {MAX_HEADROOM_PERCENT}"
+        );
+        let wanted = Wanted {
+            limit,
+            reservation: size("reservation", &self.reservation)?,
+            protect: size("protect", &self.protect)?,
+            shares: shares.map(Some),
+            headroom_percent: headroom,
+            class: self.class,
+        };
+        let alone = settle(None, &[(Source::Rule, wanted)]);
+        match alone.settings.contradiction(u64::MAX, alone.limit.map(|limit| limit.0)) {
+            Some(why) => anyhow::bail!("{why}"),
+            None => Ok(wanted),
+        }
+    }
+
+    /// The rule of this pattern.
+    ///
+    /// # Errors
+    /// As [`Self::wanted`]; or this host has no user of that name.
+    pub fn rule(&self, pattern: &str) -> anyhow::Result<Rule> {
+        let say = |why: String| anyhow::anyhow!("vm.{pattern:?}: {why}");
+        let uid = match pattern.strip_prefix("user:") {
+            None => None,
+            Some(name) => {
+                let found = group::user_id(name).map_err(|error| say(format!("asking for the user: {error}")))?;
+                Some(found.ok_or_else(|| say(format!("this host has no user {name:?}")))?)
+            }
+        };
+        let wanted = self.wanted().map_err(|error| say(format!("{error:#}")))?;
+        Ok(Rule { pattern: pattern.to_owned(), uid, wanted })
+    }
+}
+
+impl From<&VmPatch> for Wanted {
+    fn from(patch: &VmPatch) -> Self {
+        Self {
+            limit: patch.limit_bytes.map(|limit| limit.map(Bytes)),
+            reservation: patch.reservation_bytes.map(|bytes| Bytes(bytes.unwrap_or_default())),
+            protect: patch.protect_bytes.map(|bytes| Bytes(bytes.unwrap_or_default())),
+            shares: patch.shares,
+            headroom_percent: patch.headroom_percent.map(Option::unwrap_or_default),
+            class: patch.class.map(Option::unwrap_or_default),
+        }
+    }
+}
+
+/// A VM, as rules see it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Identity {
+    /// Its name, as it is shown.
+    pub name: String,
+    /// Its operator gave it that name; else it has its process's id, which another VM will have one day.
+    pub is_named: bool,
+    /// Its UUID.
+    pub uuid: Option<Uuid>,
+    /// The user that attached it.
+    pub uid: Option<u32>,
+    /// The control groups of its process: one, or one for each hierarchy of version 1.
+    pub cgroups: Vec<String>,
+}
+
+impl Rule {
+    /// How exactly it is for this VM; `None` if it is not.
+    fn rank(&self, vm: &Identity) -> Option<(u8, usize)> {
+        let pattern = self.pattern.as_str();
+        let exact = pattern.chars().filter(|c| *c != '*').count();
+        if let Ok(uuid) = pattern.parse::<Uuid>() {
+            return (vm.uuid == Some(uuid)).then_some((4, exact));
+        }
+        if let Some(path) = pattern.strip_prefix("cgroup:") {
+            return vm.cgroups.iter().any(|cgroup| fits(path, cgroup)).then_some((1, exact));
+        }
+        if pattern.starts_with("user:") {
+            return (self.uid.is_some() && self.uid == vm.uid).then_some((0, exact));
+        }
+        let name = pattern.strip_prefix("name:").unwrap_or(pattern);
+        let kind = if name.contains('*') { 2 } else { 3 };
+        fits(name, &vm.name).then_some((kind, exact))
+    }
+}
+
+/// The rules for this VM, the most exact one first.
+pub fn for_vm<'a>(rules: &'a [Rule], vm: &Identity) -> Vec<&'a Rule> {
+    let mut found: Vec<_> = rules.iter().filter_map(|rule| Some((rule.rank(vm)?, rule))).collect();
+    found.sort_by(|(one, a), (other, b)| other.cmp(one).then_with(|| a.pattern.cmp(&b.pattern)));
+    found.into_iter().map(|(_, rule)| rule).collect()
+}
+
+/// Is this text the pattern, in which `*` is any text?
+fn fits(pattern: &str, text: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let Some(rest) = text.strip_prefix(parts.next().unwrap_or_default()) else { return false };
+    let parts: Vec<&str> = parts.collect();
+    let Some((last, middle)) = parts.split_last() else { return rest.is_empty() };
+    let mut rest = rest;
+    for part in middle {
+        let Some(at) = rest.find(part) else { return false };
+        rest = &rest[at + part.len()..];
+    }
+    rest.ends_with(last)
+}
+
+/// Where a setting comes from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Source {
+    /// Nobody said anything.
+    #[default]
+    Default,
+    /// The VMM's command line.
+    CommandLine,
+    /// An operator changed it.
+    Operator,
+    /// A rule.
+    Rule,
+}
+
+/// The settings that have a source, in the order of [`Sources`].
+pub const NAMES: [&str; 6] = ["limit", "reservation", "protect", "shares", "headroom", "class"];
+
+/// The source of each setting.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sources(pub [Source; NAMES.len()]);
+
+/// Set in the word of [`Sources`], so that it is not the zero of a state file without one.
+const SETTLED: u64 = 1 << 63;
+
+impl Sources {
+    /// As one word.
+    pub fn to_word(self) -> u64 {
+        self.0.iter().enumerate().fold(SETTLED, |word, (at, source)| word | (*source as u64) << (2 * at))
+    }
+
+    /// Those in a word; `None` in one that was never written.
+    pub fn of_word(word: u64) -> Option<Self> {
+        let source = |at: usize| match word >> (2 * at) & 3 {
+            0 => Source::Default,
+            1 => Source::CommandLine,
+            2 => Source::Operator,
+            _ => Source::Rule,
+        };
+        (word & SETTLED != 0).then(|| Self(std::array::from_fn(source)))
+    }
+
+    /// The same after an operator's change.
+    #[must_use]
+    pub fn after(self, patch: &Wanted) -> Self {
+        let mut sources = self.0;
+        for (source, is_said) in sources.iter_mut().zip(patch.says()) {
+            *source = if is_said { Source::Operator } else { *source };
+        }
+        Self(sources)
+    }
+}
+
+impl Wanted {
+    /// Which settings it names, in the order of [`NAMES`].
+    pub fn says(&self) -> [bool; NAMES.len()] {
+        [
+            self.limit.is_some(),
+            self.reservation.is_some(),
+            self.protect.is_some(),
+            self.shares.is_some(),
+            self.headroom_percent.is_some(),
+            self.class.is_some(),
+        ]
+    }
+}
+
+/// Values and where they come from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Settled {
+    /// The limit.
+    pub limit: Option<Bytes>,
+    /// All other settings.
+    pub settings: Settings,
+    /// Their sources.
+    pub sources: Sources,
+}
+
+/// The settings of a VM whose VMM's command line has this limit, from sources in the order in which they count.
+pub fn settle(command_line: Option<Bytes>, sources: &[(Source, Wanted)]) -> Settled {
+    let first = Wanted { limit: command_line.map(Some), ..Wanted::default() };
+    let all = || std::iter::once((Source::CommandLine, first)).chain(sources.iter().copied());
+    let mut settled = Settled { limit: None, settings: Settings::default(), sources: Sources::default() };
+    // The last ones first, so that earlier ones replace them.
+    for (source, wanted) in all().collect::<Vec<_>>().into_iter().rev() {
+        let settings = &mut settled.settings;
+        wanted.limit.into_iter().for_each(|limit| settled.limit = limit);
+        wanted.reservation.into_iter().for_each(|bytes| settings.reservation_bytes = bytes.0);
+        wanted.protect.into_iter().for_each(|bytes| settings.protect_bytes = bytes.0);
+        wanted.shares.into_iter().for_each(|shares| settings.shares = shares);
+        wanted.headroom_percent.into_iter().for_each(|percent| settings.headroom_percent = percent);
+        wanted.class.into_iter().for_each(|class| settings.class = class);
+        for (at, is_said) in settled.sources.0.iter_mut().zip(wanted.says()) {
+            *at = if is_said { source } else { *at };
+        }
+    }
+    settled
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(pattern: &str, limit: u64) -> Rule {
+        let wanted = Wanted { limit: Some(Some(Bytes(limit))), ..Wanted::default() };
+        Rule { pattern: pattern.into(), uid: pattern.starts_with("user:").then_some(64055), wanted }
+    }
+
+    #[test]
+    fn a_star_is_any_text_and_everything_else_is_itself() {
+        for (pattern, text) in [
+            ("*", ""),
+            ("*", "x"),
+            ("ci-*", "ci-"),
+            ("ci-*", "ci-1"),
+            ("*-db", "a-db"),
+            ("a*c*e", "abcde"),
+            ("веб*", "веб-1"),
+        ] {
+            assert!(fits(pattern, text), "{pattern} {text}");
+        }
+        for (pattern, text) in
+            [("ci", "ci-1"), ("ci-*", "ci"), ("a*c*e", "aec"), ("a*a", "a"), ("", "x"), ("CI-*", "ci-1")]
+        {
+            assert!(!fits(pattern, text), "{pattern} {text}");
+        }
+    }
+
+    #[test]
+    fn the_most_exact_rule_comes_first() {
+        let uuid = "123e4567-e89b-12d3-a456-426614174000";
+        let rules: Vec<Rule> = [
+            "*",
+            "ci-*",
+            uuid,
+            "user:libvirt-qemu",
+            "cgroup:/machine.slice/*",
+            "ci-db",
+            "ci-d*",
+            "name:ci-db",
+            "other",
+        ]
+        .into_iter()
+        .zip(1..)
+        .map(|(pattern, limit)| rule(pattern, limit))
+        .collect();
+        let vm = Identity {
+            name: "ci-db".into(),
+            is_named: true,
+            uuid: uuid.parse().ok(),
+            uid: Some(64055),
+            cgroups: vec!["/machine.slice/machine-qemu.scope".into()],
+        };
+        let found: Vec<&str> = for_vm(&rules, &vm).iter().map(|rule| rule.pattern.as_str()).collect();
+        assert_eq!(
+            found,
+            [uuid, "name:ci-db", "ci-db", "ci-d*", "ci-*", "*", "cgroup:/machine.slice/*", "user:libvirt-qemu"]
+        );
+        let found = for_vm(&rules, &Identity { name: "x".into(), ..Identity::default() });
+        assert_eq!(found.len(), 1, "an unknown user has no rule: {found:?}");
+    }
+
+    #[test]
+    fn each_setting_has_the_first_source_that_names_it() {
+        let operator = Wanted { limit: Some(None), shares: Some(Some(7)), ..Wanted::default() };
+        let rule = Wanted {
+            limit: Some(Some(Bytes(9))),
+            shares: Some(None),
+            class: Some(Class::BestEffort),
+            ..Wanted::default()
+        };
+        let both = [(Source::Operator, operator), (Source::Rule, rule)];
+        let settled = settle(None, &both);
+        assert_eq!(
+            (settled.limit, settled.settings.shares, settled.settings.class),
+            (None, Some(7), Class::BestEffort)
+        );
+        use Source::{CommandLine, Default, Operator, Rule};
+        assert_eq!(settled.sources.0, [Operator, Default, Default, Operator, Default, Rule]);
+        let settled = settle(Some(Bytes(5)), &both);
+        assert_eq!((settled.limit, settled.sources.0[0]), (Some(Bytes(5)), CommandLine));
+        assert_eq!(Sources::of_word(settled.sources.to_word()), Some(settled.sources));
+        assert_eq!(
+            (Sources::of_word(0), Sources::of_word(Sources::default().to_word())),
+            (None, Some(Sources::default()))
+        );
+        let changed = settled.sources.after(&Wanted { class: Some(Class::Guaranteed), ..Wanted::default() });
+        assert_eq!(changed.0, [CommandLine, Default, Default, Operator, Default, Operator]);
+    }
+}
