@@ -4,7 +4,7 @@
 export ZSTD_SYS_USE_PKG_CONFIG = 1
 export RUST_BACKTRACE ?= 0
 
-.PHONY: demo demo-cluster test setup guest build release
+.PHONY: demo demo-cluster test setup guest build release deb
 
 # Two real VMs, and a third that is adopted as it runs, are squeezed to half of their memory while the engine is killed;
 # ends in a small table.
@@ -26,6 +26,11 @@ build:
 # The programs as they are installed, in target/dist: stripped, with debug files beside them.
 release:
 	scripts/release.sh
+
+# A Debian package and a tarball, in target/dist.
+deb:
+	scripts/release.sh --product
+	scripts/deb.sh
 
 # Packages, the guest's kernel and image (under target/): all that a demo needs. Quick when nothing is missing.
 guest:

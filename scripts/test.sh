@@ -52,12 +52,14 @@ begin_beside() {
     setsid timeout --kill-after=10 5400 chrt --idle 0 bash -ec '
         RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test -p ballast-page --test loom
         scripts/release.sh --product
+        command -v dpkg-shlibdeps >/dev/null || { echo "SKIP needs=dpkg-dev: dpkg-shlibdeps is not installed"; exit 0; }
+        scripts/deb.sh
     ' >target/test-beside 2>&1 &
     beside=$!
 }
 
 end_beside() {
-    local worst=0 start=$SECONDS name="loom: the page-state model; release programs, stripped, and how large they are"
+    local worst=0 start=$SECONDS name="loom: the page-state model; release programs, stripped, and how large they are; package"
     echo "== $name"
     wait "$beside" || worst=$?
     beside=

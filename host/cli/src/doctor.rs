@@ -35,6 +35,7 @@ impl<'a> Row<'a> {
     fn of(feature: &'a Feature) -> Self {
         let (present, why) = match &feature.present {
             Presence::Yes => ("yes", ""),
+            Presence::Warn => ("warn", ""),
             Presence::No => ("no", ""),
             Presence::Unknown(why) => ("unknown", why.as_str()),
         };
@@ -83,6 +84,7 @@ fn describe(report: &Findings<'_>) -> String {
     for row in &report.features {
         let mark = match (row.present, row.required) {
             ("yes", _) => "ok",
+            ("warn", _) => "warn",
             ("no", true) => "MISSING",
             ("no", false) => "no",
             (_, true) => "UNKNOWN",
@@ -93,7 +95,11 @@ fn describe(report: &Findings<'_>) -> String {
     }
     let mut text = show::lines(&table);
     let count = |required: bool, present: bool| {
-        report.features.iter().filter(|row| row.required == required && (row.present == "yes") == present).count()
+        report
+            .features
+            .iter()
+            .filter(|row| row.required == required && matches!(row.present, "yes" | "warn") == present)
+            .count()
     };
     let verdict = match count(true, false) {
         0 => format!("all {} required features are there", count(true, true)),
@@ -124,12 +130,18 @@ mod tests {
             detail: "found",
             without: "LOST",
         };
-        let features = vec![row("good", "yes", true), row("bad", "no", true), row("odd", "unknown", false)];
+        let features = vec![
+            row("good", "yes", true),
+            row("bad", "no", true),
+            row("odd", "unknown", false),
+            row("set", "warn", false),
+        ];
         let text = describe(&Findings { kernel: "6.1", ok: false, features, swap: &SwapFindings::now(&[]) });
         let line = |name: &str| text.lines().find(|line| line.contains(name)).expect("a line").to_owned();
         assert!(line("good").starts_with("ok") && !line("good").contains("LOST"), "{text}");
         assert!(line("bad").starts_with("MISSING") && line("bad").contains("LOST"), "{text}");
         assert!(line("odd").starts_with('?'), "{text}");
+        assert!(line("set").starts_with("warn") && line("set").contains("LOST"), "{text}");
         assert!(text.contains("1 required features are missing or could not be tried"), "{text}");
     }
 }

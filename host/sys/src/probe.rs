@@ -38,7 +38,7 @@ pub struct Feature {
 impl Feature {
     /// Is this a reason not to start?
     pub fn is_missing(&self) -> bool {
-        self.required && self.present != Presence::Yes
+        self.required && !matches!(self.present, Presence::Yes | Presence::Warn)
     }
 }
 
@@ -97,14 +97,14 @@ pub fn probe() -> Vec<Feature> {
         OPTIONAL,
         "Linux 6.1",
         host::device("/dev/userfaultfd"),
-        "VMMs need CAP_SYS_PTRACE or vm.unprivileged_userfaultfd=1",
+        "VMMs not run as root need CAP_SYS_PTRACE or vm.unprivileged_userfaultfd=1: the keeper has none to pass",
     );
     add(
         "vm.unprivileged_userfaultfd",
         OPTIONAL,
         "Linux 5.2",
         host::setting("/proc/sys/vm/unprivileged_userfaultfd"),
-        "VMMs not run as root need /dev/userfaultfd",
+        "nothing is lost where there is /dev/userfaultfd: the keeper passes it to VMMs not run as root",
     );
     add(
         "MADV_COLLAPSE on shmem",
@@ -133,6 +133,13 @@ pub fn probe() -> Vec<Feature> {
         "Linux 6.4, or by its settings",
         khugepaged::finding(),
         "VMs are held at full size: zeros could take the place of far pages",
+    );
+    add(
+        "huge pages for a memfd",
+        OPTIONAL,
+        "Linux 4.8, and its settings",
+        khugepaged::huge_memfds(),
+        "guest RAM is in pages of 4 KiB: it is slower to read than the huge pages of private memory",
     );
     add(
         "pidfd",
@@ -180,7 +187,7 @@ pub fn probe() -> Vec<Feature> {
         OPTIONAL,
         "Linux 2.6",
         host::huge_pool(),
-        "nothing is lost: guest RAM does not come from it yet",
+        "nothing is lost: `ballast pool` reserves its own, and guests of ordinary memory need none",
     );
     add(
         "swap",

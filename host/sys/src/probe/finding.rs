@@ -10,6 +10,8 @@ use std::io;
 pub enum Presence {
     /// Tried, and it works.
     Yes,
+    /// There, and an operator should change or know what the detail says.
+    Warn,
     /// Tried, and it does not.
     No,
     /// Could not be tried; the text says why.
@@ -21,6 +23,10 @@ pub(super) type Finding = (Presence, String);
 
 pub(super) fn yes(detail: impl Into<String>) -> Finding {
     (Presence::Yes, detail.into())
+}
+
+pub(super) fn warn(detail: impl Into<String>) -> Finding {
+    (Presence::Warn, detail.into())
 }
 
 pub(super) fn no(detail: impl Into<String>) -> Finding {

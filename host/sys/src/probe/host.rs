@@ -8,7 +8,7 @@ use std::path::Path;
 
 use crate::meminfo;
 
-use super::finding::{Finding, Presence, no, refused, unknown, yes};
+use super::finding::{Finding, Presence, no, refused, unknown, warn, yes};
 
 /// The kernel's release, such as `6.12.9`.
 pub fn kernel_release() -> String {
@@ -46,7 +46,7 @@ pub(super) fn damon() -> Finding {
     let actions: Vec<bool> = in_use.map(|path| is(path.join("contexts/0/schemes/0/action"), "pageout")).collect();
     match (actions.is_empty(), actions.contains(&true)) {
         (true, _) => yes(""),
-        (false, true) => yes("in use: it pages out cold memory of this host, guest RAM as well"),
+        (false, true) => warn("in use: it pages out cold memory of this host, guest RAM as well"),
         (false, false) => yes("in use by another program"),
     }
 }

@@ -12,7 +12,7 @@
 
 use std::fs;
 
-use super::finding::{Finding, Presence, no, yes};
+use super::finding::{Finding, Presence, no, warn, yes};
 use super::host::{kernel_release, selected};
 use super::kernel::collapse_spares_holes;
 
@@ -76,7 +76,7 @@ impl Khugepaged {
 /// Does a collapse fill the holes of a registered range? Tries it on memory of its own; `None` if it cannot be tried.
 pub fn fills_holes() -> Option<bool> {
     match collapse_spares_holes().0 {
-        Presence::Yes => Some(false),
+        Presence::Yes | Presence::Warn => Some(false),
         Presence::No => Some(true),
         Presence::Unknown(_) => None,
     }
@@ -87,6 +87,22 @@ pub(super) fn finding() -> Finding {
     match now.danger(Kind::Memfd) {
         None => yes(now.shmem.map_or("no huge pages".into(), |shmem| format!("shmem_enabled is {shmem}"))),
         Some(danger) => no(danger),
+    }
+}
+
+/// Is guest RAM in a memfd in huge pages, as QEMU asks for?
+pub(super) fn huge_memfds() -> Finding {
+    of_memfds(&Khugepaged::now(fills_holes()))
+}
+
+fn of_memfds(now: &Khugepaged) -> Finding {
+    const WRITE: &str = "write advise to /sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    let Some(shmem) = now.shmem.as_deref() else { return no("the kernel has no huge pages") };
+    let advised = Khugepaged { shmem: Some("advise".into()), ..now.clone() };
+    match (matches!(shmem, "never" | "deny"), advised.danger(Kind::Memfd).is_some()) {
+        (false, _) => yes(format!("shmem_enabled is {shmem}")),
+        (true, true) => no(format!("shmem_enabled is {shmem}, and must be before Linux 6.4")),
+        (true, false) => warn(format!("shmem_enabled is {shmem}: {WRITE}")),
     }
 }
 
@@ -118,6 +134,20 @@ mod tests {
     fn with(fills: Option<bool>, release: &str, enabled: &str, shmem: &str) -> Khugepaged {
         let [enabled, shmem] = [enabled, shmem].map(|word| Some(word.to_owned()));
         Khugepaged { fills, release: release.into(), enabled, shmem }
+    }
+
+    #[test]
+    fn huge_pages_for_a_memfd_are_advised_where_the_kernel_does_not_fill_holes() {
+        for (fills, release, shmem, presence) in [
+            (Some(false), "6.12.1", "never", Presence::Warn),
+            (Some(false), "6.12.1", "advise", Presence::Yes),
+            (Some(true), "6.1.0", "never", Presence::No),
+            (None, "6.5.0", "deny", Presence::Warn),
+        ] {
+            assert_eq!(of_memfds(&with(fills, release, "madvise", shmem)).0, presence, "{release} {shmem}");
+        }
+        let none = Khugepaged { shmem: None, ..with(None, "6.12.1", "never", "never") };
+        assert_eq!(of_memfds(&none).0, Presence::No);
     }
 
     #[test]
