@@ -11,9 +11,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use ballast_api::{
-    AdoptRequest, AdoptResult, DEFAULT_CELLS, DecisionRecord, Event, History, HostStat, KeptVm, LendRequest, NodeBalloon,
-    PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, RemoteFinding, RemoteNode, RemoteStat, Track,
-    UpgradeStat, VmHeat, VmKind, VmPatch, VmStat,
+    AdoptRequest, AdoptResult, DEFAULT_CELLS, DecisionRecord, Event, History, HostStat, KeptVm, LendRequest,
+    NodeBalloon, PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, RemoteFinding, RemoteNode, RemoteStat,
+    Track, UpgradeStat, VmHeat, VmKind, VmPatch, VmStat,
 };
 use ballast_base::{Bytes, PAGE_SIZE, wire};
 use ballast_pager::agent::told;

@@ -238,9 +238,15 @@ mod tests {
             },
             tier: Some(Tiering { fast_node: 1, slow_node: 2, fast_percent: 3, mib_per_s: 4 }),
             adopt: Some(Adopting { dir: "/r".into(), all: true }),
-            history: config.runtime_dir.join("history"),
-            vms: Keeping { dir: config.state_dir(), rules: config.rules()? },
-        })
+            history: "/h".into(),
+            vms: Keeping {
+                dir: "/l".into(),
+                rules: vec![Rule {
+                    pattern: "n".into(),
+                    uid: None,
+                    wanted: Wanted { limit: Some(Some(Bytes(1))), shares: Some(Some(2)), ..Wanted::default() },
+                }],
+            },
         };
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let expected = (

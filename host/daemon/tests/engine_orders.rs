@@ -40,7 +40,7 @@ impl Engine {
         let api = UnixListener::bind(dir.join("api.sock")).expect("a socket");
         api.set_nonblocking(true).expect("as the keeper's");
         let config = Config { runtime_dir: dir.to_owned(), ..Config::default() };
-        let settings = wire::encode(&Settings::of(&config));
+        let settings = wire::encode(&Settings::of(&config).expect("settings"));
         let begin = Begin { keeper_pid: std::process::id(), restarts: 0, since_unix_s: 0, settings };
         engine.order(&Order::Begin(begin), &[api.as_fd()]);
         engine
