@@ -322,7 +322,7 @@ fn a_resumed_vm_whose_name_is_taken_is_called_something_else_and_it_is_said() {
     let resumed = second.resume(&attach_as("web", Some(id)), sent, 0).expect("resumed");
     assert_eq!((resumed.state.id(), resumed.state.name().as_str()), (id, "web-2"));
     assert!(matches!(&second.unsaid[..], [Order::Note { kind, .. }] if kind == "renamed"), "{:?}", second.unsaid);
-    let refused = second.create(&attach_as("web", None), 0).map(|_| ());
+    let refused = second.create(&attach_as("web", None), 0, std::process::id()).map(|_| ());
     refused.expect_err("a new VM must have a name of its own");
 }
 

@@ -213,7 +213,7 @@ impl World {
 
     fn attach(&mut self, number: usize) -> VmId {
         let attach = attach_as(&format!("vm-{number}"), None);
-        let entry = self.keeper.create(&attach, 0).expect("state and arena");
+        let entry = self.keeper.create(&attach, 0, std::process::id()).expect("state and arena");
         let id = entry.state.id();
         self.keeper.vms.push(entry);
         self.keeper.hand_over(id, None);
