@@ -43,7 +43,8 @@ done
 
 unit() { install -d "$root/usr/lib/systemd/system"; sed "$2" "configs/$1" >"$root/usr/lib/systemd/system/$1"; }
 settings='s|^ExecStart=/usr/local/bin/ballastd$|ExecStart=/usr/bin/ballastd --config /etc/ballast/ballastd.toml|'
-unit ballastd.service "$settings; /^# With settings:/d; /^# ExecStart=/d; s|/usr/local/bin|/usr/bin|g; 1s|Install as .*||"
+paths='s|/usr/local/bin|/usr/bin|g; 1s|Install as .*||'
+unit ballastd.service "$settings; /^# With settings:/d; /^# ExecStart=/d; $paths"
 unit ballast-metrics.socket ""
 unit ballast-metrics.service ""
 put 644 configs/debian/sysusers.conf usr/lib/sysusers.d/ballast.conf
@@ -79,8 +80,9 @@ done
     echo "License: Apache-2.0"
     echo " On Debian systems, the text of the licence is in /usr/share/common-licenses/Apache-2.0."
 } >"$root/$doc/copyright"
+when=$(date -R -u -d "@${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}")
 printf 'ballast (%s) unstable; urgency=medium\n\n  * See README.md.\n\n -- %s  %s\n' \
-    "$version" "$maintainer" "$(date -R -u -d "@${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}")" | gzip -9n >"$root/$doc/changelog.gz"
+    "$version" "$maintainer" "$when" | gzip -9n >"$root/$doc/changelog.gz"
 
 # The tarball has the same files; its unpacking at / is an installation without maintainer scripts.
 tar -C "$root" --owner=0 --group=0 --sort=name -czf "$out/ballast-$version-$machine.tar.gz" .
@@ -111,7 +113,8 @@ Description: elastic memory for virtual machines
  the exact bytes, in user space and under an unmodified QEMU. Has the daemon,
  the command for operators, and an emulator for libvirt.
 CONTROL
-(cd "$root" && find . -path ./DEBIAN -prune -o -type f -printf '%P\0' | sort -z | xargs -0 md5sum) >"$root/DEBIAN/md5sums"
+(cd "$root" && find . -path ./DEBIAN -prune -o -type f -printf '%P\0' | sort -z | xargs -0 md5sum) \
+    >"$root/DEBIAN/md5sums"
 chmod 644 "$root/DEBIAN/"{md5sums,conffiles,control}
 dpkg-deb --root-owner-group --build "$root" "$out/ballast_${version}_$arch.deb" >/dev/null
 (cd "$out" && sha256sum "ballast_${version}_$arch.deb" "ballast-$version-$machine.tar.gz" >SHA256SUMS)

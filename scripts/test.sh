@@ -59,7 +59,7 @@ begin_beside() {
 }
 
 end_beside() {
-    local worst=0 start=$SECONDS name="loom: the page-state model; release programs, stripped, and how large they are; package"
+    local worst=0 start=$SECONDS name="loom: the page-state model; release programs, stripped; package"
     echo "== $name"
     wait "$beside" || worst=$?
     beside=

@@ -1,4 +1,4 @@
-//! The command as an emulator: under a name that begins with `qemu`, it takes QEMU's own command line.
+//! The command as an emulator: under the name `kvm` or one that begins with `qemu`, it takes QEMU's own command line.
 //!
 //! Before: a management program (libvirt, Proxmox) was told that `/usr/lib/ballast/qemu-system-x86_64`, a link to
 //! `ballast`, is its QEMU. After: `ballast run` has the command line that it would have had from an operator.
@@ -27,7 +27,7 @@ const PLACES: [&str; 3] = ["/usr/bin", "/usr/libexec", "/usr/local/bin"];
 pub fn command_line(words: impl Iterator<Item = OsString>) -> Result<Vec<OsString>> {
     let words: Vec<OsString> = words.collect();
     let name = words.first().and_then(|word| Path::new(word).file_name()).unwrap_or_default().to_string_lossy();
-    if !name.starts_with("qemu") {
+    if !name.starts_with("qemu") && name != "kvm" {
         return Ok(words);
     }
     let name = name.into_owned();

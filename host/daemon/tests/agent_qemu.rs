@@ -121,9 +121,9 @@ fn the_port_of_a_qemu_that_goes_into_the_background_reaches_the_engine() {
     let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
     // As Proxmox starts it, but for its `-id`, which is an option of its own QEMU.
     let uuid = "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b11";
-    let line = "run --agent -- qemu-system-x86_64 -name guest,debug-threads=on -daemonize -S -nodefaults \
-                -display none -accel tcg -smp 1 -m 64 -object memory-backend-memfd,id=ram-node0,size=64M,share=on \
-                -numa node,nodeid=0,cpus=0,memdev=ram-node0";
+    let line = "run --agent --add-memory-backend -- qemu-system-x86_64 -name guest,debug-threads=on -daemonize -S \
+                -nodefaults -display none -accel tcg -smp 1,sockets=1,cores=1,maxcpus=1 -m 64 \
+                -object memory-backend-ram,id=ram-node0,size=64M -numa node,nodeid=0,cpus=0,memdev=ram-node0";
     let pid = daemon.dir().join("pid");
     let status = std::process::Command::new(ballast)
         .args(line.split_whitespace())

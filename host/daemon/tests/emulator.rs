@@ -204,6 +204,8 @@ fn a_limit_holds_while_a_domain_is_loaded_though_every_zero_page_of_it_is_read()
     let from = format!("unix:{}", stream.display());
     let other = "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b12";
     let loaded = Domain::start_with(&daemon, &emulator, ["loaded", other], None, Some(&from));
+    // It is attached before it listens.
+    until("it waits for the state", || stream.exists());
     let mut qmp = UnixStream::connect(daemon.dir().join("saved.qmp")).expect("its monitor");
     for line in ["qmp_capabilities\"", &format!("migrate\",\"arguments\":{{\"uri\":\"{from}\"}}")] {
         qmp.write_all(format!("{{\"execute\":\"{line}}}\n").as_bytes()).expect("it listens");

@@ -16,8 +16,8 @@ pub enum AttachError {
     Config(String),
     /// The kernel refuses to create a userfaultfd.
     #[error(
-        "Attaching to Ballast: creating a userfaultfd (the keeper has no /dev/userfaultfd to give, which Linux 6.1 has; \
-         without it this process needs CAP_SYS_PTRACE, or vm.unprivileged_userfaultfd=1)"
+        "Attaching to Ballast: creating a userfaultfd (the keeper has no /dev/userfaultfd to give, which Linux 6.1 \
+         has; without it this process needs CAP_SYS_PTRACE, or vm.unprivileged_userfaultfd=1)"
     )]
     Userfault(#[source] io::Error),
     /// The kernel's userfaultfd cannot do what Ballast needs.

@@ -1,8 +1,8 @@
 //! Name and UUID of the VM: the environment's, else those of the VMM's own command line.
 //!
 //! Before: the VMM was started, by `ballast run` or with `LD_PRELOAD` alone. After: its client attaches under the name
-//! that its operator uses. Threads: any. Promise: text that is not UTF-8 is no name, because two such names could become
-//! one.
+//! that its operator uses. Threads: any. Promise: text that is not UTF-8 is no name, because two such names could
+//! become one.
 //!
 //! Read are QEMU's `-name X`, `-name guest=X,...`, `-uuid U`, and `-smbios type=1,...,uuid=U`, with one or two dashes.
 //! The last one holds, as in QEMU.

@@ -56,9 +56,10 @@
 //!
 //! # Environment
 //!
-//! `BALLAST_SOCKET`, `BALLAST_VM_NAME` and `BALLAST_VM_UUID` (else QEMU's own: `identity`), `BALLAST_LIMIT` (bytes), `BALLAST_FAULT_WORKERS` (1 to 8), `BALLAST_REQUIRE=1`
-//! (no keeper: exit before the guest starts), `BALLAST_MONITOR` (two descriptors: `guest`), `BALLAST_AGENT` (two
-//! descriptors, or a path: `agent`), `BALLAST_POOL`, `BALLAST_POOL_NODES` and `BALLAST_POOL_SOCKET` (`pool`).
+//! `BALLAST_SOCKET`, `BALLAST_VM_NAME` and `BALLAST_VM_UUID` (else QEMU's own: `identity`), `BALLAST_LIMIT` (bytes),
+//! `BALLAST_FAULT_WORKERS` (1 to 8), `BALLAST_REQUIRE=1` (no keeper: exit before the guest starts), `BALLAST_MONITOR`
+//! (two descriptors: `guest`), `BALLAST_AGENT` (two descriptors, or a path: `agent`), `BALLAST_POOL`,
+//! `BALLAST_POOL_NODES` and `BALLAST_POOL_SOCKET` (`pool`).
 //! `BALLAST_STARTED` (process id of what `ballast run` became: `through`).
 //! The library takes itself out of `LD_PRELOAD` in QEMU at start, and in another VMM when it attaches, so programs
 //! started by the VMM do not load it. Programs that start the VMM (`taskset`, a shell) hand it on.

@@ -1,9 +1,9 @@
 //! The shared form of a RAM backend: what management programs always write (`memory-backend-ram`) is private memory.
 //!
-//! Before: `command_line` has found a backend of guest RAM. After: the word to put in its place, of which the guest sees
-//! nothing.
-//! Promise: pure, but for a look at whether a path is a directory. Size, nodes of the host and all other properties stay,
-//! and so does the name of the RAM in a migration stream: a VM migrates and restores between the two forms.
+//! Before: `command_line` has found a backend of guest RAM. After: the word to put in its place, of which the guest
+//! sees nothing.
+//! Promise: pure, but for a look at whether a path is a directory. Size, nodes of the host and all other properties
+//! stay, and so does the name of the RAM in a migration stream: a VM migrates and restores between the two forms.
 
 use std::path::Path;
 

@@ -154,13 +154,13 @@ fn a_backend_of_private_memory_becomes_a_shared_memfd_with_all_else_as_it_was() 
         (
             r#"{"qom-type":"memory-backend-ram","id":"r","size":1073741824,"prealloc":true}"#,
             format!(
-                r#"{{"id":"r","prealloc":true,"qom-type":"memory-backend-memfd","share":true,"size":1073741824,"{stream}":false}}"#
+                r#"{{"id":"r","prealloc":true,{},"share":true,"size":1073741824,"{stream}":false}}"#,
+                r#""qom-type":"memory-backend-memfd""#
             ),
         ),
         (
-            r#"{"qom-type":"memory-backend-memfd","id":"r","hugetlb":true,"hugetlbsize":2097152,"size":8388608,"share":false}"#,
-            r#"{"hugetlb":true,"hugetlbsize":2097152,"id":"r","qom-type":"memory-backend-memfd","share":true,"size":8388608}"#
-                .into(),
+            r#"{"qom-type":"memory-backend-memfd","id":"r","hugetlb":true,"size":8388608,"share":false}"#,
+            r#"{"hugetlb":true,"id":"r","qom-type":"memory-backend-memfd","share":true,"size":8388608}"#.into(),
         ),
         (
             &format!("memory-backend-file,id=r,size=1G,share,mem-path={folder},share=off"),
