@@ -257,7 +257,7 @@ mod tests {
                 + "01022f6301022f6f022f6b01016e01"
                 + "0101020304"
                 + "01022f7201"
-                + "022f68",
+                + "022f68"
                 + "022f6c01016e0001010100000101020000",
         );
         assert_eq!((Settings::FORMAT.version, said), expected, "raise FORMAT, and put what is said now here");
