@@ -3,7 +3,8 @@
 //! Before: a round of the reclaim worker has measured the VM. After: the mode, T, the number of pages to keep in
 //! quarantine, and the ceiling hold for that round.
 //! Threads: the VM's reclaim worker. Units: pages of 4 KiB, where a name does not say bytes. Promise: no clock and no
-//! I/O; T is never longer than the configured one; what a VM met above its limit is forgotten within half a minute.
+//! I/O; T is never longer than the configured one. Ten seconds within its limit, and what a VM met above it is
+//! forgotten.
 //!
 //! ```text
 //! resident:  0 ......... low ............ limit .............. ceiling ..............
@@ -18,8 +19,9 @@
 //! | forced | direct, and nearly all pages are touched even if T is none | the next, locked while copied | none |
 //!
 //! *Pressure* is a fault that waits for credits, or a round in which the guest had touched nearly all pages of which T
-//! was over. T is halved at most once in T, and doubled after each second without pressure. In the background nothing
-//! is urgent: there the number of pages in quarantine is halved if nearly all were touched, and doubled if not.
+//! was over. While faults wait, T is halved once in T/8, since a change shows only later. It grows by 1/16 in each
+//! round within the limit, and is doubled after each second above it without pressure. In the background nothing is
+//! urgent: there the number of pages in quarantine is halved if nearly all were touched, and doubled if not.
 //!
 //! # The table
 //!
@@ -30,15 +32,15 @@
 //! |---|---|---|---|
 //! | [`MARGIN_PART`] | of the limit | low is so far below it, the ceiling above | Redis at 80 %, see `real.md` |
 //! | [`MARGIN_LEAST`] | bytes | the margin of a small VM | 16 pages of readahead of each thread fit |
-//! | [`SUPPLY_PART`] | of the limit | what may be in quarantine beyond the margin | Redis at 50 %: without 8 % more restores |
+//! | [`SUPPLY_PART`] | of the limit | what may be in quarantine beyond the margin | Redis at 50 %: without 8 % more |
 //! | [`BATCH`] | bytes | what one round puts into quarantine | some ms of picking and zapping |
-//! | [`NEARLY_ALL`] | of the pages | if fewer are evicted, nearly all were touched | `share`: background takes no CPU |
-//! | [`LOOK`] | time | how long a finding holds (calm, rate, refusal) | density: worst page 100 ms if it is none |
+//! | [`PART`] | of T, of pages | a step of T; nearly all: fewer evicted | density: doubling alone loses half |
+//! | [`LOOK`] | time | how long a finding holds (calm, rate, refusal) | not varied |
 //! | [`UNSEEN`] | time | T of pages whose accesses nobody sees | 350 pages of a guest's kernel are used within it |
 //! | [`MOST_WAIT`] | time | the wait of a fault; the pause of a VM that grows | no limit holds if no fault waits |
 //! | [`PRICE`] | pages | evicted above the ceiling for each that comes in | with 1 a VM never comes down from there |
 //! | [`SLICE`] | time | a turn of evicting; a pause above the limit | another VM's turn waits for it |
-//! | [`BACKGROUND`] | time | a pause in the background | 50 looks a second cost 0.1 % of a CPU |
+//! | [`BACKGROUND`] | time | a pause in the background | not varied |
 //! | [`REST`] | time | the longest pause of a VM at rest | idle: 1,000 VMs take 2 % of a CPU |
 
 use std::time::{Duration, Instant};
@@ -58,8 +60,9 @@ const MARGIN_LEAST: Bytes = Bytes(MIB);
 const SUPPLY_PART: u64 = 4;
 /// Most memory put into quarantine in one round. While the first of it waits for T, more is picked.
 const BATCH: Bytes = Bytes(32 * MIB);
-/// The guest touched nearly all pages: fewer than 1/N of those whose T was over were evicted.
-const NEARLY_ALL: u64 = 8;
+/// 1/N of T is the time from one step of T to the next while faults wait, and T grows by half of that part in a round
+/// within the limit. If fewer than 1/N of the pages whose T was over were evicted, the guest touched nearly all.
+const PART: u64 = 8;
 /// How long a finding holds.
 pub(super) const LOOK: Duration = Duration::from_secs(1);
 /// T of memory of which a guest's agent cannot see whether it is used: as long as memory that it sees must be idle
@@ -165,25 +168,21 @@ impl Controller {
 
     /// Begins a round.
     pub fn begin(&mut self, seen: &Seen) -> Round {
-        let Seen { now, .. } = *seen;
         let (limit, resident) = (seen.limit.pages_floor().0, seen.resident.pages_floor().0);
         let margin = margin(seen.limit);
         let low = limit.saturating_sub(margin);
         let is_above = seen.resident > seen.limit || seen.faults_wait;
-        self.calm(now);
         let mode = if resident <= low {
             Mode::Rest
         } else if !is_above {
             Mode::Background
         } else {
-            let since = self.above.filter(|(_, last)| now.saturating_duration_since(*last) < UNSEEN);
-            self.above = Some((since.map_or(now, |(since, _)| since), now));
-            self.few = u64::MAX;
-            if seen.faults_wait {
-                self.pressure(now);
-            }
+            self.above(seen);
             if self.is_forced { Mode::Forced } else { Mode::Direct }
         };
+        if !mode.is_urgent() {
+            self.relax();
+        }
         Round {
             mode,
             excess: resident.saturating_sub(low),
@@ -198,16 +197,16 @@ impl Controller {
     /// In a round that ends now, T of `due` pages was over, of which `gone` were evicted. (More may have been, of which
     /// nobody sees whether they are used.)
     pub fn judge(&mut self, mode: Mode, (due, gone): (u64, u64), now: Instant) {
-        let is_nearly_all = gone * NEARLY_ALL < due;
+        let is_nearly_all = gone * PART < due;
         match mode {
             Mode::Rest => {}
             Mode::Background if due == 0 => {}
             Mode::Background if is_nearly_all => self.few = (self.few / 2).max(1),
             Mode::Background => self.few = self.few.saturating_mul(2),
-            Mode::Direct | Mode::Forced if is_nearly_all && self.wait_us == 0 => {
-                (self.is_forced, self.changed_at) = (true, Some(now));
+            Mode::Direct | Mode::Forced if is_nearly_all => {
+                self.is_forced |= self.wait_us == 0;
+                self.halve(now);
             }
-            Mode::Direct | Mode::Forced if is_nearly_all => self.pressure(now),
             Mode::Direct | Mode::Forced => {}
         }
     }
@@ -247,25 +246,38 @@ impl Controller {
         if may_go { Duration::ZERO } else { UNSEEN }
     }
 
-    /// Halves T, unless that was done less than T ago: a change shows only after T.
-    fn pressure(&mut self, now: Instant) {
-        if self.changed_at.is_none_or(|at| now.saturating_duration_since(at) >= self.wait()) {
-            (self.wait_us, self.changed_at) = (self.wait_us / 2, Some(now));
+    /// The VM is above its limit, or a fault waits.
+    fn above(&mut self, seen: &Seen) {
+        let now = seen.now;
+        let since = self.above.filter(|(_, last)| now.saturating_duration_since(*last) < UNSEEN);
+        self.above = Some((since.map_or(now, |(since, _)| since), now));
+        self.few = u64::MAX;
+        if since.is_none() {
+            // What it met so long ago says nothing now.
+            (self.wait_us, self.changed_at, self.is_forced) = (self.longest_us(), None, false);
+        }
+        let after = |time| self.changed_at.is_none_or(|at| now.saturating_duration_since(at) >= time);
+        if seen.faults_wait && after(self.wait() / PART as u32) {
+            self.halve(now);
+        } else if !seen.faults_wait && !self.is_forced && self.wait_us < self.longest_us() && after(LOOK) {
+            // One moment of pressure must not end all looks for ever.
+            (self.wait_us, self.changed_at) = ((self.wait_us * 2).clamp(1, self.longest_us()), Some(now));
         }
     }
 
-    /// Doubles T for each [`LOOK`] that passed without pressure: one moment of it must not end all looks for ever.
-    fn calm(&mut self, now: Instant) {
-        let Some(at) = self.changed_at else { return };
-        let look = LOOK.max(self.wait() * 2);
-        let times = now.saturating_duration_since(at).as_nanos() / look.as_nanos();
-        if times == 0 {
-            return;
-        }
-        let longest = self.longest.as_micros() as u64;
-        self.wait_us = self.wait_us.max(1).saturating_mul(1 << times.min(32)).min(longest);
+    fn halve(&mut self, now: Instant) {
+        (self.wait_us, self.changed_at) = (self.wait_us / 2, Some(now));
+    }
+
+    /// The VM is within its limit.
+    fn relax(&mut self) {
+        let more = (self.wait_us / (2 * PART)).max(1);
+        self.wait_us = (self.wait_us + more).min(self.longest_us());
         self.is_forced = false;
-        self.changed_at = (self.wait_us < longest).then_some(now);
+    }
+
+    fn longest_us(&self) -> u64 {
+        self.longest.as_micros() as u64
     }
 }
 
@@ -322,27 +334,31 @@ mod tests {
     }
 
     #[test]
-    fn pressure_halves_t_once_in_t_and_a_second_without_doubles_it() {
+    fn waiting_faults_halve_t_step_by_step_and_it_grows_again_without_them() {
         let mut vm = Vm::new();
-        let mut t = |after, waits| vm.round(after, 257, waits).direct.expect("above the limit");
-        assert_eq!([t(Duration::ZERO, false), t(LOOK, true)], [DIRECT, DIRECT / 2]);
-        assert_eq!([t(DIRECT / 8, true), t(DIRECT / 2, true)], [DIRECT / 2, DIRECT / 4]);
-        assert_eq!([t(LOOK / 2, false), t(LOOK / 2, false), t(LOOK, false)], [DIRECT / 4, DIRECT / 2, DIRECT]);
-        (0..4000).for_each(|_| _ = t(Duration::from_millis(1), true));
-        assert_eq!(t(Duration::ZERO, false), Duration::ZERO, "pressure that stays ends all looks");
-        assert_eq!(t(LOOK * 30, false), DIRECT, "it is forgotten");
+        let mut t = |after, mib, waits| vm.round(after, mib, waits).direct;
+        assert_eq!([t(Duration::ZERO, 257, false), t(LOOK, 257, true)], [Some(DIRECT), Some(DIRECT / 2)]);
+        let step = DIRECT / 16;
+        assert_eq!([t(step / 2, 257, true), t(step / 2, 257, true)], [Some(DIRECT / 2), Some(DIRECT / 4)]);
+        assert_eq!([t(LOOK / 2, 257, false), t(LOOK / 2, 257, false)], [Some(DIRECT / 4), Some(DIRECT / 2)]);
+        (0..1000).for_each(|_| _ = t(SLICE, 257, true));
+        assert_eq!(t(SLICE, 257, false), Some(Duration::ZERO), "pressure that stays ends all looks");
+        (0..250).for_each(|_| _ = t(BACKGROUND, 256, false));
+        assert_eq!(t(SLICE, 257, false), Some(DIRECT), "it was within its limit");
+        (0..1000).for_each(|_| _ = t(SLICE, 257, true));
+        assert_eq!(t(UNSEEN, 257, false), Some(DIRECT), "that was long ago");
     }
 
     #[test]
     fn reclaim_is_forced_only_if_even_without_t_nearly_all_pages_are_touched() {
         let mut vm = Vm::new();
         while !vm.controller.wait().is_zero() {
-            assert_eq!(vm.all_touched(DIRECT).mode, Mode::Direct);
+            assert_eq!(vm.all_touched(SLICE).mode, Mode::Direct);
         }
         assert_eq!(vm.all_touched(SLICE).mode, Mode::Direct);
-        assert_eq!(vm.all_touched(SLICE).mode, Mode::Forced);
-        assert_eq!(vm.round(SLICE, 256, false).mode, Mode::Background, "within the limit nothing is forced");
-        assert_eq!(vm.round(LOOK, 300, false).mode, Mode::Direct, "it tries again after a while");
+        assert_eq!([vm.all_touched(SLICE).mode, vm.all_touched(LOOK).mode], [Mode::Forced; 2]);
+        assert_eq!(vm.round(SLICE, 256, false).mode, Mode::Background);
+        assert_eq!(vm.round(SLICE, 300, false).mode, Mode::Direct, "it was within its limit for a moment");
     }
 
     #[test]
@@ -403,6 +419,6 @@ mod tests {
         controller.judge(round.mode, (1, 0), now);
         assert_eq!((round.direct, round.unseen), (Some(Duration::ZERO), Duration::ZERO));
         assert_eq!(controller.evicted(&round, 256, now), round.margin);
-        assert_eq!(controller.begin(&Seen { now: now + LOOK, ..seen }).mode, Mode::Direct);
+        assert_eq!(controller.begin(&Seen { now: now + LOOK, ..seen }).mode, Mode::Forced);
     }
 }

@@ -27,6 +27,7 @@ use crate::reclaim::failures::Failures;
 use crate::reclaim::interval;
 use crate::reclaim::pinned::{self, Asked};
 use crate::reclaim::quarantine::{Accesses, Due, Quarantine};
+use crate::run::pool::thread::go_first;
 use crate::run::queue::Next;
 use crate::vm::account::SHARE;
 use crate::vm::stats::Counter;
@@ -199,8 +200,8 @@ impl ReclaimWorker {
         }
         // Also where nothing need be evicted: the agent is judged by the refaults of earlier evictions.
         self.candidates.take_note(now);
-        let others_wait = vm.mail.others_wait.load(Ordering::Relaxed);
-        let faults_wait = vm.mail.throttle.was_short();
+        let (faults_wait, others_wait) = (vm.mail.throttle.was_short(), vm.mail.others_wait.load(Ordering::Relaxed));
+        go_first(faults_wait);
         let round = self.controller.begin(&Seen { limit, resident, faults_wait, others_wait, now });
         if round.mode == Mode::Rest {
             self.is_low = true;
