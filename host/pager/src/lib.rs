@@ -7,16 +7,25 @@
 //!    └─────────────────────┴───────── fault::serve ────┴────────────────────────────┘
 //! ```
 //!
-//! The moves of one page are in `ballast_page`. Read the rooms of this crate in this order: [`vm`] (one VM: regions,
-//! address spaces, the state that outlives an engine, the ledger), [`reclaim`] and [`fault`] (the two loops that drive
-//! it, with throttle and readahead), [`scan`] (which memory is touched, and which is mapped huge), [`tier`]
-//! (the stores, and the way to the file store and back), [`agent`] (what a guest says of its memory). No files name
-//! each other in a circle.
+//! The moves of one page are in `ballast_page`. The rooms, the lowest first; a file names files of its own room and of
+//! lower ones alone, which `lab/tidy` checks:
+//!
+//! | Room | What | May name |
+//! |---|---|---|
+//! | [`run`] | threads and queues, which know no VM | |
+//! | [`vm`] | the core: what the workers of one VM share (regions, views, stores, queues, ledger) | `run` |
+//! | [`scan`] | which memory is touched, and which is mapped huge | `vm` |
+//! | [`agent`] | what a guest says of its memory | `vm` |
+//! | [`tier`] | the way to slow stores and back | `vm` |
+//! | [`reclaim`] | which pages go, and how far | `vm`, `agent` |
+//! | [`fault`] | how a fault is served | `vm`, `scan`, `tier` |
+//! | `assemble` | which workers a VM has | all |
 //!
 //! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
 //! Promise: invariants 1 to 6 of ARCHITECTURE.md. This crate cannot name `policy` or `daemon`.
 
 pub mod agent;
+mod assemble;
 pub mod fault;
 pub mod reclaim;
 pub mod run;

@@ -15,8 +15,8 @@ use ballast_base::store::{FILE_STORE, OnReply};
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_page::copies::store_number;
-use ballast_pager::tier::stores::Tier;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::far::stores::Tier;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{
     Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome,

@@ -16,9 +16,9 @@ use ballast_page::copies::store_number;
 use ballast_page::page_state::{State, Word};
 use ballast_pager::run::pool::Pool;
 use ballast_pager::run::queue::Next;
-use ballast_pager::tier::slow_queue::WORKERS;
-use ballast_pager::tier::stores::LateStore;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::far::slow_queue::WORKERS;
+use ballast_pager::vm::far::stores::LateStore;
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{

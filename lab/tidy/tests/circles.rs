@@ -1,7 +1,8 @@
-//! A test that the files of a crate do not depend on each other in a circle. So a reader can begin at the bottom, and
-//! never needs a file that comes later.
+//! Tests that the files of a crate do not depend on each other in a circle, and the rooms of a crate only in their
+//! order. So a reader can begin at the bottom, and never needs a file that comes later.
 //!
-//! Before: the sources. After: a failed test names the files of each circle and the names that connect them.
+//! Before: the sources. After: a failed test names the files of each circle, or each arrow that goes upward, and the
+//! names that connect them.
 //! Promise: an arrow is a name that one file takes from the file that defines it, by `crate::`, `super::` or `self::`,
 //! or by the name of a child module. Re-exports are followed. Tests and `mod` lines make no arrows. Sources are read
 //! as text, so a name that a macro makes is not found.
@@ -12,6 +13,24 @@ use std::path::{Path, PathBuf};
 mod common;
 
 use common::{none_is_left, root};
+
+/// A crate whose files are in rooms: each room, the lowest first, and the rooms that its files may name beside their
+/// own. The files at the top of `src` are in no room.
+type Rooms = (&'static str, &'static [(&'static str, &'static [&'static str])]);
+
+const ROOMS: [Rooms; 1] = [(
+    "host/pager/src",
+    &[
+        ("run", &[]),
+        ("vm", &["run"]),
+        ("scan", &["run", "vm"]),
+        ("agent", &["run", "vm"]),
+        ("tier", &["run", "vm"]),
+        ("reclaim", &["run", "vm", "agent"]),
+        ("fault", &["run", "vm", "scan", "tier"]),
+        ("assemble", &["run", "vm", "scan", "agent", "tier", "reclaim", "fault"]),
+    ],
+)];
 
 /// A file of a crate: the path of its module, and its text without comments, strings and tests.
 struct Source {
@@ -246,6 +265,47 @@ fn circles() -> Vec<String> {
         }
     }
     said
+}
+
+/// Returns the room of a file of a crate.
+fn room(file: &Path) -> Option<String> {
+    let parts: Vec<_> = file.iter().map(|part| part.to_string_lossy().into_owned()).collect();
+    (parts.len() > 1).then(|| parts[0].clone())
+}
+
+/// Returns a text for each arrow between rooms that is not allowed, and for each room that has no rule.
+fn upward(src: &str, rooms: &[(&str, &[&str])], arrows: &Arrows) -> Vec<String> {
+    let mut said = Vec::new();
+    for (from, to, names) in arrows.iter().flat_map(|(from, all)| all.iter().map(move |(to, names)| (from, to, names)))
+    {
+        let (Some(own), Some(other)) = (room(from), room(to)) else { continue };
+        let rule = rooms.iter().find(|(name, _)| *name == own);
+        if own != other && !rule.is_some_and(|(_, may)| may.contains(&other.as_str())) {
+            said.push(format!("{src}: {} -> {}: {names:?}", from.display(), to.display()));
+        }
+    }
+    said
+}
+
+#[test]
+fn no_room_of_a_crate_names_one_above_it() {
+    let said = ROOMS.iter().flat_map(|(src, rooms)| upward(src, rooms, &arrows(&root().join(src))));
+    none_is_left(&said.collect::<Vec<_>>());
+    for (src, rooms) in ROOMS {
+        for (at, (name, may)) in rooms.iter().enumerate() {
+            assert!(root().join(src).join(name).is_dir(), "{src} has no room {name}: is a rule out of date?");
+            assert!(may.iter().all(|other| rooms[..at].iter().any(|(below, _)| below == other)), "{name} is not above");
+        }
+    }
+}
+
+#[test]
+fn an_arrow_upward_is_found_where_there_is_one() {
+    let file = |path: &str| PathBuf::from(path);
+    let to = |path: &str| BTreeMap::from([(file(path), BTreeSet::from(["x".to_owned()]))]);
+    let arrows = Arrows::from([(file("low/a.rs"), to("high/b.rs")), (file("high/b.rs"), to("low/c.rs"))]);
+    let said = upward("src", &[("low", &[]), ("high", &["low"])], &arrows);
+    assert_eq!(said, ["src: low/a.rs -> high/b.rs: {\"x\"}"]);
 }
 
 #[test]

@@ -15,7 +15,7 @@ use ballast_api::{
 };
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
 use ballast_base::{PAGE_SIZE, PageCount};
-use ballast_pager::agent::told;
+use ballast_pager::vm::guest::told;
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::stats::{self, Averages, Counter};
 use ballast_pager::vm::{MemoryBreakdown, Vm};

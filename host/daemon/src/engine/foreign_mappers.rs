@@ -303,7 +303,7 @@ mod tests {
     use ballast_base::Bytes;
     use ballast_base::wire::VmId;
     use ballast_handover::state_file::StateFile;
-    use ballast_pager::tier::stores::Stores;
+    use ballast_pager::vm::far::stores::Stores;
     use ballast_pager::vm::region_table::LOST;
     use ballast_pager::vm::stats::Counter;
     use ballast_pager::vm::{Tuning, Vm};

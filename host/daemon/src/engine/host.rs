@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_handover::orders::Begin;
-use ballast_pager::reclaim::pinned::Pins;
+use ballast_pager::vm::pinned::Pins;
 use ballast_store::Budget;
 
 use super::adopted::AdoptedVms;

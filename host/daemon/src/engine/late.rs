@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_handover::state_file::StateFile;
-use ballast_pager::tier::stores::LateStore;
+use ballast_pager::vm::far::stores::LateStore;
 use ballast_pager::vm::{Reporter, Vm};
 use ballast_store::{FileOptions, FileStore, Handle};
 use ballast_sys::memory_error;

@@ -19,7 +19,7 @@ use std::time::Instant;
 use anyhow::Context;
 use ballast_base::store::FILE_STORE;
 use ballast_handover::orders::Report;
-use ballast_pager::tier::stores::Tier;
+use ballast_pager::vm::far::stores::Tier;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::{Hold, Vm};
 use rustix::event::{PollFd, PollFlags, poll};

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use ballast_pager::reclaim::pinned::Pins;
+use ballast_pager::vm::pinned::Pins;
 
 /// A missing condition may appear (memory for a huge page), and a check may be lost. A try costs 10 ms of CPU time.
 const EVERY: Duration = Duration::from_secs(60);

@@ -18,7 +18,7 @@ use ballast_base::wire::{self, StoreFiles, VmId};
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_pager::run::pool::blocking;
-use ballast_pager::tier::stores::{LateStore, Stores, Tier};
+use ballast_pager::vm::far::stores::{LateStore, Stores, Tier};
 use ballast_pager::vm::ram::RamFile;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::stats::Counter;

@@ -15,10 +15,10 @@ use ballast_sys::scm;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, SocketType};
 
-use super::told::Told;
 use crate::run::queue::{GroupId, Next};
 use crate::run::serve::{After, Serve};
 use crate::run::servers::{Served, Servers};
+use crate::vm::guest::told::Told;
 
 /// Most bytes that wait until the guest takes them: some of the longest messages.
 const BEHIND: usize = 256 << 10;

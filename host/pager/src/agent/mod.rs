@@ -5,24 +5,20 @@
 //! Promise: all that comes from a guest is a hint. It is bounded, clipped to memory of that guest and charged to its
 //! VM; the pages it names pass quarantine and pin check like any others. No message of a guest makes us panic.
 //!
+//! What the workers share of it is in `vm/guest`.
+//!
 //! | File | What |
 //! |---|---|
 //! | `bucket` | rate limit of a guest's messages |
-//! | `places` | guest-physical pages to pages of regions, proved |
-//! | `hints` | a report as runs to take, the cheapest first |
 //! | `trust` | whether pages that are called cold stay far |
 //! | `services` | whether the guest's kernel services are to be tuned |
-//! | `told` | state shared by the agent's worker, reclaim and the API |
 //! | `channel` | the socket |
 //! | `link` | a connection, which is a session |
 //! | `worker` | the conversation: a task of the VM |
 
 pub(crate) mod bucket;
 pub(crate) mod channel;
-pub(crate) mod hints;
 pub(crate) mod link;
-pub(crate) mod places;
 pub(crate) mod services;
-pub mod told;
 pub(crate) mod trust;
 pub(crate) mod worker;

@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 use ballast_base::PageIdx;
 use ballast_heat::{Age, ColdRun, Pages};
 
+use crate::vm::guest::told::Picked;
+
 /// A page that is back within this is a wrong choice (the figure of Blowfish, section 5, is of the same kind).
 pub(crate) const SOON: Duration = Duration::from_secs(10);
 /// A page that the guest called cold and that is back within this was not: a quarantine and as much again.
@@ -33,15 +35,6 @@ pub enum By {
     Agent,
     /// The host picked it.
     Host,
-}
-
-/// The pages that were picked, estimated from samples: all but those that were not judged.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Picked {
-    /// Judged.
-    pub judged: u64,
-    /// Touched again within [`SOON`].
-    pub wrong: u64,
 }
 
 #[derive(Debug)]

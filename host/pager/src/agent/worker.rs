@@ -22,13 +22,13 @@ use ballast_page::memory::{Backing, ReadOutcome};
 
 use super::bucket::{Bucket, MESSAGE};
 use super::channel::{Channel, Read};
-use super::hints::{Hints, MOST_RUNS};
 use super::link::{Link, Parts, TICK};
-use super::places::Places;
 use super::services::Services;
-use super::told::{State, Told};
 use crate::run::queue::Next;
 use crate::vm::Vm;
+use crate::vm::guest::hints::{Hints, MOST_RUNS};
+use crate::vm::guest::places::Places;
+use crate::vm::guest::told::{State, Told};
 use crate::vm::stats::Counter;
 
 /// Time without a valid message after which the agent counts as absent. Reports of the largest guests come this rarely.

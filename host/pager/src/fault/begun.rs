@@ -22,12 +22,12 @@ use ballast_page::outcome::Served;
 use ballast_page::page_state::{State, Word};
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
-use super::resolve::resolve;
-use super::stages::Times;
-use super::stall::PendingFault;
 use crate::tier::slow;
 use crate::vm::Vm;
 use crate::vm::region::Region;
+use crate::vm::serve::resolve::resolve;
+use crate::vm::serve::stages::Times;
+use crate::vm::serve::stall::PendingFault;
 use crate::vm::stats::Counter;
 use crate::vm::view::{RegionView, View};
 

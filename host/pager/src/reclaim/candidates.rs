@@ -22,11 +22,11 @@ use std::time::Instant;
 
 use ballast_heat::{ColdRun, HeatSource, Pages, Pick};
 
-use crate::agent::hints::Proposed;
-use crate::agent::told::Told;
 use crate::agent::trust::{By, Trust};
 use crate::reclaim::quarantine::Accesses;
 use crate::vm::Vm;
+use crate::vm::guest::hints::Proposed;
+use crate::vm::guest::told::Told;
 use crate::vm::table::Table;
 
 /// The candidates of one VM.
@@ -131,8 +131,8 @@ fn pages(runs: &[ColdRun]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::agent::hints::Hints;
-    use crate::agent::places::Places;
+    use crate::vm::guest::hints::Hints;
+    use crate::vm::guest::places::Places;
     use ballast_base::guest::GuestRange;
     use ballast_base::{Bytes, PageIdx, PageRange};
     use ballast_heat::{Settings, VmHeat, touched};

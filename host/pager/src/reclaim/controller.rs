@@ -48,9 +48,9 @@ use std::time::{Duration, Instant};
 use ballast_base::Bytes;
 use ballast_base::units::MIB;
 
-pub(super) use crate::fault::throttle::MOST_WAIT;
+pub(super) use crate::vm::serve::throttle::MOST_WAIT;
 #[cfg(doc)]
-use crate::fault::throttle::PRICE;
+use crate::vm::serve::throttle::PRICE;
 
 /// The margin is 1/N of the limit: memory that the guest may not use is lost to it.
 const MARGIN_PART: u64 = 256;

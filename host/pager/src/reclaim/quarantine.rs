@@ -342,8 +342,8 @@ mod tests {
     use ballast_sys::memfd;
 
     use super::*;
-    use crate::tier::stores::{Stores, Tier};
     use crate::vm::Tuning;
+    use crate::vm::far::stores::{Stores, Tier};
     use crate::vm::ram::RamFile;
     use crate::vm::region_table::LOST;
 

@@ -9,7 +9,5 @@ pub mod coalesce;
 pub(crate) mod place;
 pub mod source;
 pub(crate) mod touch;
-pub(crate) mod touches;
-pub mod units;
 pub mod worker;
 pub(crate) mod zap;

@@ -12,9 +12,9 @@ use ballast_heat::source::Ability;
 use ballast_heat::{AccessSource, CycleReport, Watch};
 use ballast_sys::clock::cpu_time;
 
-use super::touches::{FINE_UNITS, KeepRegistered};
 use super::zap::{self, Watched, ZapScan};
 use crate::vm::Vm;
+use crate::vm::touches::{FINE_UNITS, KeepRegistered};
 
 /// The scans of one VM.
 #[derive(Debug)]

@@ -11,11 +11,11 @@ use ballast_heat::source::BLOCK;
 use ballast_sys::remote::Collapsed;
 use ballast_sys::uffd::FaultKind;
 
-use crate::fault::stall::PendingFault;
-use crate::scan::coalesce::unit_addr;
-use crate::scan::units::UnitState;
 use crate::vm::Vm;
+use crate::vm::huge::unit_addr;
 use crate::vm::region::Region;
+use crate::vm::serve::stall::PendingFault;
+use crate::vm::units::UnitState;
 use crate::vm::view::{RegionView, View};
 use ballast_page::ahead::lock_run;
 use ballast_page::memory::Mapped;

@@ -28,9 +28,9 @@ use ballast_heat::{PageMap, Seen, UnitId};
 use crate::run::pool::pause;
 use crate::scan::coalesce::is_resident;
 use crate::scan::touch::{map_huge, map_resident};
-use crate::scan::units::UnitState;
 use crate::vm::Vm;
 use crate::vm::region::Region;
+use crate::vm::units::UnitState;
 use ballast_page::memory::Mapped;
 use ballast_page::page_state::State;
 use ballast_page::unit::{Mapping, Stage};
@@ -103,7 +103,7 @@ impl ZapScan {
     }
 
     /// Begins a cycle over these units, which are registered, in ascending order, at most
-    /// [`super::touches::FINE_UNITS`] of them page by page. On an error no cycle runs.
+    /// [`crate::vm::touches::FINE_UNITS`] of them page by page. On an error no cycle runs.
     pub(crate) fn start(&mut self, units: Vec<Watched>) -> io::Result<()> {
         self.units = units;
         let begun = self.begin(&self.units);

@@ -5,11 +5,5 @@
 //! slow store.
 //! Promise: moving a copy costs time, never bytes.
 
-mod cluster;
-pub mod live;
-mod overdue;
 pub(crate) mod slow;
-pub mod slow_queue;
 pub(crate) mod spill;
-pub mod spill_request;
-pub mod stores;

@@ -2,9 +2,9 @@
 //!
 //! Before: a fault worker met a page of a slow store (`slow_queue`). After: the same `fault::serve` is called here,
 //! where it may wait.
-//! Threads: [`WORKERS`](super::slow_queue::WORKERS) tasks per VM that has a slow store; each waits for the disk for up
-//! to a tenth of a second at a time, and longer for a page that was late, but not while the VM is being stopped. One of
-//! them waits for none that was late.
+//! Threads: [`WORKERS`](crate::vm::far::slow_queue::WORKERS) tasks per VM that has a slow store; each waits for the
+//! disk for up to a tenth of a second at a time, and longer for a page that was late, but not while the VM is being
+//! stopped. One of them waits for none that was late.
 //! Promise: no fault on any other page waits for the disk, and one whose page comes in time waits for few late ones. A
 //! fault taken here is served or, if the worker panics or the engine dies, raised again by a wake.
 //!
@@ -26,14 +26,14 @@ use ballast_store::PageBytes;
 use ballast_store::held::WithTime;
 use ballast_sys::uffd::FaultKind;
 
-use super::slow_queue::{Ahead, Caller, Work};
-use crate::fault::resolve::{resolve, settle, target};
-use crate::fault::stages::Times;
-use crate::fault::stall::PendingFault;
 use crate::run::pool::blocking;
 use crate::run::queue::Next;
 use crate::vm::Vm;
+use crate::vm::far::slow_queue::{Ahead, Caller, Work};
 use crate::vm::region::Region;
+use crate::vm::serve::resolve::{resolve, settle, target};
+use crate::vm::serve::stages::Times;
+use crate::vm::serve::stall::PendingFault;
 use crate::vm::stats::Counter;
 use crate::vm::view::{RegionView, View};
 use ballast_page::copies::StoreOf;

@@ -27,8 +27,8 @@ use ballast_store::{GetOutcome, PageBytes, PutOutcome};
 
 use crate::run::pool::blocking;
 use crate::run::queue::Next;
-use crate::tier::stores::Tier;
 use crate::vm::Vm;
+use crate::vm::far::stores::Tier;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use ballast_page::copies::StoreOf;

@@ -11,8 +11,8 @@ use std::io;
 use ballast_base::PageIdx;
 
 use super::Vm;
-use crate::tier::live::LiveCopies;
-use crate::tier::stores::Tier;
+use crate::vm::far::live::LiveCopies;
+use crate::vm::far::stores::Tier;
 use ballast_page::copies::live_handle;
 
 impl Vm {

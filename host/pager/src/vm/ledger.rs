@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ballast_base::PageIdx;
 
 use super::Vm;
-use crate::reclaim::interval;
+use crate::vm::interval;
 use crate::vm::region::Region;
 use crate::vm::stats::{Counter, Latency};
 use ballast_page::discard::Discarded;

@@ -6,14 +6,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::agent::told::Told;
-use crate::fault::throttle::Throttle;
-use crate::reclaim::refault::Refaults;
 use crate::run::pool::Notifier;
-use crate::scan::touches::Touches;
-use crate::tier::slow_queue::SlowQueue;
-use crate::tier::spill_request::SpillRequest;
 use crate::vm::discards::Discards;
+use crate::vm::far::slow_queue::SlowQueue;
+use crate::vm::far::spill_request::SpillRequest;
+use crate::vm::guest::told::Told;
+use crate::vm::refault::Refaults;
+use crate::vm::serve::throttle::Throttle;
+use crate::vm::touches::Touches;
 
 /// The value while the reclaim worker does not rest; else it is one more than the bytes.
 const AWAKE: u64 = 0;

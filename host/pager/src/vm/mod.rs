@@ -6,8 +6,8 @@
 //! left.
 //!
 //! A VM is its memory (`memory`: regions, address spaces, registration), its mailboxes (`mailboxes`), and its settings.
-//! Its work is in `workers` (its threads), `views` (who maps it, and which chunks are registered), `discard`, `restore`
-//! (all pages back), `write_back` (into files that outlive the VM), `ledger` and `account` (the counters).
+//! Its work is in `views` (who maps it, and which chunks are registered), `discard`, `restore` (all pages back),
+//! `write_back` (into files that outlive the VM), `ledger` and `account` (the counters).
 //!
 //! # Lock order
 //!
@@ -38,13 +38,13 @@ use ballast_base::{Bytes, PageCount};
 use ballast_handover::state_file::{RegionRecord, StateError, StateFile};
 use ballast_heat::VmHeat;
 
-use crate::agent::told::Told;
-use crate::reclaim::pinned::{Pinned, Pins};
-use crate::tier::stores::Stores;
+use crate::vm::far::stores::Stores;
+use crate::vm::guest::told::Told;
 use crate::vm::lifecycle::Lifecycle;
 use crate::vm::mailboxes::Mailboxes;
 pub(crate) use crate::vm::memory::Layout;
 use crate::vm::memory::Memory;
+use crate::vm::pinned::{Pinned, Pins};
 use crate::vm::ram::RamFile;
 use crate::vm::region::Region;
 use crate::vm::region_table::RegionTable;
@@ -56,28 +56,37 @@ pub(crate) mod account;
 mod beside;
 pub mod client_peer;
 mod discard;
-mod discards;
+pub(crate) mod discards;
+pub mod far;
+pub mod guest;
+pub(crate) mod huge;
 pub mod inspect;
+pub mod interval;
+pub(crate) mod kept;
 pub(crate) mod ledger;
 mod lifecycle;
-mod listened;
 mod mailboxes;
 mod memory;
 pub mod peer;
+pub mod pinned;
 pub mod process_peer;
 pub mod ram;
 pub mod recover;
+pub mod refault;
 pub mod region;
 pub mod region_table;
 mod restore;
-mod settle;
+pub(crate) mod running;
+pub mod serve;
+pub(crate) mod settle;
 pub mod shard;
 pub mod stats;
 pub(crate) mod table;
+pub(crate) mod touches;
 pub mod tuning;
+pub mod units;
 pub mod view;
 mod views;
-pub(crate) mod workers;
 mod write_back;
 
 pub use account::{Census, MemoryBreakdown};
@@ -132,7 +141,7 @@ pub struct Vm {
     pub(crate) memory: Memory,
     /// Messages between its workers.
     pub(crate) mail: Mailboxes,
-    life: Lifecycle,
+    pub(crate) life: Lifecycle,
     epoch: u64,
     tickets: AtomicU64,
     track: AtomicU8,

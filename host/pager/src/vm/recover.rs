@@ -28,7 +28,7 @@ use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_handover::state_file::{StateError, StateFile};
 
 use super::Vm;
-use crate::tier::live::LiveCopies;
+use crate::vm::far::live::LiveCopies;
 use crate::vm::region::Region;
 use crate::vm::stats::{Counter, Stats};
 use ballast_base::store::is_zero;

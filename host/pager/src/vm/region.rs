@@ -19,10 +19,10 @@ use ballast_sys::Mapping;
 use ballast_sys::memfd::FileId;
 use ballast_sys::memory_error::Losses;
 
-use crate::reclaim::interval::Departures;
-use crate::scan::units::Units;
+use crate::vm::interval::Departures;
 use crate::vm::ram::{Ram, RamFile};
 use crate::vm::region_table::RegionTable;
+use crate::vm::units::Units;
 use ballast_page::granule::Granule;
 use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome};
 use ballast_page::page_state::{State, Word};

@@ -98,7 +98,7 @@ pub enum Counter {
     SplitFailed,
     /// Units joined again.
     Joined,
-    /// Pages restored within [`SOON_MS`](crate::reclaim::interval::SOON_MS) of their eviction.
+    /// Pages restored within [`SOON_MS`](crate::vm::interval::SOON_MS) of their eviction.
     RestoredSoon,
 }
 const _: () = assert!((Counter::RestoredSoon as usize) < COUNTERS);

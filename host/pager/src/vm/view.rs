@@ -17,10 +17,10 @@ use ballast_sys::uffd::{FillOutcome, feature};
 use ballast_sys::{Remote, Uffd};
 use rustix::io::Errno;
 
-use crate::fault::stall::Stall;
-use crate::reclaim::kept::Kept;
+use crate::vm::kept::Kept;
 use crate::vm::peer::Peer;
 use crate::vm::region::Region;
+use crate::vm::serve::stall::Stall;
 use crate::vm::shard::Shards;
 use ballast_page::memory::Mapped;
 

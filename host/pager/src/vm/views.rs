@@ -13,12 +13,10 @@ use ballast_heat::UnitId;
 use ballast_sys::process::Process;
 
 use super::{Hold, Vm};
-use crate::fault::server::{FaultServer, Shard};
-use crate::run::servers::Servers;
-use crate::scan::coalesce;
-use crate::scan::touches::KeepRegistered;
+use crate::vm::huge::learn;
 use crate::vm::region::{Region, is_registered, set_registered};
 use crate::vm::stats::Counter;
+use crate::vm::touches::KeepRegistered;
 use crate::vm::view::{View, is_mapped_over};
 use ballast_page::page_state::{State, Word};
 
@@ -49,56 +47,6 @@ impl Vm {
         !views.is_empty() && views.iter().all(|view| Process::has_ended(view.pid))
     }
 
-    /// Serves one more process that maps this VM's RAM. If that fails, it can be tried again, without spans: they are
-    /// known from then on. Returns the regions that are not registered wherever they must be, and why: they are served
-    /// as well, but no page of them may be far.
-    pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(Span, u32)]) -> io::Result<Vec<(u32, io::Error)>> {
-        for (span, number) in spans {
-            view.add_span(*span, *number);
-            self.region(*number).into_iter().for_each(|region| region.set_unplugged(false));
-        }
-        // No batch is under way while we hold the lock, and none from before counts afterwards.
-        let layout = self.memory.change_layout();
-        // Before any of its pages could be picked.
-        self.hold_for_peers(Some(&view));
-        let mut bad = Vec::new();
-        for region in self.regions() {
-            bad.extend(self.register_as_flagged(&region, &view).err().map(|error| (region.number, error)));
-            for chunk in region.registered_chunks() {
-                coalesce::learn(&view, &region, chunk);
-            }
-        }
-        self.memory.add_view(view.clone());
-        drop(layout);
-        self.serve_faults(&view)?;
-        self.listen(&view)?;
-        self.mail.agent.notifier.notify();
-        self.notify_reclaim();
-        // The kernel does not deliver faults again that an earlier engine read but did not resolve: have them raised
-        // again.
-        view.wake_all()?;
-        Ok(bad)
-    }
-
-    /// Serves the faults of a view, unless they are served already.
-    fn serve_faults(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
-        if self.life.has_faults(view) || view.is_closed() {
-            return Ok(());
-        }
-        let (servers, group) = (Servers::of_process()?, self.group());
-        let added = (0..view.shards().count()).try_for_each(|number| {
-            let (vm, shard) = (self.clone(), Arc::new(Shard(view.clone(), number)));
-            let served = servers.add(group, shard.clone(), |notify| Box::new(FaultServer::new(vm, shard, notify)))?;
-            self.life.add_faults(view.clone(), served);
-            Ok(())
-        });
-        if added.is_err() {
-            // All of them or none: a caller that tries again finds none.
-            self.life.forget_faults(|known| std::ptr::eq(known, &**view));
-        }
-        added
-    }
-
     /// A process that is a view already maps one more region.
     ///
     /// # Errors
@@ -115,7 +63,7 @@ impl Vm {
 
     /// Registers what is registered of this region with a view that is new, but for what the VMM has mapped over it. Of
     /// a region whose pages come on demand, that is all.
-    fn register_as_flagged(&self, region: &Region, view: &View) -> io::Result<()> {
+    pub(crate) fn register_as_flagged(&self, region: &Region, view: &View) -> io::Result<()> {
         let Some(memory) = view.of_region(region) else { return Ok(()) };
         if region.is_on_demand() {
             let _one = self.memory.registering();
@@ -147,7 +95,7 @@ impl Vm {
     }
 
     /// While a process maps the VM in which nothing can be zapped, nothing is reclaimed.
-    fn hold_for_peers(&self, new: Option<&Arc<View>>) {
+    pub(crate) fn hold_for_peers(&self, new: Option<&Arc<View>>) {
         let why = self.views().iter().chain(new).find_map(|view| view.peer().cannot_zap());
         if why.is_some() || self.is_held_for(Hold::NoZap) {
             self.hold(Hold::NoZap, why);
@@ -170,7 +118,7 @@ impl Vm {
             if mapped.is_empty() {
                 return Err(io::Error::other(format!("no process is known to map region {}", region.number)));
             }
-            mapped.iter().for_each(|(view, _)| coalesce::learn(view, region, chunk));
+            mapped.iter().for_each(|(view, _)| learn(view, region, chunk));
             mapped.iter().try_for_each(|(_, memory)| memory.register(chunk))?;
             set_registered(flag, true);
             self.stats().add(Counter::RegisteredBytes, chunk.bytes().0);

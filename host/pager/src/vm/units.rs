@@ -1,6 +1,6 @@
 //! Units: the engine's knowledge of each 2 MiB of a region.
 //!
-//! Before: a chunk is registered, and `coalesce::learn` notes which of its units are mapped huge. After: reclaim,
+//! Before: a chunk is registered, and `huge::learn` notes which of its units are mapped huge. After: reclaim,
 //! tracking and `coalesce` note what they did to a unit, and faults read it.
 //! Threads: any; atomics only. It is in the engine's memory: a successor begins with no knowledge.
 //!

@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::run::pool::Notifier;
-use crate::tier::stores::Stores;
+use crate::vm::far::stores::Stores;
 
 /// The request of one VM.
 #[derive(Debug, Default)]

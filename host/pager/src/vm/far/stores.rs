@@ -11,7 +11,7 @@ use std::time::Duration;
 use ballast_base::store::{OnReply, RAM_STORE, Recovered, StoreSet};
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
-use crate::tier::overdue::{Overdue, Tell};
+use crate::vm::far::overdue::{Overdue, Tell};
 use ballast_page::copies::StoreOf;
 use ballast_page::page_state::Word;
 

@@ -11,16 +11,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
-use ballast_store::held::Holding;
 use ballast_sys::clock::cpu_time;
 
-use super::Vm;
 use super::listened::{DiscardWorker, Input, Listened};
 use crate::agent::worker::AgentWorker;
 use crate::reclaim::growth;
 use crate::reclaim::worker::ReclaimWorker;
 use crate::run::pool::{Notifier, Task};
-use crate::run::queue::{GroupId, Next};
+use crate::run::queue::Next;
 use crate::run::serve::Serve;
 use crate::run::servers::Servers;
 use crate::run::servers::stuck::Stuck;
@@ -28,16 +26,10 @@ use crate::scan::coalesce::CoalesceWorker;
 use crate::scan::worker::TrackWorker;
 use crate::tier::slow::SlowWorker;
 use crate::tier::spill::SpillWorker;
+use crate::vm::Vm;
+use crate::vm::running::{DISCARD, Serves};
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
-
-/// The faults that a worker serves: none, those of one process, or all.
-#[derive(Clone, Copy)]
-pub(crate) enum Serves<'a> {
-    Nobody,
-    View(&'a View),
-    All,
-}
 
 /// A task whose CPU time is the VM's, and which runs by its shares.
 struct VmTask<F> {
@@ -59,18 +51,7 @@ impl<F: FnMut(Instant) -> Next + Send> Task for VmTask<F> {
     }
 }
 
-/// The worker that carries out discards of clients.
-const DISCARD: &str = "discard";
-
-/// Panics of a worker after which it stays down.
-const MOST_PANICS: u32 = 3;
-
 impl Vm {
-    /// Does this engine serve the VM without another one, so that all of its workers were started?
-    pub fn is_alone(&self) -> bool {
-        self.life.is_alone()
-    }
-
     /// Starts the workers of the VM. Each view that is added later starts its own.
     ///
     /// # Errors
@@ -163,11 +144,6 @@ impl Vm {
         Ok(())
     }
 
-    /// The group of its tasks; its descriptors are served in turns of the same group.
-    pub(crate) fn group(&self) -> GroupId {
-        self.life.pool().1
-    }
-
     /// Listens to the peer of a view, unless that is done already.
     pub(super) fn listen(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
         if self.life.has_client(view) {
@@ -185,53 +161,6 @@ impl Vm {
         Ok(())
     }
 
-    /// Stops serving faults of this view, and listening to its client, if the process is gone. Waits for no fault that
-    /// is being served.
-    pub(super) fn forget_gone(&self) {
-        self.life.forget_faults(View::is_closed);
-        self.life.forget_clients(View::is_closed);
-    }
-
-    /// A worker panicked, for the `times`th time. A panic is a bug of ours that must not cost a guest its bytes: faults
-    /// that the worker had read and not served are raised again. Returns whether it is to start again. If that does not
-    /// help, the VM goes without reclaim; a VM that no worker can serve is stopped.
-    pub(crate) fn panicked(&self, kind: &str, serves: Serves<'_>, times: u32) -> bool {
-        self.report("worker-panic", format!("the {kind} worker panicked; it starts again"));
-        let woken = match serves {
-            Serves::Nobody => Ok(()),
-            Serves::View(view) => view.wake_all(),
-            Serves::All => self.views().iter().try_for_each(|view| view.wake_all()),
-        };
-        if let Err(error) = woken {
-            tracing::error!(vm = self.state.name(), "Waking a view: {error}");
-        }
-        if times < MOST_PANICS {
-            return true;
-        }
-        let reason = format!("the {kind} worker panicked {MOST_PANICS} times; it stays down");
-        self.report("worker-panic", reason.clone());
-        // A discard that nobody carries out keeps the VMM's thread that asked, and all others that want its locks.
-        if !matches!(serves, Serves::Nobody) || kind == DISCARD {
-            self.fail_stop(&reason);
-        }
-        false
-    }
-
-    /// Is the VM to be left alone from now on?
-    pub fn is_stopping(&self) -> bool {
-        self.life.is_stopping()
-    }
-
-    /// Are its faults to be served no more?
-    pub(crate) fn is_over(&self) -> bool {
-        self.life.is_over()
-    }
-
-    /// A slow worker has this while it reads.
-    pub(crate) fn holding_slow(&self) -> Holding {
-        self.life.holding_slow()
-    }
-
     /// Ends the workers. Blocks until they are gone; pages stay where they are. Faults that were read here and not
     /// served are raised again, for the engine that serves the VM now or next. They are served until no other work is
     /// left, because that may be waiting for a disk or a cluster. Slow workers give up what they wait for.
@@ -245,15 +174,6 @@ impl Vm {
         self.mail.slow.leave(self.stats()).iter().for_each(|view| self.raise_again(view));
     }
 
-    /// Faults of this view that were read here and not served are raised again, for the engine or worker that serves
-    /// this memory next.
-    pub(crate) fn raise_again(&self, view: &View) {
-        // An address space that is gone has no threads that wait.
-        if let Err(error) = view.wake_all() {
-            tracing::debug!(vm = self.state.name(), pid = view.pid, "Waking what was not served: {error}");
-        }
-    }
-
     /// Ends all work for the VM but the serving of faults, permanently: another engine is to do the same beside this
     /// one. Blocks until no page is on its way out of memory any more, nor on to a slow store.
     pub fn serve_faults_only(&self) {
@@ -263,20 +183,5 @@ impl Vm {
         self.views().iter().for_each(|view| view.peer().give_up_zaps());
         let (pool, group) = self.life.pool();
         pool.join(group);
-    }
-
-    /// Has the reclaim worker check the limit: it changed, or the VM grew over it.
-    pub fn notify_reclaim(&self) {
-        self.mail.reclaim.notify();
-    }
-
-    /// Has its reclaim worker nothing to do until the VM holds more or less? For tests.
-    pub fn rests(&self) -> bool {
-        self.mail.rested_at().is_some()
-    }
-
-    /// Does its coalesce worker rest until a page becomes resident? For tests.
-    pub fn coalesce_rests(&self) -> bool {
-        self.mail.does_coalesce_rest()
     }
 }

@@ -135,7 +135,7 @@ impl<M: Mapped> Mapped for TimedMemory<'_, M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tier::stores::LateStore;
+    use crate::vm::far::stores::LateStore;
     use ballast_base::wire::VmId;
     use ballast_handover::state_file::StateFile;
 

@@ -31,7 +31,7 @@ const AT_ONCE: u64 = 1 << 14;
 const LONG: Duration = Duration::from_secs(60);
 
 /// What an operator is told of pages that were pinned for [`LONG`].
-pub(super) fn held_long(pages: PageCount) -> String {
+pub(crate) fn held_long(pages: PageCount) -> String {
     format!(
         "{} pages ({}) have been held for a minute or longer by something that can write to them unseen, such as a \
          device, I/O that does not end, buffers registered with io_uring, or a process that is not of the VM and maps \

@@ -3,7 +3,7 @@
 //! Before: a slow worker restored a page of a disk or a cluster. After: it knows which pages beside it, of slow stores,
 //! to request from another slow worker. Threads: all slow workers of a VM share one. Units: a *window* is an aligned
 //! group of [`WINDOW`] pages. Promise: it reads no page and waits for nothing. (Sequential touches need no guess: see
-//! [`crate::fault::readahead`].) Pages of near stores are never prefetched: a real program in a limit lost by it
+//! [`crate::vm::serve::readahead`].) Pages of near stores are never prefetched: a real program in a limit lost by it
 //! (`bench real`), because each page that comes unasked drives out another.
 //!
 //! Pages are evicted in runs, so neighbours left together. The engine measures all the time whether the guest wants
@@ -152,7 +152,7 @@ impl Cluster {
         }
     }
 
-    /// A thread reads the memory around this page in order; [`crate::fault::readahead`] brings its pages back.
+    /// A thread reads the memory around this page in order; [`crate::vm::serve::readahead`] brings its pages back.
     pub fn read_in_order(&mut self, region: &Region, page: PageIdx) {
         self.near.give_up((region.number, page.0 / WINDOW));
         self.wide.give_up((region.number, page.0 / PAGES_PER_UNIT));

@@ -14,11 +14,19 @@ use ballast_messages::message::Tick;
 pub use ballast_messages::message::{Node, TierUse, Tiering, TieringState};
 
 use super::hints::{Hints, Tally};
-pub use super::trust::Picked;
 use crate::run::pool::Notifier;
 
 /// Restored pages that wait to be told.
 const RESTORED: usize = 4096;
+
+/// The pages that were picked, estimated from samples: all but those that were not judged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Picked {
+    /// Judged.
+    pub judged: u64,
+    /// Touched again within ten seconds.
+    pub wrong: u64,
+}
 
 /// State of an agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

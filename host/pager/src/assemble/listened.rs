@@ -14,13 +14,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::Vm;
-use super::discards::{Asked, Rearm};
-use super::peer::{Heard, Peer};
-use super::settle::Small;
 use crate::run::queue::Next;
 use crate::run::serve::{After, Serve};
 use crate::run::set::Notify;
+use crate::vm::Vm;
+use crate::vm::discards::{Asked, Rearm};
+use crate::vm::peer::{Heard, Peer};
+use crate::vm::settle::Small;
 use crate::vm::view::View;
 
 /// Pause before a discard is tried again that met a locked page.

@@ -11,9 +11,9 @@ use std::time::Instant;
 use ballast_base::PageRange;
 
 use super::cluster::Cluster;
-use crate::fault::readahead::Readahead;
-use crate::fault::stall::PendingFault;
 use crate::run::pool::Notifier;
+use crate::vm::serve::readahead::Readahead;
+use crate::vm::serve::stall::PendingFault;
 use crate::vm::stats::Stats;
 use crate::vm::view::View;
 

@@ -1,9 +1,9 @@
 //! The fault throttle: makes faults feel the VM's limit. Pages come in as fast as pages go out.
 //!
 //! Before: the reclaim worker measured how much the VM holds. After: fault workers let missing pages in while there are
-//! credits. Below the *ceiling*, a margin above the limit, there are credits for as many pages as fit, and each page that
-//! goes out gives one more. Above it two pages that go out give one. Quarantine hits need no credits, nor does any fault
-//! where reclaim cannot work, nor one that has waited for [`MOST_WAIT`].
+//! credits. Below the *ceiling*, a margin above the limit, there are credits for as many pages as fit, and each page
+//! that goes out gives one more. Above it two pages that go out give one. Quarantine hits need no credits. Nor does any
+//! fault where reclaim cannot work, nor one that has waited for [`MOST_WAIT`].
 //! Threads: the reclaim worker sets credits and adds pages that went out; fault workers check credits and subtract
 //! pages that came in. Plain atomics suffice: an error by a race is harmless, and ends when the credits are set again.
 //! Units: pages.
