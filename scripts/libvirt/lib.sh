@@ -27,10 +27,13 @@ steps() {
 
 # begin [STEP | STEP=SECONDS...] -- STEP=SECONDS...: runs one step as it is, or those that are named, or all.
 begin() {
-    case $1 in
-        --) shift; steps "$@" ;;
-        *=*) while [ "$1" != -- ]; do set -- "${@:2}" "$1"; done; steps "${@:2}" ;;
-        *) "$1" ;;
+    local named=()
+    while [ "$1" != -- ]; do named+=("$1"); shift; done
+    shift
+    case ${named[0]:-} in
+        '') steps "$@" ;;
+        *=*) steps "${named[@]}" ;;
+        *) "${named[0]}" ;;
     esac
 }
 
@@ -103,7 +106,7 @@ right() {
     local name before
     for name in "$@"; do
         before=$(rounds "$name")
-        until_is 120 more_rounds_than "$name" $((before + 1))
+        until_is 240 more_rounds_than "$name" $((before + 1))
     done
     [ "$(wrong_bytes "$@")" = 0 ] || fail "$(wrong_bytes "$@") bytes of $* are wrong"
 }

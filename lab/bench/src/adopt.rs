@@ -5,7 +5,7 @@
 //! Threads: the bench's one; VMMs are processes. Units: in the keys. Promise: every word is compared in the end. Each
 //! touch that is timed was of a page in swap.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
@@ -115,14 +115,21 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     if let Err(why) = &bench.kernel {
         bail!("there is no swap: {why}");
     }
-    // A VMM is known by the name of its program.
-    let vmm = bench.daemon.dir().join("firecracker");
-    std::fs::copy(std::env::current_exe()?, &vmm).context("Copying this program")?;
+    let vmm = vmm(bench)?;
     let (mib, repetitions) = if bench.options.quick { (32, 2) } else { (128, 7) };
     pages(bench, &vmm, mib * MIB, repetitions, each)?;
     scans(bench, &vmm, each)?;
     over_limit(bench, &vmm, mib * MIB, each)?;
     idle(bench, &vmm, each)
+}
+
+/// This program under the name of a VMM, by which the daemon knows one.
+pub(crate) fn vmm(bench: &Bench) -> Result<PathBuf> {
+    let vmm = bench.daemon.dir().join("firecracker");
+    if !vmm.exists() {
+        std::fs::copy(std::env::current_exe()?, &vmm).context("Copying this program")?;
+    }
+    Ok(vmm)
 }
 
 fn start(vmm: &Path, ram_bytes: u64) -> Result<Worker> {
@@ -197,8 +204,8 @@ fn scans(bench: &Bench, vmm: &Path, each: &mut dyn FnMut(Row) -> Result<()>) -> 
     Ok(())
 }
 
-/// Give a VM to the daemon.
-fn adopt(bench: &Bench, worker: &Worker) -> Result<String> {
+/// Give a VM to the daemon. Returns its name there.
+pub(crate) fn adopt(bench: &Bench, worker: &Worker) -> Result<String> {
     let request = AdoptRequest { pid: Some(worker.pid()), ..AdoptRequest::default() };
     let result = bench.daemon.api().adopt(&request)?;
     result.adopted.into_iter().next().map(|vm| vm.name).context("it was not adopted")

@@ -154,8 +154,8 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
     if args.network_us.is_some() && args.what != Which::Far {
         bail!("--network-us is for bench far");
     }
-    if !args.levels.is_empty() && args.part != Some(Part::Levels) && args.what != Which::Real {
-        bail!("--levels is for bench balance --part levels, and for bench real");
+    if !args.levels.is_empty() && !matches!(args.part, Some(Part::Levels | Part::Adopted)) && args.what != Which::Real {
+        bail!("--levels is for bench balance --part levels or adopted, and for bench real");
     }
     let real = RealOptions {
         program: args.program,

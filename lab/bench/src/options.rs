@@ -76,6 +76,8 @@ pub enum Part {
     Levels,
     /// A VM whose need jumps.
     Jump,
+    /// Eight adopted VMs at falling levels of memory.
+    Adopted,
     /// Two VMs that want the same memory all the time.
     Pairs,
     /// Two VMs whose needs change.
@@ -128,7 +130,7 @@ impl Part {
     /// The measurement that it is a part of.
     pub fn of(self) -> Which {
         match self {
-            Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
+            Self::Levels | Self::Adopted | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
             Self::Busy | Self::Recovery | Self::Idle => Which::Density,
             Self::Start | Self::OnDemand | Self::Largest => Which::Pool,
             Self::Devices | Self::Guest | Self::Cost => Which::Pool,

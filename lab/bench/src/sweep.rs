@@ -30,6 +30,8 @@ pub(crate) enum Side {
     Ballast,
     /// The kernel: a memory cgroup and swap. The bench must have taken the swap ([`crate::guard::Guard::swap`]).
     Kernel,
+    /// Ballast's policies with the kernel's swap: VMs that are adopted. The bench must have taken the swap.
+    Adopted,
 }
 
 /// The steps and times of a search.

@@ -3,7 +3,7 @@
 //! Before: a list of workloads and a side. After: operations per second of each VM, and the memory that all of them
 //! together held.
 //! Threads: the caller's; each VM is a process. Units: bytes; operations per second.
-//! Promise: both sides run the same programs with the same seeds. A side that is not measured stands still, and takes
+//! Promise: all sides run the same programs with the same seeds. A side that is not measured stands still, and takes
 //! no CPU time from the other.
 //!
 //! | VM | what it does | what it needs |
@@ -29,7 +29,7 @@ use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
 use crate::rig::Bench;
 use crate::sweep::Side;
 use crate::worker::Worker;
-use crate::{cgroup, cpu, swaps};
+use crate::{adopt, cgroup, cpu, swaps};
 
 /// Between two samples of what the VMs hold.
 const SAMPLE: Duration = Duration::from_millis(200);
@@ -96,7 +96,7 @@ pub(super) struct Window {
     pub others_cpu_pct: f64,
     /// Bytes that their far memory occupies at the end.
     pub far_bytes: f64,
-    /// On Ballast's side: limits changed, decisions, CPU time of the governor and of the whole engine.
+    /// On both of Ballast's sides: limits changed, decisions, CPU time of the governor and of the whole engine.
     pub changed: u64,
     pub ticks: u64,
     pub control_us: f64,
@@ -109,17 +109,20 @@ impl Cast {
     pub fn start(bench: &mut Bench, side: Side, specs: &[Spec]) -> Result<Self> {
         let cgroup = if side == Side::Kernel { bench.guard.cgroup()? } else { PathBuf::new() };
         let kvm = bench.options.is(GuestKind::Kvm);
+        let vmm = if side == Side::Adopted { Some(adopt::vmm(bench)?) } else { None };
         let mut workers = Vec::new();
         for spec in specs {
             let mut name = String::new();
-            let backing = if side == Side::Kernel {
-                Backing::Kernel { procs: cgroup.join("cgroup.procs") }
-            } else {
-                name = bench.numbered(word(spec.workload));
-                Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() }
+            let backing = match side {
+                Side::Kernel => Backing::Kernel { procs: cgroup.join("cgroup.procs") },
+                Side::Adopted => Backing::Floor,
+                Side::Ballast => {
+                    name = bench.numbered(word(spec.workload));
+                    Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() }
+                }
             };
-            let config = WorkloadConfig { spec: spec.clone(), kvm, backing };
-            let mut worker = Worker::start(&Role::Workload(config))?;
+            let role = Role::Workload(WorkloadConfig { spec: spec.clone(), kvm, backing });
+            let mut worker = vmm.as_ref().map_or_else(|| Worker::start(&role), |vmm| Worker::start_as(vmm, &role))?;
             if side == Side::Ballast {
                 worker.ask(&Order::Attach)?;
                 bench.daemon.wait_for_vm(&name)?;
@@ -128,16 +131,21 @@ impl Cast {
             workers.push((spec.clone(), name, worker));
         }
         let mut vms = Vec::new();
-        for (spec, name, mut worker) in workers {
+        for (spec, mut name, mut worker) in workers {
             let Answer::Filled { ram: Some(ram), .. } = worker.answer()? else {
                 bail!("a VM does not fill its memory")
             };
             let ram = File::open(&ram).with_context(|| format!("Opening {}", ram.display()))?;
+            if side == Side::Adopted {
+                name = adopt::adopt(bench, &worker)?;
+                let size = bench.daemon.api().vm(&name)?.size_bytes;
+                ensure!(size == spec.ram.0, "{size} bytes of a VM are adopted, which has {}", spec.ram);
+            }
             vms.push(Vm { spec, name, worker, ram });
         }
         let mut cast = Self { vms, side, cgroup, own_bytes: 0 };
         if side == Side::Kernel {
-            cast.own_bytes = cgroup::usage(&cast.cgroup)?.saturating_sub(cast.resident()?);
+            cast.own_bytes = cgroup::usage(&cast.cgroup)?.saturating_sub(cast.resident(bench)?);
         }
         Ok(cast)
     }
@@ -148,18 +156,22 @@ impl Cast {
     }
 
     /// Guest RAM that all VMs hold. A memory file's size counts what the kernel swapped, so there the cgroup is read.
-    pub fn resident(&self) -> Result<u64> {
+    pub fn resident(&self, bench: &Bench) -> Result<u64> {
         if self.side == Side::Kernel && self.own_bytes > 0 {
             return Ok(cgroup::usage(&self.cgroup)?.saturating_sub(self.own_bytes));
         }
-        self.vms.iter().map(|vm| Ok(memfd::resident(&vm.ram)?.bytes().0)).sum()
+        let of = |vm: &Vm| match self.side {
+            Side::Adopted => Ok(bench.daemon.api().vm(&vm.name)?.resident_bytes),
+            _ => Ok(memfd::resident(&vm.ram)?.bytes().0),
+        };
+        self.vms.iter().map(of).sum()
     }
 
     /// Refaults of each VM so far: restores, or the kernel's major faults.
     fn misses(&self, bench: &Bench) -> Result<Vec<u64>> {
         let of = |vm: &Vm| match self.side {
             Side::Ballast => Ok(bench.daemon.api().vm(&vm.name)?.faults.restore),
-            Side::Kernel => cpu::major_faults(vm.worker.pid()),
+            Side::Kernel | Side::Adopted => cpu::major_faults(vm.worker.pid()),
         };
         self.vms.iter().map(of).collect()
     }
@@ -207,7 +219,7 @@ impl Cast {
 
     /// Let all VMs together have this much, which a policy divides.
     fn hold_to(&self, bench: &Bench, policy: Kind, bytes: Option<u64>) -> Result<()> {
-        if self.side == Side::Ballast {
+        if self.side != Side::Kernel {
             let biggest = self.vms.iter().map(|vm| vm.spec.ram.0).max().unwrap_or(0);
             let patch = PolicyPatch {
                 policy: Some(policy),
@@ -244,7 +256,7 @@ impl Cast {
         let mut held = Vec::new();
         while start.elapsed() + SAMPLE < length {
             std::thread::sleep(SAMPLE);
-            held.push(self.resident()? as f64);
+            held.push(self.resident(bench)? as f64);
         }
         let mut window = Window::default();
         let (mut all_ops, mut vms_us) = (Vec::new(), 0.0);
@@ -268,7 +280,7 @@ impl Cast {
         window.most_bytes = held.iter().copied().fold(0.0, f64::max);
         window.far_bytes = match (self.side, &bench.kernel) {
             (Side::Ballast, _) => bench.daemon.api().host()?.store_bytes as f64,
-            (Side::Kernel, Ok(device)) => swaps::used(device)?.0 as f64,
+            (_, Ok(device)) => swaps::used(device)?.0 as f64,
             _ => 0.0,
         };
         Ok(window)

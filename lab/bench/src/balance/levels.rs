@@ -91,19 +91,26 @@ impl Alone {
     }
 }
 
+/// Two VMs of each workload.
+pub(super) fn eight(scale: Scale) -> Vec<ballast_testvm::Spec> {
+    let of = |seed| CAST.map(|workload| spec(workload, scale.ram_bytes, seed, scale.store_ops));
+    [of(1), of(2)].concat()
+}
+
+/// The levels that the options ask for.
+pub(super) fn levels_of(bench: &Bench) -> Vec<u64> {
+    let levels: &[u64] = if bench.options.quick { &QUICK } else { &LEVELS };
+    Some(bench.options.levels.clone()).filter(|chosen| !chosen.is_empty()).unwrap_or(levels.to_vec())
+}
+
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let mut specs = Vec::new();
-    for seed in 1..=2 {
-        specs.extend(CAST.map(|workload| spec(workload, scale.ram_bytes, seed, scale.store_ops)));
-    }
+    let specs = eight(scale);
     let mut ours = Alone::start(bench, Side::Ballast, &specs, scale)?;
     let mut theirs = match bench.kernel.clone() {
         Ok(_) => Alone::start(bench, Side::Kernel, &specs, scale).map_err(|error| format!("{error:#}")),
         Err(why) => Err(why),
     };
-    let levels: &[u64] = if bench.options.quick { &QUICK } else { &LEVELS };
-    let levels = Some(bench.options.levels.clone()).filter(|chosen| !chosen.is_empty()).unwrap_or(levels.to_vec());
-    for level in levels {
+    for level in levels_of(bench) {
         let bytes = ours.cast.size_bytes() * level / 100;
         let mut row = bench.row(&format!("eight VMs, {level} % of their memory"));
         row.fact("vms", specs.len());
@@ -166,7 +173,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
 }
 
 /// Report one side's figures at a level. Returns the geometric mean of each window.
-fn report(row: &mut Row, prefix: &str, cast: &Cast, base: &Base, seen: &[Window]) -> Vec<f64> {
+pub(super) fn report(row: &mut Row, prefix: &str, cast: &Cast, base: &Base, seen: &[Window]) -> Vec<f64> {
     let slow: Vec<Vec<f64>> = seen.iter().map(|window| slowdowns(&base.speeds, window)).collect();
     let means: Vec<f64> = slow.iter().map(|window| geomean(window)).collect();
     row.figure(&format!("{prefix}aa_geomean_slowdown"), &base.aa);

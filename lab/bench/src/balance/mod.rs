@@ -8,6 +8,7 @@
 //! Promise: the sides take turns at each level and never run at once. The memory of VMs is sampled while they run; the
 //! compressed bytes of either side are not included in it and are reported.
 
+mod adopted;
 mod cast;
 mod converge;
 mod levels;
@@ -30,8 +31,9 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     }
     let scale = Scale::of(bench);
     type Run = fn(&mut Bench, Scale, &mut dyn FnMut(Row) -> Result<()>) -> Result<()>;
-    let parts: [(Part, Run); 5] = [
+    let parts: [(Part, Run); 6] = [
         (Part::Levels, levels::run),
+        (Part::Adopted, adopted::run),
         (Part::Jump, converge::run),
         (Part::Pairs, pairs::run),
         (Part::Stages, stages::run),
