@@ -86,9 +86,9 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
             Backing::Pool(pages) => check_stand_in(object, pages)?,
             Backing::AsGiven => check_backend(object, is_ram_file)?,
             Backing::Memfd => match shared::form(object)? {
-                Some((edit, note, shared)) => {
+                Some((shared, index, note)) => {
                     check_backend(&shared, is_ram_file)?;
-                    plan.edits.push(edit);
+                    plan.edits.push(Edit::Replace(index, shared.text));
                     plan.notes.push(note);
                 }
                 None => check_backend(object, is_ram_file)?,

@@ -7,7 +7,6 @@
 
 use std::path::Path;
 
-use super::command_line::Edit;
 use super::options::Opt;
 
 const MEMFD: &str = "memory-backend-memfd";
@@ -22,11 +21,12 @@ pub(super) fn is_shared(object: &Opt) -> bool {
     }
 }
 
-/// The shared form of this backend, with a note for the operator; `None` if it is shared, or of a kind that has none.
+/// The shared form of this backend, the index of its word, and a note for the operator; `None` if it is shared, or of a
+/// kind that has no such form.
 ///
 /// # Errors
 /// It is in a configuration file, whose words cannot be changed.
-pub(super) fn form(object: &Opt) -> Result<Option<(Edit, String, Opt)>, String> {
+pub(super) fn form(object: &Opt) -> Result<Option<(Opt, usize, String)>, String> {
     // A private mapping leaves a file of the operator's as it is; a shared one would write to it.
     let is_own_file = object.get("mem-path").is_some_and(|path| !Path::new(path).is_dir());
     let is_private = match object.head.as_str() {
@@ -47,7 +47,7 @@ pub(super) fn form(object: &Opt) -> Result<Option<(Edit, String, Opt)>, String> 
     };
     let text = written(object);
     let note = format!("RAM backend {id} is shared memory now: `-object {text}`");
-    Ok(Some((Edit::Replace(index, text.clone()), note, Opt::of("object", index, text))))
+    Ok(Some((Opt::of("object", index, text), index, note)))
 }
 
 /// The text of its shared form.
