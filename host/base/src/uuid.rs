@@ -1,8 +1,8 @@
 //! A VM's UUID, as its operator gave it.
 //!
 //! Before: the VMM's own command line has it (`-uuid`), or the program that links the client. After: the keeper keeps
-//! it in the VM's state file. Promise: text is one only in the form with hyphens, which QEMU and libvirt write; the UUID
-//! of zeros, which stands for none, is refused.
+//! it in the VM's state file. Promise: text is one only in the form with hyphens, which QEMU and libvirt write; the
+//! UUID of zeros, which stands for none, is refused.
 
 use std::fmt;
 use std::str::FromStr;
