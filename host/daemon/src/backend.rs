@@ -16,8 +16,8 @@ use ballast_api::{
     Track, UpgradeStat, VmHeat, VmKind, VmPatch, VmStat,
 };
 use ballast_base::{Bytes, PAGE_SIZE, wire};
-use ballast_pager::vm::guest::told;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::guest::told;
 use ballast_pager::vm::stats;
 use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_remote::check::Finding;

@@ -86,7 +86,7 @@ impl KeptSettings {
     /// As [`Self::all`].
     pub fn of(&self, vm: &Identity) -> io::Result<Option<VmPatch>> {
         let vms = self.all()?;
-        Ok(position(&vms, vm).map(|at| vms[at].settings.clone()))
+        Ok(position(&vms, vm).map(|at| vms[at].settings))
     }
 
     /// Keep this change of these VMs, in one write. A VM without a UUID whose name is its process's id is left out: the

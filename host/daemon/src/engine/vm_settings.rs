@@ -60,7 +60,7 @@ pub fn settle(host: &Host, state: &StateFile) {
     state.set_limit(settled.limit);
     state.set_settings(operator::write(&settled.settings));
     state.set_sources(settled.sources.to_word());
-    let named: Vec<String> = (sources(host, state).iter()).map(|source| in_words(source)).collect();
+    let named: Vec<String> = (sources(host, state).iter()).map(in_words).collect();
     if !all.is_empty() {
         note("settings", format!("{} attaches with its settings: {}", vm.name, named.join(", ")));
     }

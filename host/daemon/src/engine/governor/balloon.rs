@@ -5,8 +5,8 @@
 //! for one; an agent that is silent, or lies about its pages, is asked for nothing.
 
 use ballast_base::PAGE_SIZE;
-use ballast_pager::vm::guest::told;
 use ballast_pager::vm::Vm;
+use ballast_pager::vm::guest::told;
 use ballast_policy::balloon::{GuestNode, balloon};
 
 /// Ask, or ask for nothing any more if no policy decides.
