@@ -173,9 +173,9 @@ mod tests {
         assert_eq!(kept.of(&with).expect("read"), Some(limit(Some(1))));
         let shares = VmPatch { shares: Some(Some(7)), ..VmPatch::default() };
         kept.keep(&[Identity { uuid, ..named("database") }], &shares).expect("kept");
-        assert_eq!(kept.of(&with).expect("read"), Some(shares.clone()));
+        assert_eq!(kept.of(&with).expect("read"), Some(shares));
         let mut both = limit(Some(1));
-        kept.keep(&[with.clone()], &limit(None)).expect("kept");
+        kept.keep(std::slice::from_ref(&with), &limit(None)).expect("kept");
         both.limit_bytes = Some(None);
         both.merge(&shares);
         assert_eq!(kept.of(&with).expect("read"), Some(both));
@@ -190,7 +190,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let kept = KeptSettings::new(dir.path());
         let vm = Identity { is_named: false, ..named("vm-77") };
-        assert!(!kept.keep(&[vm.clone()], &limit(None)).expect("left out"));
+        assert!(!kept.keep(std::slice::from_ref(&vm), &limit(None)).expect("left out"));
         assert!(!dir.path().join(FILE).exists() && kept.of(&vm).expect("read").is_none());
     }
 
