@@ -61,8 +61,8 @@ fi
 units=$payload/etc/systemd/system
 cp scripts/libvirt/suite.service "$units"
 ln -s ../suite.service "$units/multi-user.target.wants"
-for unit in apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer fstrim.timer logrotate.timer getty@tty1.service \
-    serial-getty@ttyS0.service getty-static.service systemd-importd.socket; do
+for unit in apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer fstrim.timer logrotate.timer \
+    getty@tty1.service serial-getty@ttyS0.service getty-static.service systemd-importd.socket; do
     ln -s /dev/null "$units/$unit"
 done
 # Little swap, so that a step that fills it is quick.

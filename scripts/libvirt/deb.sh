@@ -16,7 +16,8 @@ a_stock_domain_is_defined() {
 # The commands of the page as they stand there, but for the size of the limit: this guest is small.
 five_commands_lead_to_a_squeezed_domain() {
     local commands
-    commands=$(awk '/^## Five commands/ { here = 1 } here && /^```$/ { exit } take { print } here && /^```sh/ { take = 1 }' \
+    commands=$(awk '
+        /^## Five commands/ { here = 1 } here && /^```$/ { exit } take { print } here && /^```sh/ { take = 1 }' \
         /suite/libvirt.md)
     echo "= libvirt_commands_to_squeezed $(wc -l <<<"$commands")"
     cd /suite/debs/first || exit
@@ -121,8 +122,8 @@ nothing_is_left_after_a_purge() {
     virsh -q destroy db
     apt-get purge -q ballast
     local left
-    left=$(find /etc /usr /var/lib /run /lib -xdev -iname '*ballast*' ! -path '/var/lib/dpkg/*' ! -path '/etc/systemd/*' \
-        ! -path '/run/systemd/*' 2>/dev/null || true)
+    left=$(find /etc /usr /var/lib /run /lib -xdev -iname '*ballast*' ! -path '/var/lib/dpkg/*' \
+        ! -path '/etc/systemd/*' ! -path '/run/systemd/*' 2>/dev/null || true)
     [ -z "$left" ] || fail "left: $left"
 }
 

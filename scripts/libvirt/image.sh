@@ -1,5 +1,6 @@
 #!/bin/bash
-# Make the machine of libvirt-suite.sh: a root file system of Debian's packages, its kernel, and an initrd that mounts it.
+# Make the machine of libvirt-suite.sh: a root file system of Debian's packages, its kernel, and an initrd that mounts
+# it.
 #
 #   image.sh DEBIAN FOLDER
 #
@@ -8,12 +9,14 @@
 #
 # Exit code: 0 there, 3 it cannot be made (the reason is printed).
 set -euo pipefail
-[ $# = 2 ] || { sed -n '4,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# = 2 ] || { sed -n '5,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 debian=$1 out=$2
 stamp=$(sha256sum "$0" | cut -d' ' -f1)
 is_there() { [ "$(cat "$out/stamp" 2>/dev/null)" = "$stamp" ]; }
 missing() { echo "libvirt image: $*" >&2; exit 3; }
-for tool in apt-get mmdebstrap mke2fs busybox cpio; do command -v $tool >/dev/null || missing "$tool is not installed"; done
+for tool in apt-get mmdebstrap mke2fs busybox cpio; do
+    command -v $tool >/dev/null || missing "$tool is not installed"
+done
 mkdir -p "$out"
 exec 9>"$out/.lock"
 flock 9

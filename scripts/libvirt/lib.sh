@@ -1,8 +1,9 @@
 #!/bin/bash
-# Sourced by the suites of libvirt-suite.sh, in its machine: steps with deadlines, guests that check themselves, and what
-# is asked of `ballast` and of the kernel.
+# Sourced by the suites of libvirt-suite.sh, in its machine: steps with deadlines, guests that check themselves, and
+# what is asked of `ballast` and of the kernel.
 #
-# A step is a function, whose lines that begin with `=` are shown; `steps` runs each as a process of its own and goes on after one that failed.
+# A step is a function, whose lines that begin with `=` are shown; `steps` runs each as a process of
+# its own and goes on after one that failed.
 set -euo pipefail
 export HOME=/root LC_ALL=C TERM=dumb COLUMNS=160
 
@@ -97,7 +98,9 @@ plug_dimm() {
 rounds() { grep -c '^ROUND' "/var/log/$1.log" 2>/dev/null || true; }
 
 # wrong_bytes NAME...: bytes that were wrong, of all rounds.
-wrong_bytes() { for name in "$@"; do cat "/var/log/$name.log"; done | awk '/^ROUND/ { sum += $4 } END { print sum + 0 }'; }
+wrong_bytes() {
+    for name in "$@"; do cat "/var/log/$name.log"; done | awk '/^ROUND/ { sum += $4 } END { print sum + 0 }'
+}
 
 more_rounds_than() { [ "$(rounds "$1")" -gt "$2" ]; }
 
