@@ -67,6 +67,13 @@ complete bash usr/share/bash-completion/completions ballast
 complete zsh usr/share/zsh/vendor-completions _ballast
 complete fish usr/share/fish/vendor_completions.d ballast.fish
 
+# The page of docs/web.md in Cockpit; rules and a dashboard for Prometheus and Grafana.
+for file in web/*; do
+    put 644 "$file" "usr/share/cockpit/ballast/${file#web/}"
+done
+put 644 configs/prometheus/ballast.rules.yml usr/share/ballast/prometheus/ballast.rules.yml
+put 644 configs/grafana/ballast.json usr/share/ballast/grafana/ballast.json
+
 doc=usr/share/doc/ballast
 for page in README.md ARCHITECTURE.md docs/*.md; do
     put 644 "$page" "$doc/${page#docs/}"
