@@ -10,7 +10,7 @@ Usage: drive.py ADDRESS PICTURES [AXE] VM...
 Needs Chromium and Python's standard library: the browser is driven over a pipe (DevTools protocol). Prints one line for
 each check, `name value`; exit code 1 and a line on standard error for the first that fails.
 """
-import base64, json, os, subprocess, sys, tempfile, time
+import base64, json, os, signal, subprocess, sys, tempfile, time
 
 WITHIN_S = 60
 
@@ -26,7 +26,8 @@ class Browser:
         self.child = subprocess.Popen(
             [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
              f"--user-data-dir={home}", "--remote-debugging-pipe", "about:blank"],
-            preexec_fn=descriptors, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            preexec_fn=descriptors, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True, env=dict(os.environ, TMPDIR=home))
         os.close(to_read[0])
         os.close(to_write[1])
         self.out, self.into = os.fdopen(to_read[1], "wb", 0), os.fdopen(to_write[0], "rb", 65536)
@@ -35,6 +36,19 @@ class Browser:
         self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ["Page", "Runtime", "Log"]:
             self.ask(f"{domain}.enable")
+
+    def close(self):
+        """Ends it, so that no process of it writes into the directory any more."""
+        try:
+            self.out.write(b'{"id": 0, "method": "Browser.close"}\0')
+            self.child.wait(20)
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        try:
+            os.killpg(self.child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.child.wait()
 
     def read(self):
         text = bytearray()
@@ -116,8 +130,7 @@ def main():
         try:
             check(browser, address, pictures, source, rest)
         finally:
-            browser.child.kill()
-            browser.child.wait()
+            browser.close()
 
 
 def check(browser, address, pictures, source, vms):

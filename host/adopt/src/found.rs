@@ -100,7 +100,8 @@ pub fn look(pid: u32) -> Result<Found, Refusal> {
     }
 }
 
-/// Its guest RAM now, which its VMM may have mapped anew. `size`: what it had at boot, if the command line does not say.
+/// Its guest RAM now, which its VMM may have mapped anew. `size`: what it had at boot, if the command line does not
+/// say.
 pub(crate) fn ram(pid: u32, vmm: &Vmm, size: Bytes) -> Result<Vec<Ram>, Refusal> {
     let smaps = std::fs::read(format!("/proc/{pid}/smaps"))?;
     Ok(with_dimms(&String::from_utf8_lossy(&smaps), vmm.memory.or(Some(size.0)), vmm)?)
