@@ -22,7 +22,12 @@ struct Systemd {
     dir: tempfile::TempDir,
     manager: Child,
     api: Client,
+    /// The host's setting before the unit raised it.
+    mappings: String,
 }
+
+/// `configs/ballastd.service` raises it.
+const MAPPINGS: &str = "/proc/sys/vm/max_map_count";
 
 fn program(name: &str) -> PathBuf {
     let program = Path::new(env!("CARGO_BIN_EXE_ballastd")).with_file_name(name);
@@ -43,6 +48,7 @@ impl Systemd {
         if missing("systemd", why) {
             return None;
         }
+        let mappings = std::fs::read_to_string(MAPPINGS).expect("a setting");
         let dir = tempfile::Builder::new().prefix("ballast-test-").tempdir().expect("temporary directory");
         let at = |name: &str| dir.path().join(name);
         // Without the second one it takes the machine for one that was booted otherwise.
@@ -66,7 +72,7 @@ impl Systemd {
             .spawn()
             .expect("start unshare");
         let api = Client::new(at("run/ballast/api.sock")).expect("client").retry_for(Duration::from_secs(30));
-        let mut systemd = Self { dir, manager, api };
+        let mut systemd = Self { dir, manager, api, mappings };
         let mut ended = None;
         until("systemd serves, or ends", || {
             ended = systemd.manager.try_wait().expect("ours");
@@ -123,6 +129,7 @@ impl Systemd {
 
 impl Drop for Systemd {
     fn drop(&mut self) {
+        let _ = std::fs::write(MAPPINGS, &self.mappings);
         // Its VMs are gone by now: so keeper and engine end. Else both end with it.
         let _ = self.control(&["kill", "--kill-whom=all", "--signal=KILL", "ballastd"]);
         let _ = self.control(&["exit"]);
