@@ -137,6 +137,44 @@ impl Shown {
         Some(format!("{}: {why}", VmStat::NOT_KEPT))
     }
 
+    /// The host, with these VMs: all of them.
+    pub fn host_of(&self, vms: &[VmStat]) -> HostStat {
+        let sum = |field: fn(&VmStat) -> u64| vms.iter().map(field).sum::<u64>();
+        let paged =
+            |field: fn(&VmStat) -> u64| vms.iter().filter(|vm| vm.kind == VmKind::Paged).map(field).sum::<u64>();
+        let (far, zero) = (sum(|vm| vm.far_bytes), paged(|vm| vm.zero_bytes));
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let brief = self.governor.brief(&self.host);
+        HostStat {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            engine_pid: std::process::id(),
+            keeper_pid: self.host.begin.keeper_pid,
+            engine_epoch: self.host.begin.restarts + 1,
+            engine_restarts: self.host.begin.restarts,
+            uptime_s: now.saturating_sub(self.host.begin.since_unix_s),
+            mem_total_bytes: meminfo::bytes("MemTotal").unwrap_or(0),
+            mem_available_bytes: meminfo::bytes("MemAvailable").unwrap_or(0),
+            store_bytes: self.host.budget.used().0,
+            store_budget_bytes: self.host.budget.limit().0,
+            file_bytes: self.host.file_budget.used().0,
+            file_budget_bytes: self.host.file_budget.limit().0,
+            vms: vms.len() as u32,
+            size_bytes: sum(|vm| vm.size_bytes),
+            resident_bytes: sum(|vm| vm.resident_bytes),
+            far_bytes: far,
+            far_file_bytes: sum(|vm| vm.far_file_bytes),
+            remote: self.host.remote.as_ref().map(|remote| remote_stat(remote, sum(|vm| vm.far_remote_bytes))),
+            zero_bytes: sum(|vm| vm.zero_bytes),
+            saved_bytes: (paged(|vm| vm.far_bytes) + zero).saturating_sub(self.host.budget.used().0),
+            policy: brief.policy,
+            state: brief.state,
+            exhaustion_ms: brief.exhaustion_ms,
+            guest_budget_bytes: brief.budget_bytes,
+            schedulable_bytes: brief.schedulable_bytes,
+            pin_check_missing: self.host.pins.missing(),
+        }
+    }
+
     /// The adopted VM of this name, unless one that attached has it.
     fn adopted(&self, name: &str) -> Option<Arc<AdoptedVm>> {
         self.host.adopted.by_name(name).filter(|_| self.host.by_name(name).is_none())
@@ -294,41 +332,7 @@ impl Backend for Shown {
     }
 
     fn host(&self) -> HostStat {
-        let vms = self.vms();
-        let sum = |field: fn(&VmStat) -> u64| vms.iter().map(field).sum::<u64>();
-        let paged =
-            |field: fn(&VmStat) -> u64| vms.iter().filter(|vm| vm.kind == VmKind::Paged).map(field).sum::<u64>();
-        let (far, zero) = (sum(|vm| vm.far_bytes), paged(|vm| vm.zero_bytes));
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let brief = self.governor.brief(&self.host);
-        HostStat {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            engine_pid: std::process::id(),
-            keeper_pid: self.host.begin.keeper_pid,
-            engine_epoch: self.host.begin.restarts + 1,
-            engine_restarts: self.host.begin.restarts,
-            uptime_s: now.saturating_sub(self.host.begin.since_unix_s),
-            mem_total_bytes: meminfo::bytes("MemTotal").unwrap_or(0),
-            mem_available_bytes: meminfo::bytes("MemAvailable").unwrap_or(0),
-            store_bytes: self.host.budget.used().0,
-            store_budget_bytes: self.host.budget.limit().0,
-            file_bytes: self.host.file_budget.used().0,
-            file_budget_bytes: self.host.file_budget.limit().0,
-            vms: vms.len() as u32,
-            size_bytes: sum(|vm| vm.size_bytes),
-            resident_bytes: sum(|vm| vm.resident_bytes),
-            far_bytes: far,
-            far_file_bytes: sum(|vm| vm.far_file_bytes),
-            remote: self.host.remote.as_ref().map(|remote| remote_stat(remote, sum(|vm| vm.far_remote_bytes))),
-            zero_bytes: sum(|vm| vm.zero_bytes),
-            saved_bytes: (paged(|vm| vm.far_bytes) + zero).saturating_sub(self.host.budget.used().0),
-            policy: brief.policy,
-            state: brief.state,
-            exhaustion_ms: brief.exhaustion_ms,
-            guest_budget_bytes: brief.budget_bytes,
-            schedulable_bytes: brief.schedulable_bytes,
-            pin_check_missing: self.host.pins.missing(),
-        }
+        self.host_of(&self.vms())
     }
 
     fn events(&self, after: u64, decisions: bool) -> Vec<Event> {

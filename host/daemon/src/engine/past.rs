@@ -21,7 +21,8 @@ pub fn start(shown: Arc<Shown>) -> io::Result<()> {
             if shown.governor.is_resting() {
                 continue;
             }
-            let (host, vms) = (shown.host(), shown.vms());
+            let vms = shown.vms();
+            let host = shown.host_of(&vms);
             if std::mem::take(&mut is_first) {
                 shown.host.past.keep_only(&vms.iter().map(|vm| vm.id.clone()).collect::<Vec<_>>());
             }
