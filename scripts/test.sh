@@ -15,6 +15,8 @@ mkdir -p target
 # Tests make their files here. Short: a socket's path has at most 107 characters.
 TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/b.XXXX")
 export TMPDIR
+# Some of them are other users.
+chmod 711 "$TMPDIR"
 trap '[ -z "${beside:-}" ] || kill -- -"$beside" 2>/dev/null || true; rm -rf "$TMPDIR"' EXIT
 
 # Which tests failed and what they said, once more at the end: the log is long.
