@@ -41,8 +41,10 @@ if ! apt-cache show $server >/dev/null 2>&1; then
         for suite in "$codename" "$codename-backports"; do
             echo "deb [signed-by=$keys] $place $suite main"
         done >"$work/sources.list"
+        # No package counts as installed: these lists need not have its version (a security update).
+        : >"$work/status"
         set -- -o Dir::Etc::SourceList="$work/sources.list" -o Dir::Etc::SourceParts=- \
-            -o Dir::State::Lists="$work/lists" -o Dir::Cache="$work/cache"
+            -o Dir::State::Lists="$work/lists" -o Dir::Cache="$work/cache" -o Dir::State::Status="$work/status"
         say "looking for Valkey in $codename-backports"
         apt-get "$@" -o APT::Sandbox::User=root -o APT::Update::Error-Mode=any -qq update 2>/dev/null || set --
     fi
