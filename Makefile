@@ -4,7 +4,7 @@
 export ZSTD_SYS_USE_PKG_CONFIG = 1
 export RUST_BACKTRACE ?= 0
 
-.PHONY: demo demo-cluster test setup guest build release deb
+.PHONY: demo demo-cluster test evidence setup guest build release deb
 
 # Two real VMs, and a third that is adopted as it runs, are squeezed to half of their memory while the engine is killed;
 # ends in a small table.
@@ -19,6 +19,10 @@ demo-cluster: guest build
 # Everything: lints, unit, property, loom, native, kvm, qemu and crash suites.
 test: setup
 	scripts/test.sh
+
+# Real programs beside the kernel's swap: two to four hours on a machine that does nothing else.
+evidence: setup
+	scripts/evidence.sh
 
 build:
 	cargo build -p ballast-cli -p ballast-daemon -p ballast-preload -p ballast-bench

@@ -9,6 +9,7 @@
  * has gets ordinary memory, and realmem says so once.
  *
  *   REALMEM_MIB      size of the memfd in MiB; required
+ *   REALMEM_PRIVATE  a private mapping takes the memfd's place: memory as a VMM has it that runs without Ballast
  *   REALMEM_CLIENT   path of libballast_client.so; without it nothing is attached
  *   REALMEM_NAME     the VM's name
  *   BALLAST_SOCKET   where to attach
@@ -43,7 +44,7 @@ static size_t pages;           /* its length in pages */
 static uint8_t *used;          /* one byte a page: 0 is free */
 static uint32_t *length_of;    /* at the first page of a malloc(): its length in pages, else 0 */
 static size_t next;            /* where the search for free pages goes on */
-static int memfd = -1;
+static int memfd = -1;         /* -1 with REALMEM_PRIVATE */
 static int is_full_told;
 static const ballast_client *client;
 static int (*discard_by)(const ballast_client *, const struct ballast_range *, size_t);
@@ -76,6 +77,11 @@ static void discard(void *at, size_t len) {
         struct ballast_range range = {at, len};
         /* The client lists ranges of any length; the memory may be freed only if this succeeds. */
         while (discard_by(client, &range, 1) == -EAGAIN) usleep(1000);
+    }
+    if (memfd < 0) {
+        if (syscall(SYS_madvise, at, len, MADV_DONTNEED) != 0)
+            say("realmem: a discarded range could not be freed\n");
+        return;
     }
     if (fallocate(memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (char *)at - base, len) != 0)
         say("realmem: a discarded range could not be punched\n");
@@ -288,14 +294,18 @@ __attribute__((constructor)) static void start(void) {
     /* A child that the program starts is not the VM. */
     unsetenv("REALMEM_MIB");
     unsetenv("LD_PRELOAD");
-    memfd = memfd_create("realmem", MFD_CLOEXEC);
-    if (memfd < 0 || ftruncate(memfd, len) != 0) fail("making the memfd", strerror(errno));
+    int is_private = getenv("REALMEM_PRIVATE") != NULL;
+    if (!is_private) {
+        memfd = memfd_create("realmem", MFD_CLOEXEC);
+        if (memfd < 0 || ftruncate(memfd, len) != 0) fail("making the memfd", strerror(errno));
+    }
     char *all = real_mmap(NULL, len + UNIT, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     size_t maps = len / PAGE;
     uint8_t *map = real_mmap(NULL, maps * 5, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (all == MAP_FAILED || map == MAP_FAILED) fail("reserving addresses", strerror(errno));
     all = (char *)(((uintptr_t)all + UNIT - 1) & ~(UNIT - 1));
-    if (real_mmap(all, len, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd, 0) == MAP_FAILED)
+    int flags = is_private ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED;
+    if (real_mmap(all, len, PROT_READ | PROT_WRITE, flags | MAP_FIXED, memfd, 0) == MAP_FAILED)
         fail("mapping the memfd", strerror(errno));
     /* As QEMU does with guest RAM: huge pages if shmem_enabled of the host is advise. */
     syscall(SYS_madvise, all, len, MADV_HUGEPAGE);

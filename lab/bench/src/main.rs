@@ -84,7 +84,7 @@ struct BenchArgs {
     /// far: a directory on the disk to measure [default: that for temporary files]
     #[arg(long, value_name = "PATH")]
     dir: Option<PathBuf>,
-    /// balance, density, pool, guest: one of its parts alone [default: all]
+    /// balance, density, pool, guest, real: one of its parts alone [default: all]
     #[arg(long, value_enum)]
     part: Option<Part>,
     /// guest: only which pages are taken, not how much memory can be

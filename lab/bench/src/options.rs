@@ -69,9 +69,14 @@ impl Which {
     }
 }
 
-/// A part of what [`Which::Balance`], [`Which::Density`], [`Which::Pool`] or [`Which::Guest`] measures.
+/// A part of what [`Which::Balance`], [`Which::Density`], [`Which::Pool`], [`Which::Guest`] or [`Which::Real`]
+/// measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Part {
+    /// Which part of a real program's memory can be far for 5 % of its speed.
+    Five,
+    /// Real servers that come, work, rest and go.
+    Day,
     /// Eight VMs at falling levels of memory.
     Levels,
     /// A VM whose need jumps.
@@ -131,6 +136,7 @@ impl Part {
     pub fn of(self) -> Which {
         match self {
             Self::Levels | Self::Adopted | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
+            Self::Five | Self::Day => Which::Real,
             Self::Busy | Self::Recovery | Self::Idle => Which::Density,
             Self::Start | Self::OnDemand | Self::Largest => Which::Pool,
             Self::Devices | Self::Guest | Self::Cost => Which::Pool,
@@ -155,6 +161,12 @@ pub enum RealProgram {
     Dgemm,
     /// k-means in mini-batches over 1 GiB.
     Kmeans,
+    /// Triangles of a Kronecker graph.
+    Triangles,
+    /// GUPS on 1 GiB with a hot tenth.
+    Gups,
+    /// Lookups as XSBench makes them, in 1.2 GiB of tables.
+    Lookups,
 }
 
 /// The side that pages.
@@ -162,10 +174,32 @@ pub enum RealProgram {
 pub enum RealSide {
     /// Ballast.
     Ballast,
+    /// Ballast, the program adopted: its memory is private, and the kernel's swap moves the pages.
+    Adopted,
     /// The kernel, the program's memory private.
     Kernel,
     /// The kernel, the program's memory in one shared memfd, as that of a VM.
     Shared,
+}
+
+impl RealSide {
+    pub(crate) fn needs_swap(self) -> bool {
+        self != Self::Ballast
+    }
+
+    /// Is it without Ballast?
+    pub(crate) fn is_kernel(self) -> bool {
+        matches!(self, Self::Kernel | Self::Shared)
+    }
+
+    pub(crate) fn end_of_keys(self) -> &'static str {
+        match self {
+            Self::Ballast => "",
+            Self::Adopted => "_adopted",
+            Self::Kernel => "_kernel",
+            Self::Shared => "_kernel_shared",
+        }
+    }
 }
 
 /// The order of the keys, on the command line.
@@ -207,7 +241,7 @@ pub struct Options {
     pub quick: bool,
     /// Spill: a directory on the disk.
     pub dir: PathBuf,
-    /// Balance, density, pool, guest: this part alone.
+    /// Balance, density, pool, guest, real: this part alone.
     pub part: Option<Part>,
     /// Guest: which pages are taken alone, not how much memory can be.
     pub choices: bool,

@@ -1,38 +1,17 @@
-"""BFS and PageRank on a Kronecker graph of scale 21 with 8 edges a vertex (Graph500's probabilities), by SciPy. A
-unit: a BFS from one of four roots by turns, and two steps of PageRank."""
+"""BFS and PageRank on a Kronecker graph of scale 21 with 8 edges a vertex, by SciPy. A unit: a BFS from each of four
+roots, and two steps of PageRank after each."""
 
 import itertools
 
 import numpy
-import scipy.sparse
 from scipy.sparse.csgraph import breadth_first_order
 
+from kronecker import graph as kronecker
 from unit import checksum, repeat
 
-SCALE, DEGREE, ROOTS, CHUNK = 21, 8, 4, 1 << 20
-A, B, C = 0.57, 0.19, 0.19
-vertices = 1 << SCALE
-random = numpy.random.default_rng(42)
-
-
-def edges():
-    """Pairs of vertices, chosen bit by bit."""
-    for _ in range(vertices * DEGREE // CHUNK):
-        rows = numpy.zeros(CHUNK, numpy.int32)
-        columns = numpy.zeros(CHUNK, numpy.int32)
-        for bit in range(SCALE):
-            quarter = random.random(CHUNK, numpy.float32)
-            rows |= (quarter >= A + B).astype(numpy.int32) << bit
-            columns |= (((quarter >= A) & (quarter < A + B)) | (quarter >= A + B + C)).astype(numpy.int32) << bit
-        yield rows, columns
-
-
-chunks = list(edges())
-rows = numpy.concatenate([rows for rows, _ in chunks])
-columns = numpy.concatenate([columns for _, columns in chunks])
-del chunks
-graph = scipy.sparse.csr_matrix((numpy.ones(len(rows)), (rows, columns)), shape=(vertices, vertices))
-del rows, columns
+ROOTS = 4
+graph = kronecker(21, 8)
+vertices = graph.shape[0]
 out_degree = numpy.maximum(numpy.diff(graph.indptr), 1)
 roots = itertools.cycle(numpy.argsort(out_degree)[-ROOTS:])
 transposed = graph.T.tocsr()

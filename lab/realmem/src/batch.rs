@@ -1,4 +1,5 @@
-//! A program that repeats a unit of work: TPC-H, a graph, dgemm, k-means. Its large memory is in one memfd or its own.
+//! A program that repeats a unit of work: TPC-H, a graph, dgemm, k-means, GUPS. Its large memory is in one memfd or its
+//! own.
 //!
 //! Before: `scripts/real-programs.sh` has unpacked the packages of Python. After: [`Batch::run`] has the time of each
 //! unit; a drop ends the program. Threads: the program has one, on one CPU; a reader thread gets its lines.
@@ -17,8 +18,9 @@ use crate::server::{LIBRARY_MALLOC, Memory, command, programs};
 
 /// Longest time until a unit ends.
 const LONGEST: Duration = Duration::from_secs(600);
-/// The directory of these programs has this module, which they share.
-const SHARED: &str = include_str!("../programs/unit.py");
+/// The directory of these programs has these modules, which they share.
+const SHARED: [(&str, &str); 2] =
+    [("unit.py", include_str!("../programs/unit.py")), ("kronecker.py", include_str!("../programs/kronecker.py"))];
 
 /// The program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +33,12 @@ pub enum Kind {
     Dgemm,
     /// k-means in mini-batches, 1 GiB of points, by scikit-learn.
     Kmeans,
+    /// Triangles of a part of a Kronecker graph of scale 21, by SciPy.
+    Triangles,
+    /// Random updates of 1 GiB, nine of ten of them in a hot tenth.
+    Gups,
+    /// Lookups as XSBench makes them: a search in a sorted grid, then rows of a table of 1 GiB.
+    Lookups,
 }
 
 impl Kind {
@@ -40,6 +48,9 @@ impl Kind {
             Self::Graph => include_str!("../programs/graph.py"),
             Self::Dgemm => include_str!("../programs/dgemm.py"),
             Self::Kmeans => include_str!("../programs/kmeans.py"),
+            Self::Triangles => include_str!("../programs/triangles.py"),
+            Self::Gups => include_str!("../programs/gups.py"),
+            Self::Lookups => include_str!("../programs/lookups.py"),
         }
     }
 }
@@ -64,7 +75,7 @@ impl Batch {
     /// Starts a program, and waits for its first unit. `place` gets its process id before it has touched memory.
     pub fn start(kind: Kind, memory: &Memory, place: impl FnOnce(u32) -> Result<()>) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("realmem-").tempdir().context("Making a directory")?;
-        for (name, text) in [("unit.py", SHARED), ("program.py", kind.text())] {
+        for (name, text) in SHARED.into_iter().chain([("program.py", kind.text())]) {
             fs::write(dir.path().join(name), text).with_context(|| format!("Writing {name}"))?;
         }
         let python =

@@ -106,6 +106,17 @@ impl Load {
         Ok(window)
     }
 
+    /// Sends this many requests, and adds the microseconds of each [`DEPTH`] of them. Returns the number of wrong
+    /// values.
+    pub fn burst(&mut self, requests: u32, took: &mut Vec<f64>) -> Result<u64> {
+        let mut wrong = 0;
+        for _ in 0..requests {
+            let request = self.keys.next_request();
+            wrong += self.request(request, took)?;
+        }
+        Ok(wrong + self.finish(took)?)
+    }
+
     /// Reads every key once; returns the number of wrong values.
     pub fn check_all(&mut self) -> Result<u64> {
         self.all(false)

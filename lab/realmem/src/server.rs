@@ -18,6 +18,8 @@ use crate::protocol::Protocol;
 /// The preload library, as a file: for a program with an allocator of its own, and for one with the C library's.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem.so"));
 pub(crate) const LIBRARY_MALLOC: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/librealmem-malloc.so"));
+/// The dynamic loader, which runs a program with libraries that are elsewhere.
+const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
 /// Memory of the memfd in MiB: more than any of the programs needs, since it is sparse.
 pub const MEMFD_MIB: u64 = 4096;
 /// Longest time until a server listens.
@@ -34,6 +36,8 @@ pub enum Memory {
     Private,
     /// In a shared memfd.
     Shared,
+    /// In one private mapping of a process that looks like a VMM (Firecracker), so that a daemon can adopt it.
+    Vmm,
     /// In a shared memfd that is attached to a daemon.
     Attached {
         /// `libballast_client.so`.
@@ -77,12 +81,11 @@ impl Server {
     pub fn start(protocol: Protocol, memory: &Memory, place: impl FnOnce(u32) -> Result<()>) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("realmem-").tempdir().context("Making a directory")?;
         let (programs, socket) = (programs(), dir.path().join("socket"));
-        let loader = "/lib64/ld-linux-x86-64.so.2";
         let library = match protocol {
             Protocol::Redis => LIBRARY,
             Protocol::Memcached => LIBRARY_MALLOC,
         };
-        let mut command = command(Path::new(loader), dir.path(), memory, library)?;
+        let mut command = command(Path::new(LOADER), dir.path(), memory, library)?;
         command.arg("--library-path").arg(programs.join("lib")).arg(programs.join("bin").join(program_of(protocol)));
         match protocol {
             Protocol::Redis => {
@@ -134,7 +137,17 @@ impl Drop for Server {
 
 /// A command on [`SERVER_CPU`] in this directory, without input and output, whose large memory is where `memory` says.
 pub(crate) fn command(program: &Path, dir: &Path, memory: &Memory, library: &[u8]) -> Result<Command> {
-    let mut command = Command::new(program);
+    let mut command = match memory {
+        Memory::Vmm => {
+            // A daemon knows a VMM by its program's file; here that is the loader.
+            let vmm = dir.join("firecracker");
+            fs::copy(LOADER, &vmm).with_context(|| format!("Copying {LOADER}"))?;
+            let mut command = Command::new(vmm);
+            command.args((program != Path::new(LOADER)).then_some(program)).env("REALMEM_PRIVATE", "1");
+            command
+        }
+        _ => Command::new(program),
+    };
     if !matches!(memory, Memory::Private) {
         let path = dir.join("librealmem.so");
         fs::write(&path, library).with_context(|| format!("Writing {}", path.display()))?;

@@ -26,7 +26,7 @@ const OTHER: RGBColor = RGBColor(200, 130, 30);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// Curves of a part: name, colour, and stretches of points.
-type Curves = Vec<(&'static str, RGBColor, Vec<Vec<(f64, f64)>>)>;
+pub(super) type Curves = Vec<(&'static str, RGBColor, Vec<Vec<(f64, f64)>>)>;
 
 /// The SVG of a row of `bench limit`.
 pub(super) fn draw(row: &Value) -> Result<String> {
@@ -50,22 +50,26 @@ pub(super) fn draw(row: &Value) -> Result<String> {
     let end = times.iter().flatten().copied().fold(0.001, f64::max);
     let limit = row["limited_to_bytes"].as_f64().context("the row has no limited_to_bytes")?;
     let title = format!("A VM of {:.0} MiB before, under and after a limit of {:.0} MiB", ram / mib, limit / mib);
+    picture(&title, ("seconds", end), &[("MiB", memory), ("1000 faults/s", faults)])
+}
+
+/// Two parts, one below the other, over one axis of time with its name and end.
+pub(super) fn picture(title: &str, time: (&str, f64), parts: &[(&str, Curves); 2]) -> Result<String> {
     let mut text = String::new();
     let area = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
-    let parts = [("MiB", memory), ("1000 faults/s", faults)];
-    paint(&area, &title, end, &parts).map_err(|error| anyhow!("Drawing {title:?}: {error}"))?;
+    paint(&area, title, time, parts).map_err(|error| anyhow!("Drawing {title:?}: {error}"))?;
     drop(area);
     Ok(text)
 }
 
 /// The values of a key, sample by sample; `None` where the row has null.
-fn series(row: &Value, key: &str) -> Result<Vec<Option<f64>>> {
+pub(super) fn series(row: &Value, key: &str) -> Result<Vec<Option<f64>>> {
     let values = row[key].as_array().with_context(|| format!("the row has no list {key}"))?;
     Ok(values.iter().map(Value::as_f64).collect())
 }
 
 /// The stretches without a gap.
-fn stretches(points: &[(f64, Option<f64>)]) -> Vec<Vec<(f64, f64)>> {
+pub(super) fn stretches(points: &[(f64, Option<f64>)]) -> Vec<Vec<(f64, f64)>> {
     let parts = points.split(|(_, value)| value.is_none()).filter(|part| !part.is_empty());
     parts.map(|part| part.iter().filter_map(|(at, value)| Some((*at, (*value)?))).collect()).collect()
 }
@@ -73,7 +77,7 @@ fn stretches(points: &[(f64, Option<f64>)]) -> Vec<Vec<(f64, f64)>> {
 fn paint(
     area: &Area<'_>,
     title: &str,
-    end: f64,
+    (unit, end): (&str, f64),
     parts: &[(&str, Curves); 2],
 ) -> Result<(), Box<dyn std::error::Error>> {
     area.fill(&WHITE)?;
@@ -96,7 +100,7 @@ fn paint(
         mesh.y_desc(*axis).y_labels(5).x_labels(10).light_line_style(TRANSPARENT).label_style(FONT);
         mesh.axis_desc_style(FONT).y_label_formatter(&label).x_label_formatter(&label);
         if is_last {
-            mesh.x_desc("seconds");
+            mesh.x_desc(unit);
         }
         mesh.draw()?;
         for (y, (name, colour, lines)) in (12..).step_by(20).zip(curves) {

@@ -11,8 +11,10 @@
 //! | `idle.svg` | cost of the attachment |
 //! | `balance.svg` | eight VMs in less memory than they want |
 //! | `vm-under-limit.svg` | one VM under a limit, over time |
+//! | `day.svg` | a day of a host |
 
 mod course;
+mod day;
 mod ranges;
 mod rows;
 
@@ -47,9 +49,12 @@ pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
     if let Some(row) = rows.of("limit", "t_s").last() {
         write("vm-under-limit", course::draw(row)?)?;
     }
+    if let Some(row) = rows.of("real", "day_s").last() {
+        write("day", day::draw(row)?)?;
+    }
     ensure!(
         !written.is_empty(),
-        "these files have no row of restore, reclaim, idle, balance or limit with native guests"
+        "these files have no row of restore, reclaim, idle, balance, limit or a day of real programs"
     );
     Ok(written)
 }

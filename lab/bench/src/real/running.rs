@@ -1,0 +1,270 @@
+//! A program that runs under a side: first without a limit, then with those that it is given.
+//!
+//! Before: the bench's daemon runs, and its guard has set up the kernel's swap for the other sides. After: the
+//! program has ended, and nothing of its VM or cgroup is left. Threads: the bench's one is the load, on one CPU; the
+//! program has the other one. Units: in every name. Promise: speed under a limit is of this program's own without one,
+//! on the clock of each moment.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use ballast_api::{AdoptRequest, VmStat};
+use ballast_base::MIB;
+use ballast_realmem::batch::{self, Batch};
+use ballast_realmem::keys::Sequence;
+use ballast_realmem::load::{Load, Window};
+use ballast_realmem::protocol::Protocol;
+use ballast_realmem::server::{Memory, Server};
+
+use super::turn::{LIMITED_QUICK, SETTLE_QUICK, Turn};
+use crate::cgroup;
+use crate::options::{RealProgram as Program, RealSide as Side};
+use crate::rig::Bench;
+
+/// Keys of 1 KiB values.
+const KEYS: u32 = 1_000_000;
+const KEYS_QUICK: u32 = 150_000;
+/// Time without a limit, before the figures of it are taken, and while they are.
+const WARM: Duration = Duration::from_secs(5);
+const FREE: Duration = Duration::from_secs(10);
+
+/// A running program, which has had its time without a limit.
+pub(super) struct Running {
+    side: Side,
+    vm: Option<String>,
+    cgroup: Option<PathBuf>,
+    work: Work,
+    /// Its speed without a limit.
+    pub(super) free: Window,
+    /// The memory that it had then, in bytes.
+    pub(super) held: u64,
+    /// Values that were wrong so far.
+    pub(super) wrong: f64,
+}
+
+impl Running {
+    pub(super) fn begin(
+        bench: &mut Bench,
+        program: Program,
+        sequence: Sequence,
+        side: Side,
+        seed: u64,
+    ) -> Result<Self> {
+        let quick = bench.options.quick;
+        let name = bench.vm_name();
+        let memory = memory_of(bench, side, &name)?;
+        let cgroup = match side {
+            Side::Ballast | Side::Adopted => None,
+            Side::Kernel | Side::Shared => Some(bench.guard.cgroup()?),
+        };
+        let place = |pid: u32| match &cgroup {
+            None => Ok(()),
+            Some(cgroup) => std::fs::write(cgroup.join("cgroup.procs"), pid.to_string())
+                .with_context(|| format!("Moving {pid} to {}", cgroup.display())),
+        };
+        let keys = if quick { KEYS_QUICK } else { KEYS };
+        let (mut work, pid) = match runs(program) {
+            Runs::Server(protocol) => {
+                let server = Server::start(protocol, &memory, place)?;
+                let pid = server.pid();
+                bench.guard.end_process(pid)?;
+                let load = Box::new(Load::begin(&server, protocol, sequence, keys, seed)?);
+                (Work::Server { load, _server: server }, pid)
+            }
+            Runs::Batch(kind) => {
+                let batch = Batch::start(kind, &memory, place)?;
+                let pid = batch.pid();
+                bench.guard.end_process(pid)?;
+                (Work::Batch(batch), pid)
+            }
+        };
+        let vm = match side {
+            Side::Ballast => Some(name),
+            Side::Adopted => {
+                let request = AdoptRequest { pid: Some(pid), name: Some(name.clone()), ..AdoptRequest::default() };
+                bench.daemon.api().adopt(&request)?;
+                Some(name)
+            }
+            Side::Kernel | Side::Shared => None,
+        };
+        let warm = work.run(if quick { SETTLE_QUICK } else { WARM })?;
+        let free = work.run(if quick { LIMITED_QUICK } else { FREE })?;
+        let held = match (&cgroup, &vm) {
+            (Some(cgroup), _) => cgroup::usage(cgroup)?,
+            (None, Some(vm)) => bench.daemon.api().vm(vm)?.resident_bytes,
+            (None, None) => 0,
+        };
+        let wrong = (warm.wrong + free.wrong) as f64;
+        Ok(Self { side, vm, cgroup, work, free, held, wrong })
+    }
+
+    /// It may have this part of the memory that it had, in percent.
+    pub(super) fn limit(&self, bench: &Bench, level: u64) -> Result<()> {
+        let limit = self.held / 100 * level / MIB * MIB;
+        if let Some(cgroup) = &self.cgroup {
+            cgroup::limit(cgroup, limit)?;
+        }
+        if let Some(vm) = &self.vm {
+            bench.daemon.api().set_limit(vm, Some(limit))?;
+        }
+        Ok(())
+    }
+
+    /// Runs it for this long, with the counters of that time.
+    pub(super) fn watch(&mut self, bench: &Bench, time: Duration) -> Result<Turn> {
+        let before = self.counters(bench)?;
+        let start = Instant::now();
+        let window = self.work.run(time)?;
+        let mut turn = self.counters(bench)?.since(&before, start.elapsed().as_secs_f64());
+        self.wrong += window.wrong as f64;
+        turn.speed = window.speed / self.free.speed;
+        turn.free_per_s = self.free.per_s;
+        turn.wrong = self.wrong;
+        turn.limited = window;
+        Ok(turn)
+    }
+
+    /// Reads all that it has once more, and ends it. Returns the number of values that were wrong.
+    pub(super) fn end(mut self, bench: &Bench) -> Result<f64> {
+        let wrong = self.wrong + self.work.check_all()? as f64;
+        drop(self.work);
+        if let Some(vm) = &self.vm {
+            bench.daemon.wait_until_gone(vm)?;
+        }
+        Ok(wrong)
+    }
+
+    fn counters(&self, bench: &Bench) -> Result<Counters> {
+        match &self.vm {
+            Some(vm) if self.side == Side::Ballast => Ok(Counters::of_vm(&bench.daemon.api().vm(vm)?)),
+            // The kernel moves the pages.
+            Some(vm) => {
+                Ok(Counters { tasks_us: bench.daemon.api().vm(vm)?.engine_time.tasks_us, ..Counters::of_kernel()? })
+            }
+            None => Counters::of_kernel(),
+        }
+    }
+}
+
+/// Counters of a side, since its start.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counters {
+    restores: u64,
+    soon: u64,
+    evictions: u64,
+    minor: u64,
+    faults: u64,
+    faults_us: u64,
+    tasks_us: u64,
+}
+
+impl Counters {
+    fn of_vm(vm: &VmStat) -> Self {
+        Self {
+            restores: vm.faults.restored_pages + vm.reclaim.prefetched_pages,
+            soon: vm.reclaim.restored_soon_pages,
+            evictions: vm.reclaim.evicted_pages + vm.reclaim.evicted_zero_pages,
+            minor: vm.faults.minor,
+            faults: vm.faults.total(),
+            faults_us: vm.engine_time.faults_us,
+            tasks_us: vm.engine_time.tasks_us,
+        }
+    }
+
+    /// The counters of the whole machine, on which nothing else swaps.
+    fn of_kernel() -> Result<Self> {
+        let text = std::fs::read_to_string("/proc/vmstat").context("Reading /proc/vmstat")?;
+        let of = |key: &str| {
+            let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.parse().ok());
+            value.with_context(|| format!("/proc/vmstat has no {key}"))
+        };
+        Ok(Self { restores: of("pswpin")?, evictions: of("pswpout")?, ..Self::default() })
+    }
+
+    fn since(&self, before: &Self, seconds: f64) -> Turn {
+        let of = |counter: fn(&Self) -> u64| counter(self).saturating_sub(counter(before)) as f64;
+        let each = |time: f64, count: f64| if count > 0.0 { time / count } else { 0.0 };
+        let (faults_us, tasks_us) = (of(|all| all.faults_us), of(|all| all.tasks_us));
+        Turn {
+            restores_per_s: of(|all| all.restores) / seconds,
+            soon_per_s: of(|all| all.soon) / seconds,
+            evictions_per_s: of(|all| all.evictions) / seconds,
+            minor_per_s: of(|all| all.minor) / seconds,
+            us_per_fault: each(faults_us, of(|all| all.faults)),
+            us_per_eviction: each(tasks_us, of(|all| all.evictions)),
+            engine_pct: (faults_us + tasks_us) / seconds / 1e4,
+            ..Turn::default()
+        }
+    }
+}
+
+/// What a program is.
+pub(super) enum Runs {
+    /// A server, with a load on the other CPU.
+    Server(Protocol),
+    /// A program that repeats a unit of work.
+    Batch(batch::Kind),
+}
+
+pub(super) fn runs(program: Program) -> Runs {
+    match program {
+        Program::Redis => Runs::Server(Protocol::Redis),
+        Program::Memcached => Runs::Server(Protocol::Memcached),
+        Program::Tpch => Runs::Batch(batch::Kind::Tpch),
+        Program::Graph => Runs::Batch(batch::Kind::Graph),
+        Program::Dgemm => Runs::Batch(batch::Kind::Dgemm),
+        Program::Kmeans => Runs::Batch(batch::Kind::Kmeans),
+        Program::Triangles => Runs::Batch(batch::Kind::Triangles),
+        Program::Gups => Runs::Batch(batch::Kind::Gups),
+        Program::Lookups => Runs::Batch(batch::Kind::Lookups),
+    }
+}
+
+/// A running program.
+enum Work {
+    /// The server ends with this.
+    Server {
+        load: Box<Load>,
+        _server: Server,
+    },
+    Batch(Batch),
+}
+
+impl Work {
+    fn run(&mut self, time: Duration) -> Result<Window> {
+        match self {
+            Self::Server { load, .. } => load.run(time),
+            Self::Batch(batch) => batch.run(time),
+        }
+    }
+
+    /// Reads everything once; returns the number of wrong values. A unit of a batch has read all there is.
+    fn check_all(&mut self) -> Result<u64> {
+        match self {
+            Self::Server { load, .. } => load.check_all(),
+            Self::Batch(_) => Ok(0),
+        }
+    }
+}
+
+/// Where a side has a program's memory. Under Ballast this is its VM's name.
+pub(super) fn memory_of(bench: &Bench, side: Side, name: &str) -> Result<Memory> {
+    Ok(match side {
+        Side::Ballast => {
+            Memory::Attached { client: client()?, socket: bench.daemon.attach_socket(), name: name.to_owned() }
+        }
+        Side::Adopted => Memory::Vmm,
+        Side::Kernel => Memory::Private,
+        Side::Shared => Memory::Shared,
+    })
+}
+
+/// The client library, beside this program or among what it was built from.
+fn client() -> Result<PathBuf> {
+    let own = std::env::current_exe().context("Finding this program")?;
+    let dir = own.parent().context("a program has a directory")?;
+    let library = "libballast_client.so";
+    let found = [dir.join(library), dir.join("deps").join(library)].into_iter().find(|path| path.exists());
+    found.with_context(|| format!("{library} is not beside {} (cargo build --release)", own.display()))
+}
