@@ -1,7 +1,7 @@
 //! Which part of a program's memory can be far for 5 % of its speed (Blowfish, section 5.1.1, figures 6 and 7).
 //!
-//! Before: as for `bench real`. After: a row for the program. Units: percent of the memory that the program had without a
-//! limit. Promise: all levels of a side are of one process, from the most memory to the least; a level counts when it
+//! Before: as for `bench real`. After: a row for the program. Units: percent of the memory that the program had without
+//! a limit. Promise: all levels of a side are of one process, from the most memory to the least; a level counts when it
 //! and all before it kept the speed.
 
 use anyhow::Result;
