@@ -23,7 +23,7 @@ use tokio::runtime::{Builder, Runtime};
 use crate::{
     AdoptRequest, AdoptResult, DecisionRecord, Event, HeatPatch, History, HostStat, KeptVm, LendRequest, LimitsPatch,
     PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, Problem, Track, UpgradeRequest, UpgradeStat, VmChange,
-    VmHeat, VmPatch, VmStat,
+    VmHeat, VmHistory, VmPatch, VmStat,
 };
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -257,6 +257,11 @@ impl Client {
     /// Returns the past of a VM: the last `minutes`, at most a day.
     pub fn vm_history(&self, name: &str, minutes: u64) -> Result<History, ClientError> {
         self.get(&format!("{}/history?minutes={minutes}", vm_path(name)))
+    }
+
+    /// Returns the past of all VMs: the last `minutes`, at most an hour.
+    pub fn vm_histories(&self, minutes: u64) -> Result<Vec<VmHistory>, ClientError> {
+        self.get(&format!("/v1/history/vms?minutes={minutes}"))
     }
 
     /// Returns the metrics page.

@@ -1,6 +1,6 @@
 //! The host in the API: its memory, its stores, its events.
 //!
-//! Before: the engine reads counters. After: JSON, and the document in `openapi`. Units: in the field names.
+//! Before: the engine reads counters. After: JSON, and schemas of the OpenAPI document. Units: in the field names.
 
 use ballast_policy::{HostState, Kind};
 use serde::{Deserialize, Serialize};
@@ -103,6 +103,9 @@ pub struct HostStat {
     /// there is one.
     #[serde(default)]
     pub pin_check_missing: Option<String>,
+    /// What the host lacks, in words, the worst first; empty: nothing.
+    #[serde(default)]
+    pub warnings: Vec<String>,
 }
 
 /// An event: a report to operators.

@@ -1,4 +1,4 @@
-//! The HTTP/JSON API of Ballast, version 1: its types, its OpenAPI document, and a small blocking client.
+//! The HTTP/JSON API of Ballast, version 1: its types and their schemas, and a small blocking client.
 //!
 //! Before: `daemon` fills these types from the pager. After: the CLI and other programs read them.
 //! Units: sizes are bytes and end in `_bytes`, durations name their unit, page counts end in `_pages`.
@@ -13,7 +13,6 @@ mod governor;
 mod heat;
 mod history;
 mod host;
-mod openapi;
 mod pool;
 mod problem;
 mod types;
@@ -30,7 +29,6 @@ pub use governor::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatc
 pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatPatch, HeatSource, MAX_CELLS, Track, VmHeat};
 pub use history::{History, VmHistory};
 pub use host::{Event, HostStat, RemoteFinding, RemoteNode, RemoteStat};
-pub use openapi::{document, document_json};
 pub use pool::{LendRequest, PoolNode, PoolPages, PoolRequest, PoolStat, PoolVm};
 pub use problem::Problem;
 pub use types::{

@@ -1,6 +1,6 @@
 //! VMs in the API.
 //!
-//! Before: `daemon` reads counters and page tables. After: JSON on a socket, and the document in `openapi`.
+//! Before: `daemon` reads counters and page tables. After: JSON on a socket, and schemas of the OpenAPI document.
 //! Units: in the field names. Counters only grow while an engine lives and survive its replacement.
 //! Promise: for every VM, `size = resident + far + zero + untouched + poisoned`, to the page.
 
@@ -81,6 +81,9 @@ pub struct VmStat {
     pub sources: Vec<SettingSource>,
     /// Settings that are allowed but probably not intended.
     pub warnings: Vec<String>,
+    /// Why it waits, or why its memory does not go, in words; null: it runs and does not wait.
+    #[serde(default)]
+    pub why: Option<String>,
     /// Memory in host DRAM, including quarantine.
     pub resident_bytes: u64,
     /// Part of resident: picked for reclaim and zapped; it will be evicted if it is not touched.

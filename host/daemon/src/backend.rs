@@ -39,8 +39,10 @@ use crate::tracking;
 mod adopted;
 mod said;
 mod vm_stat;
+mod why;
 
 use vm_stat::{bounds, stat};
+use why::Facts;
 
 /// The engine as the API sees it.
 #[derive(Debug)]
@@ -83,9 +85,10 @@ impl Shown {
     }
 
     /// Change a VM that is known by then.
-    fn patch_within(&self, name: &str, patch: &VmPatch, until: Instant) -> Result<VmStat, ChangeError> {
+    fn patch_within(&self, name: &str, patch: &VmPatch, until: Instant, facts: &Facts) -> Result<VmStat, ChangeError> {
         if let Some(vm) = self.adopted(name) {
-            return adopted::patch(&self.host, &self.governor, &vm, patch);
+            let stat = adopted::patch(&self.host, &self.governor, &vm, patch)?;
+            return Ok(VmStat { why: why::of_vm(&stat, facts), ..stat });
         }
         let served = self.host.attached(name, until).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
@@ -109,12 +112,35 @@ impl Shown {
             let text = format!("the agent of {name} is to hold {} of node {node}", Bytes(bytes));
             self.host.events.add(Some(name.to_owned()), "settings", text);
         }
-        Ok(self.stat(&served))
+        Ok(self.stat_with(&served, facts))
     }
 
     /// The state of a VM.
     fn stat(&self, served: &Arc<Served>) -> VmStat {
-        VmStat { sources: vm_settings::sources(&self.host, &served.vm.state), ..stat(served) }
+        self.stat_with(served, &self.facts())
+    }
+
+    fn stat_with(&self, served: &Arc<Served>, facts: &Facts) -> VmStat {
+        let stat = VmStat { sources: vm_settings::sources(&self.host, &served.vm.state), ..stat(served) };
+        VmStat { why: why::of_vm(&stat, facts), ..stat }
+    }
+
+    /// The state of an adopted VM.
+    fn adopted_stat(&self, vm: &AdoptedVm, facts: &Facts) -> Option<VmStat> {
+        let stat = adopted::stat(vm, &self.host.adopted)?;
+        Some(VmStat { why: why::of_vm(&stat, facts), ..stat })
+    }
+
+    fn facts(&self) -> Facts {
+        let brief = self.governor.brief(&self.host);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
+        Facts {
+            policy: brief.policy,
+            state: brief.state,
+            store_bytes: self.host.budget.used().0,
+            store_budget_bytes: self.host.budget.limit().0,
+            troubles: why::troubles(self.host.events.list(), now),
+        }
     }
 
     /// Keep a change of these VMs for the next time that they attach. What cannot be kept holds until they end, and a
@@ -145,7 +171,7 @@ impl Shown {
         let (far, zero) = (sum(|vm| vm.far_bytes), paged(|vm| vm.zero_bytes));
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let brief = self.governor.brief(&self.host);
-        HostStat {
+        let host = HostStat {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             engine_pid: std::process::id(),
             keeper_pid: self.host.begin.keeper_pid,
@@ -172,7 +198,9 @@ impl Shown {
             guest_budget_bytes: brief.budget_bytes,
             schedulable_bytes: brief.schedulable_bytes,
             pin_check_missing: self.host.pins.missing(),
-        }
+            warnings: Vec::new(),
+        };
+        HostStat { warnings: why::of_host(&host, vms), ..host }
     }
 
     /// The adopted VM of this name, unless one that attached has it.
@@ -248,14 +276,15 @@ impl http::Pooling for Shown {
 
 impl Backend for Shown {
     fn vms(&self) -> Vec<VmStat> {
-        let mut vms: Vec<VmStat> = self.host.all().iter().map(|served| self.stat(served)).collect();
-        vms.extend(self.host.adopted.all().iter().filter_map(|vm| adopted::stat(vm, &self.host.adopted)));
+        let facts = self.facts();
+        let mut vms: Vec<VmStat> = self.host.all().iter().map(|served| self.stat_with(served, &facts)).collect();
+        vms.extend(self.host.adopted.all().iter().filter_map(|vm| self.adopted_stat(vm, &facts)));
         vms
     }
 
     fn vm(&self, name: &str) -> Option<VmStat> {
         let attached = self.host.by_name(name).map(|served| self.stat(&served));
-        attached.or_else(|| adopted::stat(&*self.adopted(name)?, &self.host.adopted))
+        attached.or_else(|| self.adopted_stat(&*self.adopted(name)?, &self.facts()))
     }
 
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat> {
@@ -278,14 +307,14 @@ impl Backend for Shown {
     }
 
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError> {
-        let mut vm = self.patch_within(name, patch, Host::opens_until())?;
+        let mut vm = self.patch_within(name, patch, Host::opens_until(), &self.facts())?;
         vm.warnings.extend(self.keep_change(&[name], patch));
         Ok(vm)
     }
 
     fn patch_vms(&self, names: &[String], patch: &VmPatch) -> Vec<Result<VmStat, ChangeError>> {
-        let until = Host::opens_until();
-        let mut changed: Vec<_> = names.iter().map(|name| self.patch_within(name, patch, until)).collect();
+        let (until, facts) = (Host::opens_until(), self.facts());
+        let mut changed: Vec<_> = names.iter().map(|name| self.patch_within(name, patch, until, &facts)).collect();
         let done = changed.iter().zip(names).filter(|(vm, _)| vm.is_ok()).map(|(_, name)| name.as_str());
         let warning = self.keep_change(&done.collect::<Vec<_>>(), patch);
         changed.iter_mut().flatten().for_each(|vm| vm.warnings.extend(warning.clone()));

@@ -60,8 +60,9 @@ pub(super) fn stat(served: &Served) -> VmStat {
         limit_bytes,
         target_bytes: vm.state.target().map(|target| target.0),
         settings,
-        // `Shown::stat` adds them.
+        // `Shown::stat` adds these two.
         sources: Vec::new(),
+        why: None,
         warnings: settings.warnings(memory.size.0, limit_bytes),
         resident_bytes: memory.resident.0,
         quarantine_bytes: bytes(Counter::Quarantined).min(memory.resident.0),

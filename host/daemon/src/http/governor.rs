@@ -3,27 +3,36 @@
 //! Before: `routes` mounts it. After: the engine's governor serves it.
 //! Promise: as for the other routes; a plan that breaks a rule is 422 with the rule.
 
-use axum::Router;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
-use axum::routing::get;
-use ballast_api::{PlanRequest, PolicyPatch};
-use ballast_policy::Kind;
+use ballast_api::{DecisionRecord, PlanRequest, PolicyPatch, PolicyStat};
+use ballast_policy::{Kind, Plan, Snapshot};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
+use super::openapi::{Invalid, Name, NoSuchVm, PolicyName};
 use super::request::{Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, read_body};
 
-pub(super) fn routes() -> Router<Connection> {
-    Router::new()
-        .route("/v1/snapshot", get(snapshot))
-        .route("/v1/plan", get(plan).put(put_plan))
-        .route("/v1/policy", get(policy).patch(patch_policy))
-        .route("/v1/vms/{name}/decisions", get(decisions))
+pub(super) fn routes() -> OpenApiRouter<Connection> {
+    OpenApiRouter::new()
+        .routes(routes!(snapshot))
+        .routes(routes!(plan, put_plan))
+        .routes(routes!(policy, patch_policy))
+        .routes(routes!(decisions))
 }
 
+/// The snapshot that policies read.
+#[utoipa::path(get, path = "/v1/snapshot", operation_id = "getSnapshot", responses((status = 200, body = Snapshot)))]
 async fn snapshot(State(connection): State<Connection>) -> Answer {
     json(&ask(&connection, |backend| backend.snapshot()).await?)
 }
 
+/// The plan that would be made now; changes nothing.
+#[utoipa::path(
+    get, path = "/v1/plan", operation_id = "getPlan",
+    params(PolicyName),
+    responses((status = 200, body = Plan), Invalid),
+)]
 async fn plan(State(connection): State<Connection>, request: Request) -> Answer {
     let kind = match request.uri().query() {
         None | Some("") => None,
@@ -39,22 +48,42 @@ fn kind_of(query: &str) -> Result<Kind, Refusal> {
     word.parse().map_err(bad_request)
 }
 
+/// Decide, for the length of a lease.
+#[utoipa::path(
+    put, path = "/v1/plan", operation_id = "putPlan",
+    request_body = PlanRequest,
+    responses((status = 200, body = Plan), Invalid),
+)]
 async fn put_plan(State(connection): State<Connection>, request: Request) -> Answer {
     let body = read_body(request.into_body(), connection.body_time).await?;
     let wanted: PlanRequest = parse(&body, "a plan")?;
     json(&ask(&connection, move |backend| backend.put_plan(wanted)).await?.map_err(invalid)?)
 }
 
+/// The governor.
+#[utoipa::path(get, path = "/v1/policy", operation_id = "getPolicy", responses((status = 200, body = PolicyStat)))]
 async fn policy(State(connection): State<Connection>) -> Answer {
     json(&ask(&connection, |backend| backend.policy()).await?)
 }
 
+/// Change the governor; returns its new state.
+#[utoipa::path(
+    patch, path = "/v1/policy", operation_id = "patchPolicy",
+    request_body = PolicyPatch,
+    responses((status = 200, body = PolicyStat), Invalid),
+)]
 async fn patch_policy(State(connection): State<Connection>, request: Request) -> Answer {
     let body = read_body(request.into_body(), connection.body_time).await?;
     let patch: PolicyPatch = parse(&body, "a change to the policy")?;
     json(&ask(&connection, move |backend| backend.patch_policy(&patch)).await?.map_err(invalid)?)
 }
 
+/// The last decisions about one VM, oldest first.
+#[utoipa::path(
+    get, path = "/v1/vms/{name}/decisions", operation_id = "listDecisions",
+    params(Name),
+    responses((status = 200, body = Vec<DecisionRecord>), NoSuchVm),
+)]
 async fn decisions(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
     let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
     let asked = name.clone();

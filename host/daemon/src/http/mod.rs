@@ -10,6 +10,7 @@ mod backend;
 mod gate;
 mod governor;
 mod metrics;
+mod openapi;
 mod past;
 mod peer;
 mod pool;
@@ -88,6 +89,7 @@ async fn serve_within(
     let (closer, readers) = (Closer::new(), Arc::new(Readers::default()));
     let mut spare = Spare::default();
     spare.fill(&listener);
+    let router = routes::router();
     let places = bounds.places.map(|count| Arc::new(Semaphore::new(count)));
     loop {
         gate.opened().await;
@@ -117,7 +119,8 @@ async fn serve_within(
                 Ok(place) => {
                     let (backend, readers) = (Arc::clone(&backend), Arc::clone(&readers));
                     let state = Connection { backend, access, body_time: bounds.body, readers };
-                    tokio::spawn(connection(stream, state, bounds, (place, gate.enter())));
+                    let service = TowerToHyperService::new(routes::of_connection(router.clone(), state));
+                    tokio::spawn(connection(stream, service, bounds, (place, gate.enter())));
                 }
                 // Best effort: a peer that does not take it sees the connection end.
                 Err(_) => drop(stream.inner().try_write(request::BUSY_ANSWER.as_bytes())),
@@ -128,11 +131,10 @@ async fn serve_within(
 
 async fn connection(
     stream: Stream,
-    state: Connection,
+    service: TowerToHyperService<axum::Router>,
     bounds: Bounds,
     (_place, mut inside): (OwnedSemaphorePermit, Inside),
 ) {
-    let service = TowerToHyperService::new(routes::router(state));
     let served = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(bounds.head)

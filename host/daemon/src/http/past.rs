@@ -9,18 +9,19 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::time::Duration;
 
-use axum::Router;
 use axum::extract::{Path, State, rejection::PathRejection};
 use axum::http::{HeaderMap, Uri};
 use axum::response::sse::{self, Sse};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
-use ballast_api::{Event, VmHistory};
+use ballast_api::{Event, History, VmHistory};
 use futures_util::stream;
 use tokio::sync::watch;
 use tokio::time::Instant;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use super::backend::Backend;
+use super::openapi::{AfterEvent, Decisions, FewMinutes, Minutes, Name, NoSuchVm};
 use super::request::{Answer, Connection, Refusal, ask, bad_request, json, no_such_vm, query_number, query_numbers};
 
 /// A stream's length. A connection has at most a minute.
@@ -34,15 +35,21 @@ const MINUTES: (u64, u64) = (24 * 60, 60);
 /// Minutes of a list of VMs' histories.
 const LIST_MINUTES: (u64, u64) = (60, 10);
 
-pub(super) fn routes() -> Router<Connection> {
-    Router::new()
-        .route("/v1/events", get(events))
-        .route("/v1/events/stream", get(follow))
-        .route("/v1/history", get(of_host))
-        .route("/v1/history/vms", get(of_vms))
-        .route("/v1/vms/{name}/history", get(of_vm))
+pub(super) fn routes() -> OpenApiRouter<Connection> {
+    OpenApiRouter::new()
+        .routes(routes!(events))
+        .routes(routes!(follow))
+        .routes(routes!(of_host))
+        .routes(routes!(of_vms))
+        .routes(routes!(of_vm))
 }
 
+/// Recent events, oldest first.
+#[utoipa::path(
+    get, path = "/v1/events", operation_id = "listEvents",
+    params(AfterEvent, Decisions),
+    responses((status = 200, body = Vec<Event>)),
+)]
 async fn events(State(connection): State<Connection>, uri: Uri) -> Answer {
     let [after, decisions] = query_numbers(&uri, ["after", "decisions"])?;
     let answer = move |backend: &dyn Backend| backend.events(after.unwrap_or(0), decisions == Some(1));
@@ -59,6 +66,12 @@ struct Follower {
     until: Instant,
 }
 
+/// Events as they come, as server-sent events; ends after 50 s, and `Last-Event-ID` goes on.
+#[utoipa::path(
+    get, path = "/v1/events/stream", operation_id = "followEvents",
+    params(AfterEvent, Decisions),
+    responses((status = 200, content_type = "text/event-stream", body = String)),
+)]
 async fn follow(State(connection): State<Connection>, uri: Uri, headers: HeaderMap) -> Result<Response, Refusal> {
     let [asked, decisions] = query_numbers(&uri, ["after", "decisions"])?;
     let last = headers.get("last-event-id").and_then(|value| value.to_str().ok()?.parse().ok());
@@ -100,11 +113,23 @@ fn minutes(uri: &Uri, (most, default): (u64, u64)) -> Result<u64, Refusal> {
     }
 }
 
+/// The past of the host.
+#[utoipa::path(
+    get, path = "/v1/history", operation_id = "getHostHistory",
+    params(Minutes),
+    responses((status = 200, body = History)),
+)]
 async fn of_host(State(connection): State<Connection>, uri: Uri) -> Answer {
     let minutes = minutes(&uri, MINUTES)?;
     json(&ask(&connection, move |backend| backend.host_history(minutes)).await?)
 }
 
+/// The past of all VMs.
+#[utoipa::path(
+    get, path = "/v1/history/vms", operation_id = "listVmHistories",
+    params(FewMinutes),
+    responses((status = 200, body = Vec<VmHistory>)),
+)]
 async fn of_vms(State(connection): State<Connection>, uri: Uri) -> Answer {
     let minutes = minutes(&uri, LIST_MINUTES)?;
     let all = ask(&connection, move |backend| {
@@ -114,6 +139,12 @@ async fn of_vms(State(connection): State<Connection>, uri: Uri) -> Answer {
     json(&all.await?)
 }
 
+/// The past of one VM.
+#[utoipa::path(
+    get, path = "/v1/vms/{name}/history", operation_id = "getVmHistory",
+    params(Name, Minutes),
+    responses((status = 200, body = History), NoSuchVm),
+)]
 async fn of_vm(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>, uri: Uri) -> Answer {
     let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
     let minutes = minutes(&uri, MINUTES)?;

@@ -3,27 +3,42 @@
 //! Before: `routes` mounts it. After: the engine's pool does it.
 //! Promise: a request may be sent again: it says how much there is to be, not how much more.
 
-use axum::Router;
 use axum::extract::{Request, State};
-use axum::routing::{get, put};
-use ballast_api::{LendRequest, PoolRequest};
+use ballast_api::{LendRequest, PoolRequest, PoolStat};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
+use super::openapi::Invalid;
 use super::request::{Answer, Connection, ask, invalid, json, parse, read_body};
 
-pub(super) fn routes() -> Router<Connection> {
-    Router::new().route("/v1/pool", get(show).put(reserve)).route("/v1/pool/lent", put(lend))
+pub(super) fn routes() -> OpenApiRouter<Connection> {
+    OpenApiRouter::new().routes(routes!(show, reserve)).routes(routes!(lend))
 }
 
+/// The pool of VM memory.
+#[utoipa::path(get, path = "/v1/pool", operation_id = "getPool", responses((status = 200, body = PoolStat)))]
 async fn show(State(connection): State<Connection>) -> Answer {
     json(&ask(&connection, |backend| backend.pool()).await?)
 }
 
+/// Reserve memory of the host for VMs, up to this total; notes say why it is less.
+#[utoipa::path(
+    put, path = "/v1/pool", operation_id = "reservePool",
+    request_body = PoolRequest,
+    responses((status = 200, body = PoolStat), Invalid),
+)]
 async fn reserve(State(connection): State<Connection>, request: Request) -> Answer {
     let body = read_body(request.into_body(), connection.body_time).await?;
     let wanted: PoolRequest = parse(&body, "a size of the pool")?;
     json(&ask(&connection, move |backend| backend.reserve_pool(&wanted)).await?.map_err(invalid)?)
 }
 
+/// Set how much of the pool is lent to the host.
+#[utoipa::path(
+    put, path = "/v1/pool/lent", operation_id = "lendPool",
+    request_body = LendRequest,
+    responses((status = 200, body = PoolStat), Invalid),
+)]
 async fn lend(State(connection): State<Connection>, request: Request) -> Answer {
     let body = read_body(request.into_body(), connection.body_time).await?;
     let wanted: LendRequest = parse(&body, "how much to lend")?;

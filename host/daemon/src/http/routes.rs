@@ -11,37 +11,53 @@ use axum::extract::{Path, Request, State, rejection::PathRejection};
 use axum::http::{Method, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{delete, get, put};
-use ballast_api::{DEFAULT_CELLS, HeatPatch, LimitsPatch, MAX_CELLS, Problem, VmChange, VmPatch};
+use ballast_api::{
+    DEFAULT_CELLS, HeatPatch, HostStat, KeptVm, LimitsPatch, MAX_CELLS, Problem, VmChange, VmHeat, VmPatch, VmStat,
+};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use super::backend::ChangeError;
+use super::openapi::{AfterCycle, Cells, Invalid, Name, NoSuchVm, NothingKept, Stuck};
 use super::peer::Access;
 use super::request::{
     Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, query_number, read_body,
 };
-use super::{adopted, governor, metrics, past, pool, upgrade};
+use super::{adopted, governor, metrics, openapi, past, pool, upgrade};
 
-pub(super) fn router(state: Connection) -> Router {
-    Router::new()
-        .route("/v1/vms", get(vms).patch(limit_vms))
-        .route("/v1/vms/{name}", get(vm).patch(patch_vm))
-        .route("/v1/vms/{name}/restore", put(restore).delete(end_restore))
-        .route("/v1/vms/{name}/heat", get(heat).patch(patch_heat))
-        .route("/v1/vms/{name}/heat/cycles", get(heat_cycles))
-        .route("/v1/kept", get(kept))
-        .route("/v1/kept/{name}", delete(forget))
+/// All routes, with their document.
+pub(super) fn routes() -> OpenApiRouter<Connection> {
+    OpenApiRouter::with_openapi(openapi::empty())
+        .routes(routes!(vms, limit_vms))
+        .routes(routes!(vm, patch_vm))
+        .routes(routes!(restore, end_restore))
+        .routes(routes!(heat, patch_heat))
+        .routes(routes!(heat_cycles))
+        .routes(routes!(kept))
+        .routes(routes!(forget))
         .merge(adopted::routes())
         .merge(governor::routes())
         .merge(upgrade::routes())
         .merge(pool::routes())
         .merge(past::routes())
-        .route("/v1/host", get(host))
-        .route("/v1/openapi.json", get(openapi))
-        .route("/metrics", get(metrics_page))
-        .fallback(not_found)
-        .method_not_allowed_fallback(wrong_method)
-        .layer(middleware::from_fn_with_state(state.clone(), check_access))
-        .with_state(state)
+        .routes(routes!(host))
+        .routes(routes!(document))
+        .routes(routes!(metrics_page))
+}
+
+/// Their document.
+pub(super) fn document_json() -> String {
+    openapi::to_json(routes().into_openapi())
+}
+
+/// The routes, made once; each connection has its own state.
+pub(super) fn router() -> Router<Connection> {
+    Router::from(routes()).fallback(not_found).method_not_allowed_fallback(wrong_method)
+}
+
+/// The routes for one connection.
+pub(super) fn of_connection(router: Router<Connection>, state: Connection) -> Router {
+    router.layer(middleware::from_fn_with_state(state.clone(), check_access)).with_state(state)
 }
 
 async fn check_access(State(connection): State<Connection>, request: Request, next: Next) -> Response {
@@ -58,10 +74,18 @@ async fn check_access(State(connection): State<Connection>, request: Request, ne
     }
 }
 
+/// Every VM.
+#[utoipa::path(get, path = "/v1/vms", operation_id = "listVms", responses((status = 200, body = Vec<VmStat>)))]
 async fn vms(State(connection): State<Connection>) -> Answer {
     json(&ask(&connection, |backend| backend.vms()).await?)
 }
 
+/// One VM.
+#[utoipa::path(
+    get, path = "/v1/vms/{name}", operation_id = "getVm",
+    params(Name),
+    responses((status = 200, body = VmStat), NoSuchVm),
+)]
 async fn vm(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
     let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
     let asked = name.clone();
@@ -69,6 +93,12 @@ async fn vm(State(connection): State<Connection>, name: Result<Path<String>, Pat
     json(&vm.ok_or_else(|| no_such_vm(&name))?)
 }
 
+/// How hot the memory of a VM is.
+#[utoipa::path(
+    get, path = "/v1/vms/{name}/heat", operation_id = "getVmHeat",
+    params(Name, Cells),
+    responses((status = 200, body = VmHeat), NoSuchVm),
+)]
 async fn heat(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>, uri: Uri) -> Answer {
     let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
     let cells = query_number(&uri, "cells", DEFAULT_CELLS as u64)?;
@@ -80,6 +110,13 @@ async fn heat(State(connection): State<Connection>, name: Result<Path<String>, P
     json(&heat.ok_or_else(|| no_such_vm(&name))?)
 }
 
+/// Change how a VM is tracked; returns its heat.
+#[utoipa::path(
+    patch, path = "/v1/vms/{name}/heat", operation_id = "patchVmHeat",
+    params(Name),
+    request_body = HeatPatch,
+    responses((status = 200, body = VmHeat), NoSuchVm),
+)]
 async fn patch_heat(
     State(connection): State<Connection>,
     name: Result<Path<String>, PathRejection>,
@@ -96,6 +133,12 @@ async fn patch_heat(
     json(&heat.await?.ok_or_else(|| no_such_vm(&name))?)
 }
 
+/// The last access cycles as a recording; they are kept while a client asks.
+#[utoipa::path(
+    get, path = "/v1/vms/{name}/heat/cycles", operation_id = "getVmHeatCycles",
+    params(Name, AfterCycle),
+    responses((status = 200, content_type = "application/octet-stream", body = String), NoSuchVm, Stuck),
+)]
 async fn heat_cycles(
     State(connection): State<Connection>,
     name: Result<Path<String>, PathRejection>,
@@ -114,6 +157,13 @@ async fn heat_cycles(
     Ok(([(header::CONTENT_TYPE, "application/octet-stream")], cycles).into_response())
 }
 
+/// Change one VM; returns its new state.
+#[utoipa::path(
+    patch, path = "/v1/vms/{name}", operation_id = "patchVm",
+    params(Name),
+    request_body = VmPatch,
+    responses((status = 200, body = VmStat), NoSuchVm, Invalid),
+)]
 async fn patch_vm(
     State(connection): State<Connection>,
     name: Result<Path<String>, PathRejection>,
@@ -134,6 +184,12 @@ async fn patch_vm(
     }
 }
 
+/// Set or remove the limit of several VMs, or of all; returns the result for each.
+#[utoipa::path(
+    patch, path = "/v1/vms", operation_id = "limitVms",
+    request_body = LimitsPatch,
+    responses((status = 200, body = Vec<VmChange>)),
+)]
 async fn limit_vms(State(connection): State<Connection>, request: Request) -> Answer {
     let body = read_body(request.into_body(), connection.body_time).await?;
     let LimitsPatch { vms, limit_bytes } = parse(&body, "one limit for several VMs")?;
@@ -155,10 +211,22 @@ async fn limit_vms(State(connection): State<Connection>, request: Request) -> An
     json(&changes.await?)
 }
 
+/// Restore all of one VM and keep it in memory, whatever its limit; returns its state now.
+#[utoipa::path(
+    put, path = "/v1/vms/{name}/restore", operation_id = "restoreVm",
+    params(Name),
+    responses((status = 200, body = VmStat), NoSuchVm, Invalid),
+)]
 async fn restore(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
     keep(&connection, name, true).await
 }
 
+/// End that; the limit of the VM counts again.
+#[utoipa::path(
+    delete, path = "/v1/vms/{name}/restore", operation_id = "endRestore",
+    params(Name),
+    responses((status = 200, body = VmStat), NoSuchVm, Invalid),
+)]
 async fn end_restore(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
     keep(&connection, name, false).await
 }
@@ -173,10 +241,21 @@ async fn keep(connection: &Connection, name: Result<Path<String>, PathRejection>
     }
 }
 
+/// What is kept of VMs for the next time that they attach.
+#[utoipa::path(
+    get, path = "/v1/kept", operation_id = "listKept",
+    responses((status = 200, body = Vec<KeptVm>), Invalid),
+)]
 async fn kept(State(connection): State<Connection>) -> Answer {
     json(&ask(&connection, |backend| backend.kept()).await?.map_err(invalid)?)
 }
 
+/// Forget what is kept of VMs of this name or UUID; returns it.
+#[utoipa::path(
+    delete, path = "/v1/kept/{name}", operation_id = "forgetVm",
+    params(Name),
+    responses((status = 200, body = Vec<KeptVm>), NothingKept, Invalid),
+)]
 async fn forget(State(connection): State<Connection>, vm: Result<Path<String>, PathRejection>) -> Answer {
     let Path(vm) = vm.map_err(|error| bad_request(error.body_text()))?;
     let asked = vm.clone();
@@ -188,14 +267,26 @@ async fn forget(State(connection): State<Connection>, vm: Result<Path<String>, P
     json(&forgotten)
 }
 
+/// The host and Ballast.
+#[utoipa::path(get, path = "/v1/host", operation_id = "getHost", responses((status = 200, body = HostStat)))]
 async fn host(State(connection): State<Connection>) -> Answer {
     json(&ask(&connection, |backend| backend.host()).await?)
 }
 
-async fn openapi() -> Answer {
-    Ok(([(header::CONTENT_TYPE, "application/json")], ballast_api::document_json()).into_response())
+/// This document.
+#[utoipa::path(
+    get, path = "/v1/openapi.json", operation_id = "getOpenapi",
+    responses((status = 200, body = serde_json::Value)),
+)]
+async fn document() -> Answer {
+    Ok(([(header::CONTENT_TYPE, "application/json")], document_json()).into_response())
 }
 
+/// Prometheus metrics.
+#[utoipa::path(
+    get, path = "/metrics", operation_id = "getMetrics",
+    responses((status = 200, content_type = metrics::MEDIA_TYPE, body = String)),
+)]
 async fn metrics_page(State(connection): State<Connection>) -> Answer {
     let readers = Arc::clone(&connection.readers);
     let is_reader = connection.access != Access::Write;

@@ -15,6 +15,9 @@ use tokio::sync::watch;
 use super::*;
 use crate::events::Events;
 
+mod document;
+mod walk;
+
 struct Canned {
     vms: Mutex<Vec<VmStat>>,
     events: Arc<Events>,
@@ -111,20 +114,24 @@ struct Server {
 }
 
 fn start(policy: PeerPolicy, bounds: Bounds) -> Server {
+    let canned = Canned::new();
+    let events = canned.events.clone();
+    Server { events, ..start_with(Arc::new(canned), policy, bounds) }
+}
+
+fn start_with(backend: Arc<dyn Backend>, policy: PeerPolicy, bounds: Bounds) -> Server {
     let directory = tempfile::tempdir().expect("directory");
     let socket = directory.path().join("api.sock");
     let listener = std::os::unix::net::UnixListener::bind(&socket).expect("bind");
     listener.set_nonblocking(true).expect("non-blocking");
-    let canned = Canned::new();
-    let events = canned.events.clone();
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
         runtime.block_on(async {
             let listener = UnixListener::from_std(listener).expect("listener");
-            serve_within(listener, Arc::new(canned), policy, Gate::default(), bounds).await;
+            serve_within(listener, backend, policy, Gate::default(), bounds).await;
         });
     });
-    Server { _directory: directory, socket, events }
+    Server { _directory: directory, socket, events: Arc::default() }
 }
 
 fn usual() -> Server {
@@ -181,7 +188,7 @@ fn what_the_backend_says_is_what_the_client_reads() {
     assert_eq!(client.set_limit("web", None).expect("limit").limit_bytes, None);
     let document = raw(&server.socket, b"GET /v1/openapi.json HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
     let document = String::from_utf8(document).expect("UTF-8");
-    assert!(document.ends_with(&ballast_api::document_json()), "the document served is not the generated one");
+    assert!(document.ends_with(&routes::document_json()), "the document served is not the generated one");
 }
 
 #[test]
@@ -248,40 +255,36 @@ fn a_panic_in_the_backend_is_a_500_and_the_next_request_is_answered() {
     assert!(client.vm("web").is_ok());
 }
 
+/// The status of an answer to a peer with this access. Root is always let in, so the policy is tested in `peer`.
+fn status_for(access: Access, request: Vec<u8>) -> u16 {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
+    runtime.block_on(async {
+        let (here, there) = tokio::net::UnixStream::pair().expect("pair");
+        let place = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("place");
+        let backend = Arc::new(Canned::new());
+        let state = Connection { backend, access, body_time: BOUNDS.body, readers: Arc::default() };
+        let service = TowerToHyperService::new(routes::of_connection(routes::router(), state));
+        let inside = (place, Gate::default().enter());
+        tokio::spawn(connection(stream::Stream::new(there, Closer::new()), service, BOUNDS, inside));
+        let here = here.into_std().expect("std");
+        here.set_nonblocking(false).expect("blocking");
+        let asked = tokio::task::spawn_blocking(move || {
+            let mut here = here;
+            here.write_all(&request).expect("write");
+            here.shutdown(std::net::Shutdown::Write).expect("shutdown");
+            let mut answer = Vec::new();
+            here.read_to_end(&mut answer).expect("read");
+            status_and_problem(&answer).0
+        });
+        asked.await.expect("answer")
+    })
+}
+
 #[test]
 fn a_user_without_access_is_refused_everything_and_a_reader_every_change() {
-    // Root is always let in, so the policy is tested in `peer` and this test gives each connection its access.
     for (access, looking, changing) in [(Access::Denied, 403, 403), (Access::Read, 200, 403), (Access::Write, 200, 200)]
     {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
-        let ask = |request: Vec<u8>| {
-            runtime.block_on(async {
-                let (here, there) = tokio::net::UnixStream::pair().expect("pair");
-                let place = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("place");
-                tokio::spawn(connection(
-                    stream::Stream::new(there, Closer::new()),
-                    Connection {
-                        backend: Arc::new(Canned::new()),
-                        access,
-                        body_time: BOUNDS.body,
-                        readers: Arc::default(),
-                    },
-                    BOUNDS,
-                    (place, Gate::default().enter()),
-                ));
-                let here = here.into_std().expect("std");
-                here.set_nonblocking(false).expect("blocking");
-                let asked = tokio::task::spawn_blocking(move || {
-                    let mut here = here;
-                    here.write_all(&request).expect("write");
-                    here.shutdown(std::net::Shutdown::Write).expect("shutdown");
-                    let mut answer = Vec::new();
-                    here.read_to_end(&mut answer).expect("read");
-                    status_and_problem(&answer).0
-                });
-                asked.await.expect("answer")
-            })
-        };
+        let ask = |request: Vec<u8>| status_for(access, request);
         assert_eq!(ask(b"GET /v1/vms HTTP/1.1\r\nhost: x\r\n\r\n".to_vec()), looking, "{access:?}");
         assert_eq!(ask(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n".to_vec()), looking, "{access:?}");
         assert_eq!(ask(patch("/v1/vms/web", "{}")), changing, "{access:?}");

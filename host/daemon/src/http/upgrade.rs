@@ -3,21 +3,30 @@
 //! Before: `routes` mounts it. After: the engine passes it on to its keeper.
 //! Promise: a request that is sent again while that upgrade is under way begins no second one.
 
-use axum::Router;
 use axum::extract::{Request, State};
-use axum::routing::get;
-use ballast_api::UpgradeRequest;
+use ballast_api::{UpgradeRequest, UpgradeStat};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
+use super::openapi::Invalid;
 use super::request::{Answer, Connection, ask, invalid, json, parse, read_body};
 
-pub(super) fn routes() -> Router<Connection> {
-    Router::new().route("/v1/upgrade", get(show).put(begin))
+pub(super) fn routes() -> OpenApiRouter<Connection> {
+    OpenApiRouter::new().routes(routes!(show, begin))
 }
 
+/// The state of the last upgrade.
+#[utoipa::path(get, path = "/v1/upgrade", operation_id = "getUpgrade", responses((status = 200, body = UpgradeStat)))]
 async fn show(State(connection): State<Connection>) -> Answer {
     json(&ask(&connection, |backend| backend.upgrade()).await?)
 }
 
+/// Start an upgrade to another program; returns its state.
+#[utoipa::path(
+    put, path = "/v1/upgrade", operation_id = "beginUpgrade",
+    request_body = UpgradeRequest,
+    responses((status = 200, body = UpgradeStat), Invalid),
+)]
 async fn begin(State(connection): State<Connection>, request: Request) -> Answer {
     let body = read_body(request.into_body(), connection.body_time).await?;
     let UpgradeRequest { program } = parse(&body, "an upgrade")?;
