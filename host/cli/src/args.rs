@@ -272,11 +272,14 @@ pub struct ReplayArgs {
 }
 
 /// Arguments of `top`.
-#[derive(Clone, Copy, Debug, Args)]
+#[derive(Debug, Args)]
 pub struct TopArgs {
     /// Print one plain frame and end
     #[arg(long)]
     pub once: bool,
+    /// Show a recording: lines of `top --json`, or answers of /v1/history and /v1/history/vms
+    #[arg(long, value_name = "FILE")]
+    pub replay: Option<PathBuf>,
     /// Seconds between two frames
     #[arg(long, default_value = "1", value_name = "SECONDS", value_parser = interval)]
     pub interval_s: Duration,

@@ -58,6 +58,9 @@ fn describe(host: &HostStat) -> String {
     if let Some(why) = &host.pin_check_missing {
         let _ = writeln!(text, "pins    cannot be seen, so pages wait longer: {why}");
     }
+    for warning in &host.warnings {
+        let _ = writeln!(text, "warning {warning}");
+    }
     let (budget, left) = (size(host.guest_budget_bytes), size(host.schedulable_bytes));
     let _ = writeln!(text, "budget  {budget} for guests, of which {left} may still be reserved");
     let _ = writeln!(

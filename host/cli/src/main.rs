@@ -51,7 +51,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Vm(command) => vm::run(&client()?, &command, cli.json)?,
         Command::Adopt(args) => adopt::adopt(&client()?, &args, cli.json)?,
         Command::Release(args) => adopt::release(&client()?, &args, cli.json)?,
-        Command::Top(args) => top::run(client()?, args, cli.json)?,
+        Command::Top(args) => top::run(client()?, &args, cli.json)?,
         Command::Policy(command) => policy::run(&client()?, &command, cli.json)?,
         Command::Pool(command) => pool::run(&client()?, &command, cli.json)?,
         Command::Plan { policy } => policy::plan(&client()?, policy, cli.json)?,

@@ -275,6 +275,9 @@ fn screen(vm: &VmStat) -> String {
     for warning in &vm.warnings {
         let _ = writeln!(text, "warning: {warning}");
     }
+    if let Some(why) = vm.why.as_ref().filter(|_| vm.status_reason.is_none()) {
+        let _ = writeln!(text, "{why}");
+    }
     let uuid = vm.uuid.as_ref().map_or(String::new(), |uuid| format!(", uuid {uuid}"));
     let _ = writeln!(text, "{}, pid {}{uuid}, id {}\n", vm.vmm, vm.pid, vm.id);
     text += &memory(vm);

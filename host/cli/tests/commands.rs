@@ -377,7 +377,8 @@ fn people_read_tables() {
     assert!(fine(&daemon.socket, &["host"]).contains("up 1h 1m"));
     assert!(fine(&daemon.socket, &["events"]).contains("2026-12-31 23:59:59.999 UTC  web-1  attached"));
     let frame = fine(&daemon.socket, &["top", "--once", "--sort", "name"]);
-    let rows: Vec<&str> = frame.lines().skip(3).filter_map(|line| line.split(' ').next()).collect();
+    let rows = frame.lines().skip_while(|line| !line.starts_with("NAME")).skip(1);
+    let rows: Vec<&str> = rows.filter_map(|line| line.split(' ').next()).collect();
     assert_eq!(rows, ["db", "web-1"], "{frame}");
     assert!(fine(&daemon.socket, &["vm", "limit", "db", "1G"]).contains("limit 1 GiB"));
     assert!(fine(&daemon.socket, &["vm", "limit", "db", "64MiB"]).contains("goes far"));
