@@ -28,8 +28,8 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// Curves of a part: name, colour, and stretches of points.
 pub(super) type Curves = Vec<(&'static str, RGBColor, Vec<Vec<(f64, f64)>>)>;
 
-/// The SVG of a row of `bench limit`.
-pub(super) fn draw(row: &Value) -> Result<String> {
+/// The title of a row of `bench limit`, and its SVG.
+pub(super) fn draw(row: &Value) -> Result<(String, String)> {
     let times = series(row, "t_s")?;
     let ram = row["ram_bytes"].as_f64().context("the row has no ram_bytes")?;
     let all = |key: &str, unit: f64| -> Result<Vec<(f64, Option<f64>)>> {
@@ -59,7 +59,7 @@ pub(super) fn picture(title: &str, time: (&str, f64), parts: &[(&str, Curves); 2
     let area = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
     paint(&area, title, time, parts).map_err(|error| anyhow!("Drawing {title:?}: {error}"))?;
     drop(area);
-    Ok(text)
+    Ok((title, text))
 }
 
 /// The values of a key, sample by sample; `None` where the row has null.
@@ -147,7 +147,7 @@ mod tests {
             "resident_bytes": [67108864, 50000000, 33554432], "far_bytes": [0, 100, 200],
             "refaults_per_s": [0, 10, 20], "quarantine_hits_per_s": [0, 1, 2],
         });
-        let text = draw(&row).expect("draw");
+        let (_, text) = draw(&row).expect("draw");
         for words in
             ["A VM of 64 MiB", "limit of 32 MiB", "MiB", "1000 faults/s", "seconds", "limit", "in DRAM", "refaults"]
         {

@@ -2,7 +2,8 @@
 //!
 //! Before: `ballast bench WHAT --json` wrote rows to files. After: each headline in them has an SVG.
 //! Threads: none. Units: in the axes. Promise: all figures come from rows; a range is that of the rounds, or the
-//! confidence interval of the median.
+//! confidence interval of the median. A picture says in words what it shows and which file its rows are in; equal rows
+//! make equal pictures, so a test finds those of `docs/pictures` that are older than their rows.
 //!
 //! | File | Headline |
 //! |---|---|
@@ -33,7 +34,12 @@ const HANDLER: Side = Side("plain handler", PLAIN);
 /// Draw all headlines that are in these files into a directory. Returns the files that were written.
 pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
     let rows = Rows::read(files)?;
-    let charts = [("restore", restore(&rows)), ("reclaim", reclaim(&rows)), ("idle", idle(&rows))];
+    let charts = [
+        ("restore", "restore_us_p50", restore(&rows)),
+        ("reclaim", "reclaim_pages_per_s", reclaim(&rows)),
+        ("idle", "idle_overhead_pct", idle(&rows)),
+        ("balance", "geomean_slowdown", balance(&rows)),
+    ];
     let mut written = Vec::new();
     let mut write = |name: &str, text: String| -> Result<()> {
         let file = out.join(name).with_extension("svg");
@@ -41,13 +47,20 @@ pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
         written.push(file);
         Ok(())
     };
-    for (name, chart) in charts.into_iter().chain([("balance", balance(&rows))]) {
+    for (name, key, chart) in charts {
         if !chart.is_empty() {
-            write(name, chart.draw()?)?;
+            let words = format!("{} Rows: {}.", chart.in_words(), rows.file_of(name, key));
+            write(name, described(&chart.draw()?, &chart.title, &words)?)?;
         }
     }
     if let Some(row) = rows.of("limit", "t_s").last() {
-        write("vm-under-limit", course::draw(row)?)?;
+        let (title, text) = course::draw(row)?;
+        let words = format!(
+            "Above, over time: the limit, the memory in DRAM and the far memory. Below: refaults and quarantine hits. \
+             Rows: {}.",
+            rows.file_of("limit", "t_s")
+        );
+        write("vm-under-limit", described(&text, &title, &words)?)?;
     }
     if let Some(row) = rows.of("real", "day_s").last() {
         write("day", day::draw(row)?)?;
@@ -57,6 +70,13 @@ pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
         "these files have no row of restore, reclaim, idle, balance, limit or a day of real programs"
     );
     Ok(written)
+}
+
+/// The picture with a title and a description for readers who do not see it.
+fn described(svg: &str, title: &str, words: &str) -> Result<String> {
+    let plain = |text: &str| text.replace('&', "&amp;").replace('<', "&lt;");
+    let (head, rest) = svg.split_once('>').context("the picture has no element")?;
+    Ok(format!("{head} role=\"img\">\n<title>{}</title>\n<desc>{}</desc>{rest}", plain(title), plain(words)))
 }
 
 /// A text of a row, with spaces.
@@ -162,8 +182,36 @@ mod tests {
         assert_eq!(written, ["restore.svg", "balance.svg"].map(|name| dir.path().join(name)));
         let text = std::fs::read_to_string(&written[1]).expect("a picture");
         assert!(text.contains("60 %") && text.contains("2.6"), "{text}");
+        assert!(
+            text.contains("<title>Eight VMs in less memory") && text.contains("Rows: rows.jsonl.</desc>"),
+            "{text}"
+        );
         std::fs::write(&file, "").expect("no rows");
         assert!(run(&[file], dir.path()).expect_err("nothing").to_string().contains("no row of restore"));
+    }
+
+    #[test]
+    fn the_pictures_of_the_docs_are_those_of_the_newest_rows_and_say_what_they_show() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let listed = |place: &str, ending: &str| {
+            let entries = std::fs::read_dir(root.join(place)).expect("a directory").flatten();
+            let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+            files.retain(|path| path.extension().is_some_and(|found| found == ending));
+            files.sort();
+            files
+        };
+        let dir = tempfile::tempdir().expect("a directory");
+        for file in run(&listed("lab/notebook", "jsonl"), dir.path()).expect("plots") {
+            let name = file.file_name().expect("a name");
+            let [drawn, kept] = [file.clone(), root.join("docs/pictures").join(name)]
+                .map(|path| std::fs::read_to_string(path).unwrap_or_default());
+            let again = "ballast-bench plot lab/notebook/*.jsonl --out docs/pictures";
+            assert!(drawn == kept, "docs/pictures/{} is not the picture of its rows: {again}", name.display());
+        }
+        for picture in listed("docs/pictures", "svg") {
+            let text = std::fs::read_to_string(&picture).expect("a picture");
+            assert!(text.contains("<title>") && text.contains("<desc>"), "{} has no words", picture.display());
+        }
     }
 
     /// A row as the benches print it.

@@ -54,6 +54,18 @@ impl Chart {
         self.groups.iter().flat_map(|(_, points)| points.iter().flatten())
     }
 
+    /// All medians in words, for readers who do not see the picture.
+    pub(super) fn in_words(&self) -> String {
+        let groups = self.groups.iter().map(|(name, points)| {
+            let medians = points.iter().zip(&self.sides).filter_map(|(point, Side(side, _))| {
+                let Point { median, low, high } = point.as_ref()?;
+                Some(format!("{side} {} [{} to {}]", number(*median), number(*low), number(*high)))
+            });
+            format!("{name}: {}", medians.collect::<Vec<_>>().join(", "))
+        });
+        format!("Medians and ranges, {}. {}.", self.axis, groups.collect::<Vec<_>>().join("; "))
+    }
+
     /// The SVG.
     pub(super) fn draw(&self) -> Result<String> {
         let mut text = String::new();
@@ -156,6 +168,9 @@ mod tests {
             assert!(text.contains(words), "no {words:?} in {text}");
         }
         assert!(!chart.is_empty());
+        let words = "Medians and ranges, us, logarithmic. p50: Ballast 0.3 [0.15 to 0.6], kernel 5.9 [2.95 to 11.8]; \
+                     p99: Ballast 14.9 [7.45 to 29.8].";
+        assert_eq!(chart.in_words(), words);
         chart.groups = vec![("p50".into(), vec![None, None])];
         assert!(chart.is_empty());
     }

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-/// All rows of each file, in the order of the files.
-pub(super) struct Rows(Vec<Vec<Value>>);
+/// All rows of each file, with its name, in the order of the files.
+pub(super) struct Rows(Vec<(String, Vec<Value>)>);
 
 /// A figure: its median and its range.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,17 +26,30 @@ impl Rows {
         let mut rows = Vec::new();
         for file in files {
             let text = std::fs::read_to_string(file).with_context(|| format!("Reading {}", file.display()))?;
-            rows.push(parse(file, &text)?);
+            let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            rows.push((name, parse(file, &text)?));
         }
         Ok(Self(rows))
     }
 
     /// The rows of a bench with native guests that have this key, in the last file that has such rows.
     pub(super) fn of<'a>(&'a self, bench: &'a str, key: &'a str) -> impl Iterator<Item = &'a Value> {
-        let is_one = move |row: &&Value| row["bench"] == bench && row["guest"] == "native" && !row[key].is_null();
-        let last = self.0.iter().rfind(|rows| rows.iter().any(|row| is_one(&row)));
-        last.into_iter().flatten().filter(is_one)
+        let last = self.last(bench, key).into_iter().flat_map(|(_, rows)| rows);
+        last.filter(move |row| is_one(row, bench, key))
     }
+
+    /// The name of that file.
+    pub(super) fn file_of(&self, bench: &str, key: &str) -> &str {
+        self.last(bench, key).map_or("", |(name, _)| name)
+    }
+
+    fn last(&self, bench: &str, key: &str) -> Option<&(String, Vec<Value>)> {
+        self.0.iter().rfind(|(_, rows)| rows.iter().any(|row| is_one(row, bench, key)))
+    }
+}
+
+fn is_one(row: &Value, bench: &str, key: &str) -> bool {
+    row["bench"] == bench && row["guest"] == "native" && !row[key].is_null()
 }
 
 fn parse(file: &Path, text: &str) -> Result<Vec<Value>> {
