@@ -11,6 +11,7 @@ const MANY = 50;
 const WAITS = 1;
 const SPARKS = 60;
 const EVENTS_SHOWN = 200;
+const WAITING_SHOWN = 5;
 
 const $ = (id) => document.getElementById(id);
 const { size, clock } = charts;
@@ -49,22 +50,8 @@ const kept = (vm) => {
 
 const isBad = (vm) => percent(vm) > WAITS || vm.status !== "running";
 
-// Why a VM is as it is, in words; empty if there is nothing to say.
-function why(vm) {
-  const reason = vm.status_reason ? `: ${vm.status_reason}` : "";
-  if (vm.status !== "running") return `${vm.status}${reason}`;
-  if (percent(vm) > WAITS) {
-    const share = `Waits ${percent(vm).toFixed(1)} % of the time for memory that is far`;
-    const limit = kept(vm);
-    if (limit === null || vm.resident_bytes < limit * 0.9) return `${share}; it comes back as it is touched.`;
-    const byPolicy = vm.target_bytes !== null && limit === vm.target_bytes && vm.limit_bytes !== limit;
-    const who = byPolicy ? `the policy ${state.host.policy}` : "its operator's limit";
-    return `${share}: held at ${size(limit)} by ${who}, and it uses more.`;
-  }
-  if (vm.unmanaged_bytes > 0) return `${size(vm.unmanaged_bytes)} of its RAM is not managed.`;
-  if (vm.class === "pinned") return `pinned${reason}`;
-  return vm.warnings[0] ?? "";
-}
+// Why a VM waits or keeps its memory, in the daemon's words; empty if there is nothing to say.
+const why = (vm) => vm.why ?? vm.warnings[0] ?? "";
 
 // ---- DOM helpers: text changes only where it differs ----
 
@@ -233,14 +220,17 @@ async function showHost() {
   put($("host-text"), `Guest RAM ${size(host.size_bytes)}: ${size(host.resident_bytes)} resident, ` +
     `${size(host.far_bytes)} far, ${size(host.zero_bytes)} zero; ${saved}. ` +
     `DRAM: ${size(host.mem_available_bytes)} of ${size(host.mem_total_bytes)} available. ` +
+    `Store: ${size(host.store_bytes)} of ${size(host.store_budget_bytes)}. ` +
     `Dashed lines: changes of the host's state and of the policy.${few(history)}`);
 }
 
 function showWaiting() {
   const waiting = state.vms.filter(isBad);
   waiting.sort((a, b) => percent(b) - percent(a));
-  fill($("waiting"), waiting.slice(0, 5).map((vm) => [null, `${vm.name}: ${why(vm)}`]));
   const { host } = state;
+  const more = waiting.length > WAITING_SHOWN ? [`and ${waiting.length - WAITING_SHOWN} more VMs`] : [];
+  fill($("waiting"), [...(host.warnings ?? []),
+    ...waiting.slice(0, WAITING_SHOWN).map((vm) => `${vm.name}: ${why(vm)}`), ...more].map((text) => [null, text]));
   const word = host.state ? `Host memory: ${host.state}. ` : "";
   put($("host-state"), `${word}Policy: ${host.policy}.${state.note}`);
   put($("summary"), `${host.vms} VMs · ${size(host.resident_bytes)} resident · ${size(host.far_bytes)} far · ` +
@@ -407,7 +397,8 @@ async function tick() {
   list();
   document.body.dataset.updateMs = (performance.now() - start).toFixed(1);
   await showHost();
-  if (state.chosen) await showVm();
+  // A VM may end between two requests; that is no failure of the daemon.
+  if (state.chosen) await showVm().catch((error) => put($("vm-why"), `Its figures did not come: ${error.message}`));
   document.body.dataset.ready = "1";
 }
 
@@ -419,8 +410,10 @@ async function loop() {
       state.failedAt = null;
     } catch (error) {
       state.failedAt ??= Date.now();
-      put($("banner"), `ballastd does not answer since ${new Date(state.failedAt).toLocaleTimeString("en-GB")}; ` +
-        `what is shown is from before. (${error.message ?? error.problem ?? error})`);
+      const old = state.host ? " What is shown is from before." : "";
+      put($("banner"), `ballastd does not answer since ${new Date(state.failedAt).toLocaleTimeString("en-GB")}: ` +
+        "VMs run on, and those that touch far memory wait until it does (`systemctl status ballastd`)." +
+        `${old} ${error.message ?? error.problem ?? error}`);
       $("banner").hidden = false;
     }
   }

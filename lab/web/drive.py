@@ -2,10 +2,13 @@
 """Opens the page of `ballast web` in headless Chromium and checks it: what it shows, its accessibility, its speed.
 
 Usage: drive.py ADDRESS PICTURES [AXE] VM...
+       drive.py ADDRESS PICTURES --broken TEXT...
   ADDRESS   what `ballast web` printed
   PICTURES  a directory for screenshots
   AXE       the file axe.min.js; without it the accessibility rules are not checked
   VM        names that must be in the list; the first one is opened
+  TEXT      what the page must say of a broken host; after the line `broken` ballastd ends, and the
+            page must say that, too
 
 Needs Chromium and Python's standard library: the browser is driven over a pipe (DevTools protocol). Prints one line for
 each check, `name value`; exit code 1 and a line on standard error for the first that fails.
@@ -128,9 +131,25 @@ def main():
     with tempfile.TemporaryDirectory() as home:
         browser = Browser(program, home)
         try:
-            check(browser, address, pictures, source, rest)
+            if rest[:1] == ["--broken"]:
+                check_broken(browser, address, pictures, rest[1:])
+            else:
+                check(browser, address, pictures, source, rest)
         finally:
             browser.close()
+
+
+def check_broken(browser, address, pictures, texts):
+    browser.look(1280, 900, "light")
+    browser.ask("Page.navigate", url=address)
+    for text in texts:
+        browser.until(f"the page says {text!r}",
+                      f"document.body && document.body.textContent.includes({json.dumps(text)})")
+    browser.picture(f"{pictures}/broken.png")
+    said("broken", 1)
+    browser.until("the page says that ballastd is gone", "!document.getElementById('banner').hidden")
+    said("banner", browser.value("document.getElementById('banner').textContent"))
+    browser.picture(f"{pictures}/gone.png")
 
 
 def check(browser, address, pictures, source, vms):

@@ -106,6 +106,73 @@ fn a_browser_shows_host_and_vms_without_a_finding_of_accessibility() {
 }
 
 #[test]
+fn the_page_says_what_a_broken_host_lacks_which_vm_has_it_and_that_the_daemon_is_gone() {
+    let chromium = Command::new("chromium").arg("--version").output().err();
+    if common::raw::no_uffd() || common::missing("chromium", chromium.map(|error| error.to_string())) {
+        return;
+    }
+    let daemon = Daemon::start("quarantine_ms = 5\nstore_budget = \"8M\"\n");
+    // The store has no room for what is above its limit.
+    let guest = Guest::start(&daemon, "greedy", "--workload idle --ram 64M --limit 16M --incompressible");
+    let web = Web::start(&daemon);
+    let drive = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../lab/web/drive.py");
+    let dir = tempfile::tempdir().expect("a directory");
+    let pictures = std::env::var_os("BALLAST_PICTURES").map_or_else(|| dir.path().to_owned(), PathBuf::from);
+    let mut command = Command::new("python3");
+    command.arg(drive).arg(&web.address).arg(&pictures);
+    command.args(["--broken", "The store is full", "they may have: greedy", "the store has no room for it"]);
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("python3 starts");
+    let mut said = BufReader::new(child.stdout.take().expect("piped")).lines().map_while(Result::ok);
+    let broken = said.find(|line| line.starts_with("broken"));
+    drop(guest.finish());
+    drop(daemon);
+    let banner = said.find(|line| line.starts_with("banner"));
+    assert!(child.wait().expect("it ends").success());
+    assert_eq!(broken.as_deref(), Some("broken 1"));
+    assert!(banner.is_some_and(|text| text.contains("those that touch far memory wait until it does")));
+}
+
+#[test]
+fn top_shows_real_vms_and_its_recording_is_shown_again_without_a_daemon() {
+    if common::raw::no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let guest = Guest::start(&daemon, "web", "--workload uniform --ram 32M --limit 16M");
+    common::until("it waits, and says why", || {
+        daemon.api.vm("web").is_ok_and(|vm| vm.why.is_some_and(|why| why.contains("its operator's limit holds it")))
+    });
+    let ballast = || Command::new(PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast"));
+    let socket = daemon.dir().join("api.sock");
+    let text = |command: &mut Command| {
+        let ended = command.output().expect("ballast is built");
+        assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+        String::from_utf8(ended.stdout).expect("UTF-8")
+    };
+    let frame = text(ballast().arg("--socket").arg(&socket).args(["top", "--once"]));
+    assert!(frame.contains("16 MiB") && frame.contains("\nweb "), "{frame}");
+    let mut command = ballast();
+    command.arg("--socket").arg(&socket).args(["--json", "top", "--interval-s", "0.1"]);
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("ballast is built");
+    let lines = BufReader::new(child.stdout.take().expect("piped")).lines().map_while(Result::ok);
+    let recorded: String = lines.take(3).map(|line| line + "\n").collect();
+    drop(Ends(child));
+    common::until("there is a past", || {
+        daemon.api.vm_histories(10).is_ok_and(|vms| vms.iter().any(|vm| !vm.history.at_unix_s.is_empty()))
+    });
+    let vms = serde_json::to_string(&daemon.api.vm_histories(10).expect("a past")).expect("JSON");
+    drop(guest.finish());
+    drop(daemon);
+    let dir = tempfile::tempdir().expect("a directory");
+    for (name, tape) in [("looks", recorded), ("history", vms)] {
+        let file = dir.path().join(name);
+        std::fs::write(&file, tape).expect("written");
+        let frame = text(ballast().args(["top", "--once", "--replay"]).arg(&file));
+        assert!(frame.contains("recording: ") && frame.contains("\nweb "), "{name}: {frame}");
+    }
+}
+
+#[test]
 fn promtool_finds_nothing_in_the_metrics_and_the_rules() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let promtool = root.join("target/web/promtool");
@@ -125,13 +192,34 @@ fn promtool_finds_nothing_in_the_metrics_and_the_rules() {
 
 #[test]
 fn events_are_followed_over_the_death_of_an_engine() {
+    follow_over_a_death(|daemon| {
+        let mut command = Command::new(PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast"));
+        command.arg("--socket").arg(daemon.dir().join("api.sock")).args(["events", "--follow", "--vm", "web"]);
+        command
+    });
+}
+
+#[test]
+fn the_example_in_python_follows_events_over_the_death_of_an_engine() {
+    let python = Command::new("python3").arg("--version").output().err();
+    if common::missing("python3", python.map(|error| error.to_string())) {
+        return;
+    }
+    follow_over_a_death(|daemon| {
+        let mut command = Command::new("python3");
+        command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/follow.py"));
+        command.arg(daemon.dir().join("api.sock"));
+        command
+    });
+}
+
+/// What this command prints has the events before and after the death of an engine.
+fn follow_over_a_death(command: impl FnOnce(&Daemon) -> Command) {
     if common::raw::no_uffd() {
         return;
     }
     let daemon = Daemon::start("");
-    let ballast = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
-    let mut command = Command::new(ballast);
-    command.arg("--socket").arg(daemon.dir().join("api.sock")).args(["events", "--follow", "--vm", "web"]);
+    let mut command = command(&daemon);
     let mut child = command.stdout(Stdio::piped()).spawn().expect("ballast is built");
     let mut said = BufReader::new(child.stdout.take().expect("piped")).lines();
     let _ends = Ends(child);
