@@ -1,7 +1,7 @@
 #!/bin/bash
 # The real programs beside the kernel: all rows of `ballast bench real`, and the pictures of the docs that they make.
 #
-#   scripts/evidence.sh [DIR]   rows in DIR/real.jsonl (default: target/evidence); docs/pictures/day.svg
+#   scripts/evidence.sh [DIR]   rows in DIR/real.jsonl (default: target/evidence), pictures in docs/pictures
 #
 # Takes two to four hours on a machine that does nothing else. Needs root, and what `make setup` gets.
 set -euo pipefail

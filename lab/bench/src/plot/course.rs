@@ -50,7 +50,8 @@ pub(super) fn draw(row: &Value) -> Result<(String, String)> {
     let end = times.iter().flatten().copied().fold(0.001, f64::max);
     let limit = row["limited_to_bytes"].as_f64().context("the row has no limited_to_bytes")?;
     let title = format!("A VM of {:.0} MiB before, under and after a limit of {:.0} MiB", ram / mib, limit / mib);
-    picture(&title, ("seconds", end), &[("MiB", memory), ("1000 faults/s", faults)])
+    let text = picture(&title, ("seconds", end), &[("MiB", memory), ("1000 faults/s", faults)])?;
+    Ok((title, text))
 }
 
 /// Two parts, one below the other, over one axis of time with its name and end.
@@ -59,7 +60,7 @@ pub(super) fn picture(title: &str, time: (&str, f64), parts: &[(&str, Curves); 2
     let area = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
     paint(&area, title, time, parts).map_err(|error| anyhow!("Drawing {title:?}: {error}"))?;
     drop(area);
-    Ok((title, text))
+    Ok(text)
 }
 
 /// The values of a key, sample by sample; `None` where the row has null.

@@ -17,8 +17,8 @@ const SMOOTH: usize = 15;
 const SIDES: [(&str, &str, RGBColor); 3] =
     [("without", "_without", KERNEL), ("Ballast", "", OURS), ("adopted", "_adopted", PLAIN)];
 
-/// The SVG of a row.
-pub(super) fn draw(row: &Value) -> Result<String> {
+/// The title of a row, and its SVG.
+pub(super) fn draw(row: &Value) -> Result<(String, String)> {
     let day = row["day_s"].as_f64().context("the row has no day_s")?;
     let servers = row["servers"].as_u64().context("the row has no servers")?;
     let curve = |key: &str, unit: f64, smooth: usize| -> Result<Curves> {
@@ -40,7 +40,8 @@ pub(super) fn draw(row: &Value) -> Result<String> {
     let memory = curve("used_bytes", GIB as f64, 1)?;
     let latency = curve("p99_us_of_16", 1e3, SMOOTH)?;
     let title = format!("A day of a host with {servers} servers: its memory in use, and p99 of 16 requests");
-    picture(&title, ("hours (a day in ten minutes)", HOURS), &[("GiB", memory), ("ms", latency)])
+    let text = picture(&title, ("hours (a day in ten minutes)", HOURS), &[("GiB", memory), ("ms", latency)])?;
+    Ok((title, text))
 }
 
 #[cfg(test)]
@@ -54,7 +55,7 @@ mod tests {
             "day_s": 4, "servers": 3, "used_bytes": [1, 2, 3, 4], "p99_us_of_16": [100, 200, 300, 100],
             "used_bytes_without": [5, 6, 7, 8], "p99_us_of_16_without": [100, 100, 100, 100],
         });
-        let text = draw(&row).expect("draw");
+        let (_, text) = draw(&row).expect("draw");
         assert!(text.contains("Ballast") && text.contains("without") && !text.contains("adopted"), "{text}");
     }
 }

@@ -63,7 +63,13 @@ pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
         write("vm-under-limit", described(&text, &title, &words)?)?;
     }
     if let Some(row) = rows.of("real", "day_s").last() {
-        write("day", day::draw(row)?)?;
+        let (title, text) = day::draw(row)?;
+        let words = format!(
+            "Above, over time: the host's memory in use without Ballast, with it, and with adopted VMs. Below: the \
+             latency of requests. Rows: {}.",
+            rows.file_of("real", "day_s")
+        );
+        write("day", described(&text, &title, &words)?)?;
     }
     ensure!(
         !written.is_empty(),
