@@ -17,6 +17,9 @@ use crate::show;
 const BAD: Style = Style::new().fg(Color::Red);
 const BOLD: Style = Style::new().add_modifier(Modifier::BOLD);
 
+/// A VM waits if it stalls for more than this part of the time.
+const WAITS_PERCENT: f64 = 1.0;
+
 /// Lines of the host on a screen that is too low for all.
 const FEW_LINES: usize = 2;
 /// A screen of fewer lines is low.
@@ -107,6 +110,9 @@ fn bars(values: &[u64], most: u64, width: u16) -> String {
     (0..width).map(|x| buffer[(x, 0)].symbol()).collect()
 }
 
+/// A name, values, and how one of them is written.
+type Bars<'a> = (&'static str, &'a [u64], fn(u64) -> String);
+
 fn stall_line(past: &History, width: u16) -> String {
     let values: Vec<u64> = past.stall_permille.iter().map(|part| u64::from(*part)).collect();
     // The full height is a VM that waits for a tenth of the time, or more.
@@ -167,6 +173,27 @@ impl Screen {
             }
         }
         lines
+    }
+
+    /// The host's last hour in one line: as many columns of its history as there is room for.
+    fn host_past(&self, width: u16) -> Option<String> {
+        const COLUMN: u16 = 38;
+        let past = &self.past.host;
+        let stall: Vec<u64> = past.stall_permille.iter().map(|part| u64::from(*part)).collect();
+        let columns: [Bars<'_>; 3] = [
+            ("resident", &past.resident_bytes, show::size),
+            ("far", &past.far_bytes, show::size),
+            ("stall", &stall, percent),
+        ];
+        let room = width / (width / COLUMN).clamp(1, 3);
+        let drawn = columns.into_iter().take((width / COLUMN).max(1).into()).map(|(name, values, text)| {
+            let most = values.iter().copied().max().unwrap_or(0);
+            let text = format!(" <= {}", text(most));
+            let bars = bars(values, most, room.saturating_sub((name.len() + text.len() + 3) as u16));
+            format!("{name} {bars}{text}")
+        });
+        let drawn: Vec<String> = drawn.collect();
+        (past.at_unix_s.len() > 1).then(|| drawn.join("  "))
     }
 
     /// Lines between the host and the list: what is wrong, what is typed; an empty one if there is nothing.
@@ -257,8 +284,14 @@ impl Screen {
     /// One VM: why, where its memory is, its last hour, the policy's reasons.
     fn vm_lines(&self, vm: &VmStat, width: u16) -> Vec<Line<'static>> {
         let size = show::size;
-        let reason = why(vm)
-            .map_or_else(|| Line::raw("It runs and does not wait."), |why| Line::styled(shown(why).to_string(), BAD));
+        let stall = vm.stall.some.avg10;
+        let reason = match why(vm) {
+            Some(why) => Line::styled(shown(why).to_string(), BAD),
+            None if stall > WAITS_PERCENT => {
+                Line::styled(format!("It waits {stall:.1} % of the time for memory."), BAD)
+            }
+            None => Line::raw("It runs and does not wait."),
+        };
         let held = format!(
             "HELD AT {}: operator {}, policy {}",
             show::limit(lower_limit(vm)),
@@ -303,6 +336,10 @@ impl Screen {
     }
 }
 
+fn percent(permille: u64) -> String {
+    format!("{:.1} %", permille as f64 / 10.0)
+}
+
 /// A line of bars for each column of a history that has samples, with the highest value.
 fn past_lines(past: &History, width: u16) -> Vec<Line<'static>> {
     if past.at_unix_s.len() < 2 {
@@ -312,10 +349,10 @@ fn past_lines(past: &History, width: u16) -> Vec<Line<'static>> {
     let restores: Vec<u64> = past.restores_per_s.iter().map(|rate| u64::from(*rate)).collect();
     let since = past.at_unix_s[past.at_unix_s.len() - 1].saturating_sub(past.at_unix_s[0]);
     let mut lines = vec![Line::styled(format!("LAST {}", show::age(since.into()).to_uppercase()), BOLD)];
-    let columns: [(&str, &[u64], fn(u64) -> String); 4] = [
+    let columns: [Bars<'_>; 4] = [
         ("resident", &past.resident_bytes, show::size),
         ("far", &past.far_bytes, show::size),
-        ("stall", &stall, |permille| format!("{:.1} %", permille as f64 / 10.0)),
+        ("stall", &stall, percent),
         ("restores", &restores, |rate| format!("{rate}/s")),
     ];
     for (name, values, text) in columns.into_iter().filter(|(_, values, _)| !values.is_empty()) {
@@ -331,6 +368,8 @@ impl Widget for &Screen {
         let mut host = self.host_lines(area.width);
         if self.is_live && area.height < LOW {
             host.truncate(FEW_LINES);
+        } else if self.is_live {
+            host.extend(self.host_past(area.width));
         }
         let notices = self.notices(area.width);
         let heights = [host.len() as u16, notices.len() as u16];
@@ -353,6 +392,8 @@ impl Widget for &Screen {
         }
         let hint = match (self.pane, self.vm().and_then(why)) {
             (Pane::List, Some(why)) => shown(why).to_string(),
+            (Pane::Vm, _) => "Esc: all VMs  Up, Down: another VM  ? keys  q end".into(),
+            (Pane::Help, _) => "any key: back".into(),
             _ => "? keys  / search  Enter: one VM  q end".into(),
         };
         Line::styled(hint, Style::new().add_modifier(Modifier::DIM)).render(last, buffer);

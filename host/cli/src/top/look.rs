@@ -110,8 +110,8 @@ impl Tape {
         self.at = self.at.saturating_add_signed(by).min(self.looks.len() - 1);
     }
 
-    fn past_of(&self, mut add: impl FnMut(&Look)) {
-        self.looks[..=self.at].iter().for_each(|look| add(look));
+    fn past_of(&self, add: impl FnMut(&Look)) {
+        self.looks[..=self.at].iter().for_each(add);
     }
 
     /// What there was before the look that is shown.
@@ -215,6 +215,8 @@ fn add_vm(looks: &mut BTreeMap<u64, Look>, name: &str, of: &History) -> Result<(
             resident_bytes: of.resident_bytes[nr],
             far_bytes: of.far_bytes[nr],
             zero_bytes: of.zero_bytes[nr],
+            untouched_bytes: of.size_bytes[nr]
+                .saturating_sub(of.resident_bytes[nr] + of.far_bytes[nr] + of.zero_bytes[nr]),
             limit_bytes: of.limit_bytes[nr],
             store_bytes: of.store_bytes[nr],
             stall: Stall { some: Psi { avg10, ..Psi::default() }, ..Stall::default() },

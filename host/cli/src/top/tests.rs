@@ -145,11 +145,25 @@ fn one_vm_is_shown_with_why_its_past_and_the_reasons_of_the_policy() {
     }
     assert_eq!(press(&mut screen, KeyCode::Down), Asked::More);
     assert_eq!(screen.selected.as_deref(), Some("db"));
+    assert!(drawn(&screen, 80, 24).contains("It waits 1.2 % of the time for memory."));
+    screen.look.vms[0].stall = Stall::default();
     assert!(drawn(&screen, 80, 24).contains("It runs and does not wait."));
     screen.look.vms.clear();
     assert!(drawn(&screen, 80, 24).contains("This VM is gone."));
     press(&mut screen, KeyCode::Esc);
     assert_eq!(screen.pane, Pane::List);
+}
+
+#[test]
+fn the_last_hour_of_the_host_has_as_many_columns_as_there_is_room_for() {
+    let screen = Screen { is_live: true, ..screen() };
+    for (width, columns) in [(40, 1), (80, 2), (118, 3)] {
+        let frame = drawn(&screen, width, 24);
+        let line = frame.lines().find(|line| line.starts_with("resident ")).unwrap_or_else(|| panic!("{frame}"));
+        assert_eq!(line.matches("<= ").count(), columns, "{frame}");
+        assert!(line.contains('█') && line.contains("<= 59 MiB"), "{frame}");
+    }
+    assert!(!drawn(&screen, 80, 8).contains("<="), "a low screen has room for VMs alone");
 }
 
 #[test]
