@@ -12,7 +12,7 @@
 //! | `idle.svg` | cost of the attachment |
 //! | `balance.svg` | eight VMs in less memory than they want |
 //! | `vm-under-limit.svg` | one VM under a limit, over time |
-//! | `day.svg` | a day of a host |
+//! | `day` | a day of a host; nobody has drawn it for the docs |
 
 mod course;
 mod day;
