@@ -40,6 +40,9 @@ pub enum Command {
     Adopt(crate::adopt::AdoptArgs),
     /// Leave an adopted VM to the kernel again
     Release(crate::adopt::ReleaseArgs),
+    /// Show which of libvirt's domains are paged, and what is missing for the others
+    #[command(subcommand)]
+    Libvirt(crate::libvirt::LibvirtCommand),
     /// Watch all VMs
     Top(TopArgs),
     /// Show or change the policy that decides how much memory each VM may have

@@ -15,6 +15,7 @@ mod exit;
 mod heat;
 mod host;
 mod lab;
+mod libvirt;
 mod names;
 mod policy;
 mod pool;
@@ -33,6 +34,7 @@ use clap::{CommandFactory, Parser};
 
 use args::{Cli, Command};
 use exit::Exit;
+use libvirt::LibvirtCommand;
 
 fn main() -> ExitCode {
     let done = emulator::command_line(std::env::args_os()).and_then(|words| run(Cli::parse_from(words)));
@@ -50,6 +52,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Bench(args) => match lab::run("bench", args, cli.json)? {},
         Command::Vm(command) => vm::run(&client()?, &command, cli.json)?,
         Command::Adopt(args) => adopt::adopt(&client()?, &args, cli.json)?,
+        Command::Libvirt(LibvirtCommand::Status) => libvirt::status(&client()?, cli.json)?,
         Command::Release(args) => adopt::release(&client()?, &args, cli.json)?,
         Command::Top(args) => top::run(client()?, &args, cli.json)?,
         Command::Policy(command) => policy::run(&client()?, &command, cli.json)?,

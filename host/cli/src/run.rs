@@ -29,7 +29,7 @@ use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
 use ballast_sys::memfd;
 
 use agent_port::AgentPort;
-use command_line::{Backing, Edit, inspect};
+use command_line::{Backing, Edit, PINNED, inspect};
 use free_pages::{Reporting, reporting};
 use monitor::Monitor;
 use options::{is_probe, is_without_machine, options};
@@ -166,6 +166,16 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         None => command.env_remove("BALLAST_POOL_NODES"),
     };
     Err(command.exec()).with_context(|| format!("Starting {}", program.display()))
+}
+
+/// Whether an emulator of ours could page the guest of QEMU with these arguments. Returns why it would take nothing from
+/// it, if an option holds its RAM.
+///
+/// # Errors
+/// The reason why it would refuse them.
+pub fn check(words: &[String]) -> Result<Option<String>, String> {
+    let plan = inspect(words, Backing::Memfd, &is_ram_file)?;
+    Ok(plan.notes.into_iter().find(|note| note.contains(PINNED)))
 }
 
 /// Whether the guest is to report its free memory, or what it costs that it does not. RAM that is held for a device, or

@@ -703,3 +703,30 @@ fn a_recording_is_written_replayed_and_drawn_and_a_damaged_one_is_refused() {
     let (code, _, err) = ballast(&daemon.socket, &["vm", "heat", "db", "--record", &path("db.heat"), "--seconds", "1"]);
     assert!(code == 1 && err.contains("it is not tracked"), "{code} {err}");
 }
+
+#[test]
+fn libvirts_domains_are_shown_with_what_each_lacks() {
+    const UUID: &str = "8fd83c3e-6ee5-4d23-9ca4-3f9b7e5f0b11";
+    let dir = tempfile::tempdir().expect("a directory");
+    let qemu = "LC_ALL=C /usr/bin/qemu-system-x86_64 -m 1G";
+    let script = format!(
+        "case \"$2 $3\" in 'list --uuid') echo {UUID};; 'list --all') echo '{UUID} web 1';; \
+         'dumpxml --inactive') echo \"<$4>\";; domxml*) [ \"$(cat $5)\" = '<{UUID}>' ] && echo {qemu};; esac"
+    );
+    program::install_script(&dir.path().join("virsh"), &script);
+    let status = |path: &str, socket: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ballast"));
+        command.env("PATH", path).env("BALLAST_API", socket).args(["libvirt", "status"]);
+        let Output { status, stdout, stderr } = command.output().expect("start ballast");
+        let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+        (status.code().expect("exit code"), text(stdout), text(stderr))
+    };
+    let path = format!("{}:/usr/bin:/bin", dir.path().display());
+    let (code, out, err) = status(&path, &dir.path().join("no-daemon"));
+    let lines: Vec<&str> = out.lines().collect();
+    let edit = "virt-xml 'web 1' --edit --boot emulator=/usr/lib/ballast/qemu-system-x86_64";
+    assert_eq!((code, lines.len(), lines[1]), (0, 2, format!("web 1   unknown  {edit}").as_str()), "{out}{err}");
+    assert!(err.contains("is not known"), "{err}");
+    let (code, _, err) = status("/nonexistent", &dir.path().join("no-daemon"));
+    assert!(code == 5 && err.contains("libvirt-clients"), "{code}: {err}");
+}

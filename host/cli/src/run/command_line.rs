@@ -83,9 +83,16 @@ pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) ->
     let used: Vec<&str> = backend.into_iter().chain(nodes.clone()).chain(devices).collect();
     for object in all("object").filter(|object| object.get("id").is_some_and(|id| used.contains(&id))) {
         match backing {
+            // libvirt writes such a backend unless its XML asks for huge pages.
+            Backing::Pool(pages) if object.head == "memory-backend-ram" => {
+                if let Some((huge, index, note)) = shared::form(object, Some(pages.size()))? {
+                    plan.edits.push(Edit::Replace(index, huge.text));
+                    plan.notes.push(note);
+                }
+            }
             Backing::Pool(pages) => check_stand_in(object, pages)?,
             Backing::AsGiven => check_backend(object, is_ram_file)?,
-            Backing::Memfd => match shared::form(object)? {
+            Backing::Memfd => match shared::form(object, None)? {
                 Some((shared, index, note)) => {
                     check_backend(&shared, is_ram_file)?;
                     plan.edits.push(Edit::Replace(index, shared.text));
@@ -235,7 +242,7 @@ fn refusal(option: &Opt) -> Option<String> {
 }
 
 /// In the notes about options that hold guest RAM.
-const PINNED: &str = "class pinned";
+pub const PINNED: &str = "class pinned";
 
 /// In the notes about options that may keep QEMU from the keeper's socket once it runs.
 const LOST: &str = "QEMU must still be able to connect to the keeper's socket then, or it will not find a keeper that \

@@ -7,6 +7,8 @@
 
 use std::path::Path;
 
+use ballast_base::Bytes;
+
 use super::options::Opt;
 
 const MEMFD: &str = "memory-backend-memfd";
@@ -22,11 +24,11 @@ pub(super) fn is_shared(object: &Opt) -> bool {
 }
 
 /// The shared form of this backend, the index of its word, and a note for the operator; `None` if it is shared, or of a
-/// kind that has no such form.
+/// kind that has no such form. With `huge` it is a memfd of huge pages of this size.
 ///
 /// # Errors
 /// It is in a configuration file, whose words cannot be changed.
-pub(super) fn form(object: &Opt) -> Result<Option<(Opt, usize, String)>, String> {
+pub(super) fn form(object: &Opt, huge: Option<Bytes>) -> Result<Option<(Opt, usize, String)>, String> {
     // A private mapping leaves a file of the operator's as it is; a shared one would write to it.
     let is_own_file = object.get("mem-path").is_some_and(|path| !Path::new(path).is_dir());
     let is_private = match object.head.as_str() {
@@ -45,13 +47,13 @@ pub(super) fn form(object: &Opt) -> Result<Option<(Opt, usize, String)>, String>
             object.head
         ));
     };
-    let text = written(object);
+    let text = written(object, huge);
     let note = format!("RAM backend {id} is shared memory now: `-object {text}`");
     Ok(Some((Opt::of("object", index, text), index, note)))
 }
 
 /// The text of its shared form.
-fn written(object: &Opt) -> String {
+fn written(object: &Opt, huge: Option<Bytes>) -> String {
     let becomes_memfd = object.head == "memory-backend-ram";
     let names_stream = becomes_memfd && object.get(STREAM_NAME).is_none();
     if let Ok(serde_json::Value::Object(mut items)) = serde_json::from_str(&object.text) {
@@ -61,6 +63,10 @@ fn written(object: &Opt) -> String {
         }
         if names_stream {
             items.insert(STREAM_NAME.into(), false.into());
+        }
+        if let Some(size) = huge {
+            items.insert("hugetlb".into(), true.into());
+            items.insert("hugetlbsize".into(), size.0.into());
         }
         return serde_json::Value::Object(items).to_string();
     }
@@ -75,6 +81,9 @@ fn written(object: &Opt) -> String {
     let mut text = renamed.collect::<Vec<_>>().join(",").replace(COMMA, ",,") + ",share=on";
     if names_stream {
         text += &format!(",{STREAM_NAME}=off");
+    }
+    if let Some(size) = huge {
+        text += &format!(",hugetlb=on,hugetlbsize={}", size.0);
     }
     text
 }

@@ -94,6 +94,9 @@ fn ram_of_the_pool_needs_a_backend_of_huge_pages_which_is_added_and_whole_ones()
         assert_eq!(planned_for(&format!("{machine}{given}"), huge).expect(given), Plan::default());
         assert!(planned_for(&format!("{machine}{given}"), gib).expect_err(given).contains("hugetlbsize=1G"));
     }
+    let shared = "share=on,x-use-canonical-path-for-ramblock-id=off,hugetlb=on,hugetlbsize=2097152";
+    let plan = planned_for(&format!("{machine}ram,id=r,size=1G"), huge).expect("libvirt's");
+    assert_eq!(plan.edits, [Edit::Replace(3, format!("memory-backend-memfd,id=r,size=1G,{shared}"))]);
     for (line, why) in [
         (format!("{machine}memfd,id=r,size=1G,share=on"), "hugetlb=on,hugetlbsize=2M"),
         (format!("{machine}file,id=r,size=1G,share=on,mem-path=/dev/shm/a"), "takes the place of huge pages"),
