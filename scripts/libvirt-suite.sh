@@ -2,13 +2,14 @@
 # VMs as operators have them: QEMU under libvirt and in a scope of systemd's, with cgroup 2 and zram, adopted by our
 # programs. All of it is in a machine inside QEMU: Debian with systemd, libvirt and the guest of guest-image.sh.
 #
-#   libvirt-suite.sh [adopt | deb]
+#   libvirt-suite.sh [adopt | deb [STEP=SECONDS...]]
 #
-# adopt   VMs that run already (docs/adopt.md); the default
-# deb     the package, and domains with its emulator (docs/libvirt.md)
+# adopt   VMs that run already (docs/adopt.md); the default; programs are this workspace's, unoptimised
+# deb     the package of the release programs, and domains with its emulator (docs/libvirt.md)
+# STEP    runs these steps alone: functions of scripts/libvirt/adopt.sh or deb.sh, each with its deadline
 #
 # Each step prints a line and has a deadline. The machine's image is made once, of Debian's packages, in
-# target/guest/libvirt; nothing of it is installed here. Programs are this workspace's, unoptimised.
+# target/guest/libvirt; nothing of it is installed here.
 #
 # Environment: DEBIAN (trixie; or bookworm), PROGRAMS (none: the folder of other programs), QEMU_SECONDS (3600: the
 #              machine is ended after this long), QEMU_ARGS and KERNEL_ARGS (none: more words of QEMU's, and of the
@@ -17,9 +18,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 suite=${1:-adopt}
+[ $# = 0 ] || shift
 case $suite in
     adopt | deb) ;;
-    *) sed -n '5,17s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    *) sed -n '5,18s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
 debian=${DEBIAN:-trixie}
 guest=${BALLAST_GUEST_DIR:-target/guest}
@@ -42,7 +44,13 @@ trap 'exit 4' INT TERM
 payload=$work/payload
 built=${PROGRAMS:-${CARGO_TARGET_DIR:-target}/debug}
 mkdir -p "$payload/etc/systemd/system/multi-user.target.wants" "$payload/suite"
-[ -n "${PROGRAMS:-}" ] || cargo build -q -p ballast-cli -p ballast-daemon -p ballast-preload
+case $suite,${PROGRAMS:-} in
+    adopt,) cargo build -q -p ballast-cli -p ballast-daemon -p ballast-preload ;;
+    deb,)
+        built=$work/release
+        scripts/release.sh --product "$built"
+        ;;
+esac
 for program in ballast ballastd libballast_preload.so; do
     strip --strip-debug -o "$work/$program" "$built/$program"
 done
@@ -70,8 +78,9 @@ printf '[zram0]\nzram-size = 384\n' >"$payload/etc/systemd/zram-generator.conf"
 # A person who types "apt install" says yes to it.
 mkdir -p "$payload/etc/apt/apt.conf.d"
 echo 'APT::Get::Assume-Yes "true";' >"$payload/etc/apt/apt.conf.d/90yes"
-cp "$guest/vmlinuz" "$guest/initrd.img" scripts/libvirt/*.sh "$payload/suite"
+cp "$guest/vmlinuz" "$guest/initrd.img" scripts/libvirt/*.{sh,py} "$payload/suite"
 echo "$suite" >"$payload/suite/name"
+echo "$*" >"$payload/suite/steps"
 tar -C "$payload" --owner=0 --group=0 -cf "$work/payload.tar" .
 
 start=$SECONDS

@@ -21,9 +21,20 @@ steps() {
             worst=1
             echo "libvirt: FAILED ${name//_/ } ($((SECONDS - start)) s)"
             tail -n 25 /tmp/step | cut -c1-300
+            evidence 2>&1 | sed 's/^/  | /' | cut -c1-300
         fi
     done
     exit $worst
+}
+
+# What is left to look at after a step that failed.
+evidence() {
+    local xml
+    timeout 20 ballast vm list
+    for xml in /suite/*.xml; do
+        tail -n 3 "/var/log/$(basename "$xml" .xml).log"
+    done
+    journalctl -q --no-pager -b -p warning -n 10 -o cat
 }
 
 # begin [STEP | STEP=SECONDS...] -- STEP=SECONDS...: runs one step as it is, or those that are named, or all.
@@ -101,6 +112,11 @@ rounds() { grep -c '^ROUND' "/var/log/$1.log" 2>/dev/null || true; }
 wrong_bytes() {
     for name in "$@"; do cat "/var/log/$name.log"; done | awk '/^ROUND/ { sum += $4 } END { print sum + 0 }'
 }
+
+# boots NAME: how often the guest has begun to count its rounds.
+boots() { grep -c '^ROUND 0 ' "/var/log/$1.log" 2>/dev/null || true; }
+
+more_boots_than() { [ "$(boots "$1")" -gt "$2" ]; }
 
 more_rounds_than() { [ "$(rounds "$1")" -gt "$2" ]; }
 

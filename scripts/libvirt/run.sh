@@ -7,7 +7,8 @@ worst=0
 modprobe kvm_amd || true
 echo "libvirt: $(. /etc/os-release && echo "$PRETTY_NAME"), Linux $(uname -r), $(virsh --version) of libvirt," \
     "booted in $(cut -d. -f1 /proc/uptime) s"
-bash "./$(cat name).sh" || worst=1
+# shellcheck disable=SC2046
+bash "./$(cat name).sh" $(cat steps) || worst=1
 echo "libvirt: answer $worst"
 sync
 systemctl poweroff --force --force
