@@ -73,8 +73,8 @@ for unit in apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer fstrim.
     getty@tty1.service serial-getty@ttyS0.service getty-static.service systemd-importd.socket; do
     ln -s /dev/null "$units/$unit"
 done
-# Little swap, so that a step that fills it is quick.
-printf '[zram0]\nzram-size = 384\n' >"$payload/etc/systemd/zram-generator.conf"
+# Little swap, so that a step that fills it is quick; two guests of 192 MiB can be held to 16 MiB each.
+printf '[zram0]\nzram-size = 480\n' >"$payload/etc/systemd/zram-generator.conf"
 # A person who types "apt install" says yes to it.
 mkdir -p "$payload/etc/apt/apt.conf.d"
 echo 'APT::Get::Assume-Yes "true";' >"$payload/etc/apt/apt.conf.d/90yes"

@@ -68,11 +68,14 @@ limits_and_bytes_outlive_a_managed_save() {
     right db
 }
 
-limits_outlive_a_reset() {
+# At a reset the vCPU waits for a far page, as often as not; it must run again (vmm/preload/src/asleep.rs).
+limits_outlive_resets() {
     local before
-    before=$(boots db)
-    virsh -q reset db
-    until_is 400 more_boots_than db "$before"
+    for _ in {1..6}; do
+        before=$(boots db)
+        virsh -q reset db
+        until_is 300 more_boots_than db "$before"
+    done
     until_is 60 held
     right db
 }
@@ -224,7 +227,7 @@ nothing_is_left_after_a_purge() {
 begin "$@" -- a_stock_domain_is_defined=150 five_commands_lead_to_a_squeezed_domain=600 \
     what_a_domain_lacks_is_said_as_a_command_to_type=120 \
     limits_and_bytes_outlive_save_and_restore=300 limits_and_bytes_outlive_a_managed_save=300 \
-    limits_outlive_a_reset=600 a_dump_has_all_memory=300 a_save_a_restore_and_a_dump_outlive_the_engine=600 \
+    limits_outlive_resets=900 a_dump_has_all_memory=300 a_save_a_restore_and_a_dump_outlive_the_engine=600 \
     a_save_a_restore_and_a_dump_outlive_the_keeper=600 a_reset_outlives_engine_and_keeper=600 \
     a_later_package_follows_under_the_domain=400 memory_on_a_disk_outlives_engine_and_keeper=600 \
     a_plugged_in_dimm_works_and_is_said_to_be_unmanaged=600 memory_of_the_pool_outlives_engine_and_keeper=600 \

@@ -21,7 +21,7 @@ steps() {
             worst=1
             echo "libvirt: FAILED ${name//_/ } ($((SECONDS - start)) s)"
             tail -n 25 /tmp/step | cut -c1-300
-            evidence 2>&1 | sed 's/^/  | /' | cut -c1-300
+            evidence 2>&1 | sed 's/^/  | /' | cut -c1-300 || true
         fi
     done
     exit $worst
@@ -29,12 +29,12 @@ steps() {
 
 # What is left to look at after a step that failed.
 evidence() {
-    local xml
-    timeout 20 ballast vm list
-    for xml in /suite/*.xml; do
-        tail -n 3 "/var/log/$(basename "$xml" .xml).log"
+    local name
+    timeout 20 ballast vm list || true
+    for name in $(virsh -q list --name); do
+        tail -n 3 "/var/log/$name.log"
     done
-    journalctl -q --no-pager -b -p warning -n 10 -o cat
+    journalctl -q --no-pager -b -u ballastd -n 10 -o cat
 }
 
 # begin [STEP | STEP=SECONDS...] -- STEP=SECONDS...: runs one step as it is, or those that are named, or all.

@@ -13,6 +13,8 @@ use ballast_base::HUGE_SIZE;
 use libc::{msghdr, off_t, size_t, ssize_t};
 
 use crate::announce::announce;
+#[cfg(target_arch = "x86_64")]
+use crate::asleep;
 use crate::decide;
 use crate::missed;
 use crate::next;
@@ -308,6 +310,11 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) ->
         && let Err(errno) = quietly(Ok(()), || decide::pin_before(reason, restore))
     {
         return refuse(errno, -1);
+    }
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the caller's promise.
+    if let Some(answer) = unsafe { asleep::ioctl(fd, request, arg) } {
+        return answer;
     }
     // SAFETY: the caller's promise.
     unsafe { next::ioctl(fd, request, arg) }

@@ -21,7 +21,8 @@
 //! - `madvise`: `MADV_REMOVE` on RAM is a discard. `MADV_DONTNEED` of a shared mapping drops no data and goes through.
 //! - `mlock`, `mlock2`, `mlockall`: locked memory must not be reclaimed; the call pins the VM.
 //! - `ioctl`: VFIO, iommufd, vDPA, udmabuf and SEV hold RAM pages for long; the call pins the VM. If a vCPU runs before
-//!   any RAM was found, RAM is private: with `BALLAST_REQUIRE=1` the VMM stops, else it runs unmanaged.
+//!   any RAM was found, RAM is private: with `BALLAST_REQUIRE=1` the VMM stops, else it runs unmanaged. A vCPU's reset
+//!   is completed when it runs (`asleep`).
 //! - `lseek`, `lseek64`: a RAM file does not tell its holes (`SEEK_DATA`, `SEEK_HOLE`): EINVAL. A VMM that saves memory
 //!   by its file's data (Cloud Hypervisor from 52) saves all of it, through the mapping.
 //! - `pread`, `pread64`, `sendfile`, `sendfile64`, `copy_file_range`: refused from a RAM file, which has zeros where
@@ -66,6 +67,8 @@
 
 mod agent;
 mod announce;
+#[cfg(target_arch = "x86_64")]
+mod asleep;
 mod decide;
 mod exec;
 mod guest;

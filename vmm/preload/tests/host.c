@@ -50,6 +50,17 @@ static char *map_ram(int *fd_out) {
     return map;
 }
 
+/* Write three registers of the vCPU of kvm.c, the second of which is MSR_KVM_ASYNC_PF_EN, and run it three times. */
+static int do_reset(int is_first, unsigned enabled, const char *expected) {
+    struct { unsigned count, none; struct { unsigned index, none; unsigned long data; } all[3]; } msrs = {
+        .count = 3, .all = {{0x10, 0, 5}, {0x4B564D02, 0, enabled}, {0x20, 0, 6}}};
+    char *list;
+    if (ioctl(77, 1, &is_first) != 0 || ioctl(77, 0x4008AE89, &msrs) != 3) return -1;
+    if (ioctl(77, 0xAE80, 0) != -1 || errno != EINTR) return 1;
+    if (ioctl(77, 0xAE80, 0) != 0 || ioctl(77, 0xAE80, 0) != 0 || ioctl(77, 2, &list) != 0) return 1;
+    return strcmp(list, expected) != 0;
+}
+
 static int send_ram(void) {
     int pair[2], answer;
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) != 0)
@@ -202,6 +213,9 @@ static int deed(const char *what) {
     if (!strcmp(what, "six")) return syscall(SYS_mmap, NULL, PAGE, PROT_READ, MAP_SHARED, ram_fd, 1) == -1 ? -1 : 1;
     if (!strcmp(what, "sev")) return ioctl(-1, 0x8010AEBB, 0);
     if (!strcmp(what, "run")) return ioctl(-1, 0xAE80, 0);
+    if (!strcmp(what, "reset-first")) return do_reset(1, 0, "10=5 20=6 run run 4b564d02=0 run ");
+    if (!strcmp(what, "reset-other")) return do_reset(0, 0, "10=5 4b564d02=0 20=6 run run run ");
+    if (!strcmp(what, "reset-on")) return do_reset(1, 1, "10=5 4b564d02=1 20=6 run run run ");
     if (!strcmp(what, "spawn")) return do_spawn(0, environ);
     if (!strcmp(what, "spawnp")) return do_spawn(1, environ);
     if (!strcmp(what, "spawn-bare")) return do_spawn(0, (char *[]){NULL});

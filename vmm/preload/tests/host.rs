@@ -16,14 +16,19 @@ use common::{Driven, preloaded};
 use double::{Keeper, Session, have_uffd};
 
 fn compile(dir: &Path, name: &str) -> Option<PathBuf> {
+    build(dir, name, "host.c", &["-pthread"])
+}
+
+fn build(dir: &Path, name: &str, source: &str, words: &[&str]) -> Option<PathBuf> {
     let works = Command::new("cc").arg("--version").output().is_ok_and(|output| output.status.success());
     if !have_uffd() || missing("cc", (!works).then_some("no C compiler called cc")) {
         return None;
     }
     let program = dir.join(name);
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/host.c");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(source);
     let status = Command::new("cc")
-        .args(["-std=c11", "-Wall", "-Wextra", "-O1", "-pthread"])
+        .args(["-std=c11", "-Wall", "-Wextra", "-O1"])
+        .args(words)
         .arg(source)
         .arg("-o")
         .arg(&program)
@@ -168,6 +173,24 @@ fn a_call_that_takes_hold_of_ram_pins_the_vm_first() {
     for (line, answer, reason) in cases {
         let (said, _, asked) = stage.deed(line);
         assert_eq!((said.as_str(), asked), (answer, vec![ClientToKeeper::Pin(reason.into())]), "{line}");
+    }
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn the_first_vcpu_hears_of_a_reset_when_it_has_run_and_others_at_once() {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let Some(program) = compile(dir.path(), "host") else { return };
+    let kvm = build(dir.path(), "kvm.so", "kvm.c", &["-shared", "-fPIC"]).expect("a compiler");
+    let keeper = Keeper::start();
+    let mut command = preloaded(program, &keeper.path);
+    command.env("LD_PRELOAD", format!("{}:{}", common::library().display(), kvm.display()));
+    let mut host = Driven::start(command);
+    let session = keeper.client();
+    drop(session.accept());
+    assert_eq!(host.next(), "ready");
+    for line in ["reset-first", "reset-other", "reset-on"] {
+        assert_eq!(host.ask(line), "ok", "{line}");
     }
 }
 
