@@ -168,8 +168,8 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     Err(command.exec()).with_context(|| format!("Starting {}", program.display()))
 }
 
-/// Whether an emulator of ours could page the guest of QEMU with these arguments. Returns why it would take nothing from
-/// it, if an option holds its RAM.
+/// Whether an emulator of ours could page the guest of QEMU with these arguments. Returns why it would take nothing
+/// from it, if an option holds its RAM.
 ///
 /// # Errors
 /// The reason why it would refuse them.

@@ -8,12 +8,11 @@
 //! Before: `hooks` sees the `ioctl`s of vCPUs. After: that write is made when the vCPU has run up to an exit, so the
 //! page wakes it. Until then it is in firmware, at privilege level 0, where KVM sends it no asynchronous page faults.
 //! Threads: a vCPU's own, which makes all of its `ioctl`s.
-//! Promise: only the first vCPU's write is delayed. Others wait for a signal of that one (INIT), which resets all of it.
+//! Promise: only the first vCPU's write is delayed. Others wait for INIT, which resets all of a vCPU.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_ulong, c_void};
 
-use crate::hooks::quietly;
 use crate::{decide, next};
 
 const KVM_RUN: c_ulong = 0xAE80;
@@ -59,7 +58,7 @@ unsafe fn run(fd: c_int, request: c_ulong, arg: *mut c_void, (of, msr): (c_int, 
     if answer == 0 && fd == of {
         DELAYED.set(None);
         // SAFETY: it is a vCPU, which has just run.
-        quietly(0, || unsafe { write(fd, &[msr]) });
+        unsafe { write(fd, &[msr]) };
     }
     answer
 }
@@ -78,7 +77,7 @@ unsafe fn set(fd: c_int, request: c_ulong, arg: *mut c_void) -> Option<c_int> {
     let at = msrs.iter().position(|msr| msr.index == MSR_KVM_ASYNC_PF_EN)?;
     // What is written now holds; nothing older may follow it.
     DELAYED.set(None);
-    if msrs[at].data & ENABLED != 0 || !quietly(false, || is_first(fd)) {
+    if msrs[at].data & ENABLED != 0 || !is_first(fd) {
         // SAFETY: the caller's promise.
         return Some(unsafe { next::ioctl(fd, request, arg) });
     }
