@@ -76,8 +76,10 @@ pub struct AdoptedVm {
     work_us: AtomicU64,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Pace {
+    /// How often terms have changed. What was found under other terms does not count.
+    changes: u64,
     pause: Duration,
     due: Option<Instant>,
     idle_steps: u32,
@@ -147,7 +149,8 @@ impl AdoptedVm {
     /// Change its terms. The caller wakes the worker.
     pub fn change(&self, change: impl FnOnce(&mut Terms)) {
         change(&mut locked(&self.terms));
-        *locked(&self.pace) = Pace::default();
+        let pace = &mut *locked(&self.pace);
+        *pace = Pace { changes: pace.changes + 1, ..Pace::default() };
     }
 
     /// Why nothing of it goes, if so.
@@ -182,9 +185,10 @@ impl AdoptedVm {
 
     /// Hold it to its limit: one step at most.
     pub fn work(&self, swap: &Swap, events: &Events) {
+        // A copy: a step may take the kernel long, and who changes the terms must not wait for it.
+        let mut pace = *locked(&self.pace);
         let Some(limit) = locked(&self.terms).effective_limit() else { return };
         let begun = clock::cpu_time();
-        let mut pace = locked(&self.pace);
         let pause = match self.try_work(limit.0, swap, &mut pace) {
             Ok(Outcome::Below(resident)) => {
                 let is_idle = resident.abs_diff(pace.resident) < FEW;
@@ -214,6 +218,10 @@ impl AdoptedVm {
         };
         let now = Instant::now();
         pace.due = Some(now + if pause < TOGETHER { pause } else { pause + until_all_look(now + pause) });
+        let held = &mut *locked(&self.pace);
+        if held.changes == pace.changes {
+            *held = pace;
+        }
         let took = clock::cpu_time().saturating_sub(begun);
         self.work_us.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
     }
