@@ -1,4 +1,4 @@
-//! The trait of a store of far pages, and the names of stored pages.
+//! The traits of stores of far pages, the context of a read, and the names of stored pages.
 //!
 //! Before: the evict side hands over one page's bytes. After: the fault side reads them, once or more often, and then
 //! frees the handle. The stores themselves are in the store crate.
@@ -9,6 +9,8 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Instant;
 
 use crate::wire::VmId;
 use crate::{PAGE_SIZE, PageIdx};
@@ -39,6 +41,13 @@ impl RegionKey {
     /// A page of it.
     pub const fn page(self, page: PageIdx) -> PageKey {
         PageKey { region: self, page }
+    }
+}
+
+impl PageKey {
+    /// This page and those after it, each with its handle.
+    pub fn run(self, handles: impl IntoIterator<Item = Handle>) -> Vec<(Self, Handle)> {
+        (self.page.0..).map(|page| self.region.page(PageIdx(page))).zip(handles).collect()
     }
 }
 
@@ -151,10 +160,77 @@ impl StoreUsage {
     }
 }
 
-/// Gets the descriptor that has input when a reply comes, as [`Store::begin`] says.
+/// Gets the descriptor that has input when a reply comes, as [`SlowStore::begin`] says.
 pub type OnReply<'a> = &'a (dyn Fn(BorrowedFd<'_>) + Sync);
 
-/// Waits until the pages of a [`Store::begin_put`] are stored, and appends each one's outcome.
+/// Who waits for the bytes of a read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reader {
+    /// A guest's thread.
+    Guest,
+    /// No thread of a guest: pages are read ahead, or all are brought back. Errors that such a read meets are not the
+    /// guest's, and it gives up no page of a disk that is gone for a while.
+    Background,
+}
+
+/// The event that ends a read early, as [`GetOutcome::Busy`].
+#[derive(Clone, Copy)]
+pub enum Ends<'a> {
+    /// There is none.
+    Never,
+    /// The caller has a lock, and the number of threads that want it is not zero any more. A read goes on until its
+    /// first wait for a page is over, at most 0.1 s: else none would succeed while the lock is wanted often.
+    Wanted(&'a AtomicU32),
+    /// The read never waits: it follows [`SlowStore::begin`]. If the reply is not there, this gets its descriptor.
+    AtOnce(OnReply<'a>),
+}
+
+impl std::fmt::Debug for Ends<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Never => "Never",
+            Self::Wanted(_) => "Wanted",
+            Self::AtOnce(_) => "AtOnce",
+        })
+    }
+}
+
+/// For whom a store reads, until when, and the event that ends the read before that.
+#[derive(Clone, Copy, Debug)]
+pub struct IoContext<'a> {
+    /// Who waits for the bytes.
+    pub reader: Reader,
+    /// When the read is over, if that is before the store's own bound.
+    pub until: Option<Instant>,
+    /// The event that ends it.
+    pub ends: Ends<'a>,
+}
+
+impl<'a> IoContext<'a> {
+    /// A guest's thread waits, as long as the store's own bound lasts.
+    pub const GUEST: Self = Self { reader: Reader::Guest, until: None, ends: Ends::Never };
+    /// The same for nobody's thread.
+    pub const BACKGROUND: Self = Self { reader: Reader::Background, ..Self::GUEST };
+
+    /// The same until this time at most.
+    #[must_use]
+    pub fn until(self, until: Instant) -> Self {
+        Self { until: Some(self.until.map_or(until, |before| before.min(until))), ..self }
+    }
+
+    /// The same with another event that ends it.
+    #[must_use]
+    pub const fn ended_by(self, ends: Ends<'a>) -> Self {
+        Self { ends, ..self }
+    }
+
+    /// Does another thread want the lock that the caller has?
+    pub fn is_wanted(self) -> bool {
+        matches!(self.ends, Ends::Wanted(threads) if threads.load(Ordering::Acquire) > 0)
+    }
+}
+
+/// Waits until the pages of a [`SlowStore::begin_put`] are stored, and appends each one's outcome.
 pub type Ending = Box<dyn FnOnce(&mut Vec<PutOutcome>) + Send>;
 
 /// A place for far pages.
@@ -177,21 +253,11 @@ pub trait Store: Send + Sync + std::fmt::Debug {
 
     /// Read the bytes into `out`. After any outcome except `Found`, the content of `out` is unspecified. Any 40-bit
     /// handle is safe to get; one that was never returned gives `Absent` or `Corrupt`.
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome;
-
-    /// This page is about to be got. A store on a disk or a network sends the request now, if it can do so without
-    /// waiting; before that `watch` gets the descriptor that has input when the reply comes. Returns whether it was
-    /// sent.
-    fn begin(&self, _key: PageKey, _handle: Handle, _watch: OnReply<'_>) -> bool {
-        false
-    }
-
-    /// The same as [`Store::get`] after [`Store::begin`] sent the request, but never waits. `Busy`: the reply is not
-    /// there, and `watch` got its descriptor again; or it is not the page, which [`Store::get`] asks for again. The
-    /// caller has the page locked, as for [`Store::get`]: the handle may be another's than when it was begun.
-    fn get_begun(&self, _key: PageKey, _handle: Handle, _out: &mut PageBytes, _watch: OnReply<'_>) -> GetOutcome {
-        GetOutcome::Busy
-    }
+    ///
+    /// With [`Ends::AtOnce`] a [`SlowStore`] returns `Found` or `Busy`. If it did not pass the descriptor on either,
+    /// the page was not begun, or the reply is not the page: a get that may wait asks for it again. The caller has the
+    /// page locked for each get: its handle may be another's than when it was begun.
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome;
 
     /// Keep a run: `pages[i]` is the page `i` after `first`. Each page's outcome is appended, in order. A store on a
     /// device writes up to 512 pages (2 MiB) as one extent if it can; the outcome for one page says nothing about the
@@ -202,64 +268,18 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         }
     }
 
-    /// Read a run: `handles[i]` and `out[i]` belong to the page `i` after `first`. Each page's outcome is appended,
-    /// in order. Pages that were put as one extent are read as one.
-    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
-        for ((page, handle), out) in (first.page.0..).zip(handles).zip(out) {
-            outcomes.push(self.get(PageKey { page: PageIdx(page), ..first }, *handle, out));
-        }
-    }
-
-    /// Would [`Store::tidy`] have something to do at once?
-    fn is_untidy(&self) -> bool {
-        false
-    }
-
-    /// Read pages of one region, in rising order, with gaps or without: `out[i]` belongs to `pages[i]`. Each page's
-    /// outcome is appended, in order. A store on a network asks for all of them at once.
-    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
-        let (mut rest, mut handles) = (out, Vec::with_capacity(pages.len()));
-        for run in pages.chunk_by(|(a, _), (b, _)| a.page.0 + 1 == b.page.0) {
-            let (out, after) = rest.split_at_mut(run.len());
-            handles.clear();
-            handles.extend(run.iter().map(|(_, handle)| *handle));
-            let before = outcomes.len();
-            self.get_run(run[0].0, &handles, out, outcomes);
-            rest = after;
-            if outcomes[before..].contains(&GetOutcome::Busy) {
-                // Its runs are waited for one after the other, while pages of all of them are locked.
-                return outcomes.resize(outcomes.len() + rest.len(), GetOutcome::Busy);
-            }
-        }
-    }
-
-    /// The same as [`Store::get`]. `blob` becomes the form in which the store keeps the page, checked together with
-    /// `out`, for a store that keeps pages in that form ([`Store::put_blobs`]); empty: there is no such form. After any
-    /// outcome except `Found`, both are unspecified.
-    fn get_blob(&self, key: PageKey, handle: Handle, out: &mut PageBytes, blob: &mut Vec<u8>) -> GetOutcome {
-        blob.clear();
-        self.get(key, handle, out)
-    }
-
-    /// The same as [`Store::put_run`], of pages whose forms in another store are `blobs`, as [`Store::get_blob`]
-    /// returned them: a store that keeps that form does not compress the pages again.
-    fn put_blobs(&self, first: PageKey, pages: &[PageBytes], _blobs: &[Vec<u8>], outcomes: &mut Vec<PutOutcome>) {
-        self.put_run(first, pages, outcomes);
-    }
-
-    /// The same, in two steps: the pages are on their way when this returns, and the result waits until they are stored
-    /// and appends the outcomes. It must be called: if it is dropped, some of the pages may be stored, and stay until
-    /// [`Store::recover`]. A store that does not wait for another machine does all of it now.
-    fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Ending {
-        let mut outcomes = Vec::with_capacity(pages.len());
-        self.put_blobs(first, pages, blobs, &mut outcomes);
-        Box::new(move |all| all.append(&mut outcomes))
-    }
-
-    /// Is the object of this handle still what [`Store::get_blob`] found there?
-    fn still_has(&self, key: PageKey, handle: Handle, bytes: &PageBytes, _blob: &[u8]) -> bool {
-        let mut now: PageBytes = [0; PAGE_SIZE];
-        self.get(key, handle, &mut now) == GetOutcome::Found && now == *bytes
+    /// Read pages of one region, in rising order, with gaps or without: `out[i]` belongs to `pages[i]`. Returns each
+    /// page's outcome, in order. Pages that were put as one extent are read as one, and a store on a network asks for
+    /// all of them at once. A store that waits for one after the other returns `Busy` for all after a busy one, because
+    /// all of them are locked.
+    fn get_run(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], context: IoContext<'_>) -> Vec<GetOutcome> {
+        let mut is_busy = false;
+        let get = |(&(key, handle), out): (&(PageKey, Handle), &mut PageBytes)| {
+            let outcome = if is_busy { GetOutcome::Busy } else { self.get(key, handle, out, context) };
+            is_busy |= outcome == GetOutcome::Busy;
+            outcome
+        };
+        pages.iter().zip(out).map(get).collect()
     }
 
     /// Forget an object. Any 40-bit handle is safe to free; one that names no object, or the object of another key, is
@@ -271,18 +291,12 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// may wait; costs nothing when there is nothing to do.
     fn tidy(&self) {}
 
-    /// Does the object of this handle occupy anything? A page that is kept in its handle does not, so nothing is gained
-    /// by moving it to another store.
-    fn takes_room(&self, _handle: Handle) -> bool {
-        true
-    }
+    /// The usage of the store now; emptied space counts until [`Store::tidy`] returns it. Reads counters: never waits.
+    fn usage(&self) -> StoreUsage;
+}
 
-    /// Is more than 15/16 of the budget used? Asked often, so it must be cheap.
-    fn is_short(&self) -> bool {
-        let usage = self.usage();
-        usage.is_short()
-    }
-
+/// A store whose pages outlive the engine that put them.
+pub trait DurableStore: Store {
     /// After an unclean death: free what is not in `live` (the pages whose words name this store, and their handles),
     /// finish what was begun, make the counts agree. A live handle that names nothing is counted and otherwise ignored;
     /// `get` will return `Absent`. No other thread or process may use the store meanwhile.
@@ -290,22 +304,75 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// # Errors It cannot be done now. Nothing was freed; the store works, and leaked objects stay until this is done.
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered>;
 
+    /// If only this process's memory knows which objects words name, they are said here.
+    fn attach(&self) -> Option<&dyn Attach> {
+        None
+    }
+}
+
+/// See [`DurableStore::attach`].
+pub trait Attach {
     /// Another process has the same store for the same pages, and this one begins to use it, too: both get and free,
     /// neither puts. `live` has all objects that words name, or have named since that process put its last page; some
     /// may be gone by now. Only objects in `live` are freed.
-    fn follow(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {}
+    fn attach_shared(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>);
 
     /// That other process no longer uses the store. `live` has the objects that words name now. This process has put
-    /// nothing since [`Store::follow`], but may have freed objects.
-    fn own(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {}
+    /// nothing since [`Attach::attach_shared`], but may have freed objects.
+    fn attach_exclusive(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>);
+}
 
-    /// Must it be told, by [`Store::follow`] and [`Store::own`], which objects words name?
-    fn is_told(&self) -> bool {
+/// A store in this host's memory: it returns at once. Evicted pages go to one, and move on to a [`SlowStore`].
+pub trait NearStore: DurableStore {
+    /// The same as [`Store::get`]. `blob` becomes the form in which the store keeps the page, checked together with
+    /// `out`, for a store that keeps pages in that form ([`SlowStore::begin_put`]); empty: there is no such form. After
+    /// any outcome except `Found`, both are unspecified.
+    fn get_blob(&self, key: PageKey, handle: Handle, out: &mut PageBytes, blob: &mut Vec<u8>) -> GetOutcome {
+        blob.clear();
+        self.get(key, handle, out, IoContext::BACKGROUND)
+    }
+
+    /// Is the object of this handle still what [`NearStore::get_blob`] found there?
+    fn still_has(&self, key: PageKey, handle: Handle, bytes: &PageBytes, _blob: &[u8]) -> bool {
+        let mut now: PageBytes = [0; PAGE_SIZE];
+        self.get(key, handle, &mut now, IoContext::BACKGROUND) == GetOutcome::Found && now == *bytes
+    }
+
+    /// Does the object of this handle occupy anything? A page that is kept in its handle does not, so nothing is gained
+    /// by moving it to another store.
+    fn takes_room(&self, handle: Handle) -> bool;
+
+    /// Is more than 15/16 of the budget used? Asked often, so it must be cheap.
+    fn is_short(&self) -> bool;
+}
+
+/// A store that may wait for a device or for other machines.
+pub trait SlowStore: DurableStore {
+    /// This page is about to be got. The store sends the request now, if it can do so without waiting; before that
+    /// `watch` gets the descriptor that has input when the reply comes. Returns whether it was sent. A get with
+    /// [`Ends::AtOnce`] takes the page.
+    fn begin(&self, _key: PageKey, _handle: Handle, _watch: OnReply<'_>) -> bool {
+        false
+    }
+
+    /// The same as [`Store::put_run`] in two steps: the pages are on their way when this returns, and the result waits
+    /// until they are stored and appends the outcomes. It must be called: if it is dropped, some of the pages may be
+    /// stored, and stay until [`DurableStore::recover`]. A store that does not wait for another machine does all of it
+    /// now. `blobs` is empty, or has the forms of the pages in another store, as [`NearStore::get_blob`] returned them:
+    /// a store that keeps that form does not compress the pages again.
+    fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], _blobs: &[Vec<u8>]) -> Ending {
+        let mut outcomes = Vec::with_capacity(pages.len());
+        self.put_run(first, pages, &mut outcomes);
+        Box::new(move |all| all.append(&mut outcomes))
+    }
+
+    /// Would [`Store::tidy`] have something to do at once?
+    fn is_untidy(&self) -> bool {
         false
     }
 
     /// Is an operation under way that outlives this process, so that the next user must wait for it and recover
-    /// ([`Store::recover`])?
+    /// ([`DurableStore::recover`])?
     fn must_recover(&self) -> bool {
         false
     }
@@ -319,9 +386,6 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     fn refuses(&self) -> bool {
         false
     }
-
-    /// The usage of the store now; emptied space counts until [`Store::tidy`] returns it. Reads counters: never waits.
-    fn usage(&self) -> StoreUsage;
 }
 
 /// Is it all zeros?

@@ -5,14 +5,77 @@
 //! Promise: a word names a store by its number alone. An unknown number resolves to no store, and the page waits.
 
 use ballast_base::PageIdx;
-use ballast_base::store::{Handle, PageKey, Store};
+use ballast_base::store::{Ends, GetOutcome, Handle, IoContext, PageBytes, PageKey, Store};
 
 use crate::page_state::{State, Word};
 
 /// Finds the store of a far page.
 pub trait StoreOf {
     /// The store that this word (Far or Restoring) names. With `None` a worker that has it serves the page later.
-    fn store_of(&self, word: Word) -> Option<&dyn Store>;
+    fn store_of(&self, word: Word) -> Option<Source<'_>>;
+}
+
+/// A store, as one caller reads it.
+#[derive(Clone, Copy, Debug)]
+pub struct Source<'a> {
+    /// The store.
+    pub store: &'a dyn Store,
+    /// For whom it reads, and until when.
+    pub context: IoContext<'a>,
+    /// Knows how long its pages are waited for, if it may wait.
+    pub watch: Option<&'a dyn Watch>,
+}
+
+/// Knows which pages of a store are waited for.
+pub trait Watch: std::fmt::Debug {
+    /// A thread waited for this page, or for a run of pages from this one on: the outcome, `Busy` if some were.
+    fn was_asked(&self, key: PageKey, handle: Handle, outcome: GetOutcome);
+
+    /// These were read together: some ahead of the thread that wants them.
+    fn were_asked(&self, pages: &[(PageKey, Handle)], outcomes: &[GetOutcome]);
+
+    /// This page was freed.
+    fn was_freed(&self, key: PageKey, handle: Handle);
+}
+
+impl Source<'_> {
+    /// See [`Store::get`].
+    pub fn get(self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        let outcome = self.store.get(key, handle, out, self.context);
+        if let Some(watch) = self.watch
+            && (outcome != GetOutcome::Busy || !matches!(self.context.ends, Ends::AtOnce(_)))
+        {
+            watch.was_asked(key, handle, outcome);
+        }
+        outcome
+    }
+
+    /// See [`Store::get_run`]: a thread waits for all of the pages.
+    pub fn get_run(self, pages: &[(PageKey, Handle)], out: &mut [PageBytes]) -> Vec<GetOutcome> {
+        let outcomes = self.store.get_run(pages, out, self.context);
+        let worst = outcomes.iter().find(|outcome| **outcome == GetOutcome::Busy).or(outcomes.first());
+        if let (Some(watch), Some((key, handle)), Some(outcome)) = (self.watch, pages.first(), worst) {
+            watch.was_asked(*key, *handle, *outcome);
+        }
+        outcomes
+    }
+
+    /// The same, if no thread waits for some of them yet.
+    pub fn get_ahead(self, pages: &[(PageKey, Handle)], out: &mut [PageBytes]) -> Vec<GetOutcome> {
+        let outcomes = self.store.get_run(pages, out, self.context);
+        if let Some(watch) = self.watch {
+            watch.were_asked(pages, &outcomes);
+        }
+        outcomes
+    }
+
+    /// See [`Store::free`].
+    pub fn free(self, key: PageKey, handle: Handle) {
+        self.store.free(key, handle);
+        if let Some(watch) = self.watch {
+            watch.was_freed(key, handle);
+        }
+    }
 }
 
 /// The handle that a word keeps alive in its store, if any; `recover` tells the store not to sweep it.

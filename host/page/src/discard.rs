@@ -83,16 +83,17 @@ mod tests {
     use std::cell::Cell;
     use std::sync::atomic::AtomicU64;
 
-    use ballast_base::store::{Handle, Store};
+    use ballast_base::store::Handle;
     use ballast_base::wire::VmId;
 
     use super::*;
+    use crate::copies::Source;
 
     #[test]
     fn no_page_of_a_run_is_locked_while_a_copy_is_freed() {
         struct Freed<F>(F);
         impl<F: Fn()> StoreOf for Freed<F> {
-            fn store_of(&self, _: Word) -> Option<&dyn Store> {
+            fn store_of(&self, _: Word) -> Option<Source<'_>> {
                 (self.0)();
                 None
             }

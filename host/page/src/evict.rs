@@ -7,10 +7,10 @@
 //! under the page's lock (invariants 2 and 3). A fault waits for the punch of its run; for the copying as well if
 //! reclaim is forced ([`LockedFrom::Copy`]).
 
-use ballast_base::store::{PageBytes, PageKey, PutOutcome, RegionKey, Store, is_zero};
+use ballast_base::store::{IoContext, PageBytes, PageKey, PutOutcome, RegionKey, Store, is_zero};
 use ballast_base::{PageIdx, PageRange};
 
-use crate::copies::{StoreOf, free_copies};
+use crate::copies::{Source, StoreOf, free_copies};
 use crate::granule::Granule;
 use crate::memory::{Backing, ReadOutcome};
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
@@ -38,8 +38,9 @@ pub struct To<'a> {
 }
 
 impl StoreOf for To<'_> {
-    fn store_of(&self, word: Word) -> Option<&dyn Store> {
-        (word.store() == self.number).then_some(self.store)
+    fn store_of(&self, word: Word) -> Option<Source<'_>> {
+        let source = Source { store: self.store, context: IoContext::BACKGROUND, watch: None };
+        (word.store() == self.number).then_some(source)
     }
 }
 
@@ -369,7 +370,7 @@ mod tests {
             if word.state() != State::Far || backing.holds(PageRange::one(page)).expect("known") == Holds::Bytes {
                 return backing.file.borrow()[page.0 as usize];
             }
-            let copy = store.get(REGION.page(page), word.handle(), &mut bytes);
+            let copy = store.get(REGION.page(page), word.handle(), &mut bytes, IoContext::GUEST);
             (copy == GetOutcome::Found).then_some(bytes[0])
         });
         (done, pages.map(|page| granule_of(page).cell().load().state()), gets)

@@ -213,21 +213,25 @@ fn fetch(word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf
     if words.iter().any(|word| word.state() != State::Far) {
         return GetOutcome::Absent;
     }
-    let mut outcomes = Vec::with_capacity(words.len());
-    for words in words.chunk_by(|a, b| a.store() == b.store()) {
-        let Some(store) = stores.store_of(words[0]) else { return GetOutcome::Busy };
-        let done = outcomes.len();
-        let first = PageKey { page: PageIdx(first.page.0 + done as u64), ..first };
-        let handles: Vec<_> = words.iter().map(|word| word.handle()).collect();
-        store.get_run(first, &handles, &mut out[done..done + words.len()], &mut outcomes);
-    }
-    let worst = |outcome: &GetOutcome| match outcome {
+    let severity = |outcome: &GetOutcome| match outcome {
         GetOutcome::Found => 0,
         GetOutcome::Busy => 1,
         GetOutcome::Absent => 2,
         GetOutcome::Corrupt => 3,
     };
-    outcomes.into_iter().max_by_key(worst).unwrap_or(GetOutcome::Absent)
+    let (mut done, mut worst) = (0, GetOutcome::Found);
+    for words in words.chunk_by(|a, b| a.store() == b.store()) {
+        let Some(store) = stores.store_of(words[0]) else { return GetOutcome::Busy };
+        let first = first.region.page(PageIdx(first.page.0 + done as u64));
+        let pages = first.run(words.iter().map(|word| word.handle()));
+        let outcomes = store.get_run(&pages, &mut out[done..done + pages.len()]);
+        if outcomes.len() != pages.len() {
+            return GetOutcome::Busy;
+        }
+        done += pages.len();
+        worst = outcomes.into_iter().chain([worst]).max_by_key(severity).unwrap_or(worst);
+    }
+    worst
 }
 
 /// Bring back untouched far pages, from `first` on, as many as there are cells and the buffer holds. Stops at the first
@@ -249,7 +253,7 @@ pub fn restore_run<'a>(
 }
 
 /// The same for pages in rising order with gaps between them: a page that is not far, is locked, is in another store or
-/// is not returned is passed over. The store is asked once ([`ballast_base::store::Store::get_some`]). Returns each
+/// is not returned is passed over. The store is asked once ([`ballast_base::store::Store::get_run`]). Returns each
 /// restored page and its move.
 ///
 /// # Errors
@@ -301,8 +305,8 @@ fn bring<'a>(
     }
     let store = held.first().and_then(Option::as_ref).and_then(|lock| stores.store_of(lock.word()));
     let Some(store) = store else { return Ok(Vec::new()) };
-    let (buffer, mut outcomes) = (&mut buffer[..held.len()], Vec::with_capacity(held.len()));
-    store.get_some(&names, buffer, &mut outcomes);
+    let buffer = &mut buffer[..held.len()];
+    let outcomes = store.get_ahead(&names, buffer);
     // For a page that is not there, the next fault finds out why.
     let found = |at: &usize| outcomes.get(*at) == Some(&GetOutcome::Found);
     let all = 0..held.len();

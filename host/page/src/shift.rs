@@ -5,21 +5,21 @@
 //! Threads: the spill worker; a fault or a discard that meets the lock waits for this one page, about a microsecond.
 //! Promise: at any instant one copy is complete and named by the word. A death leaks one copy, which `recover` sweeps.
 
-use ballast_base::store::{PageBytes, PageKey, Store};
+use ballast_base::store::{NearStore, PageBytes, PageKey, Store};
 
 use crate::granule::Granule;
 use crate::page_state::{State, Word};
 
 /// Replace the word `from` of page `index` of the granule by `to`, if the word is unchanged and its copy is still the
-/// one whose bytes were put under `to` (`bytes` and `blob`, as [`Store::get_blob`] returned them). Returns whether it
-/// did. Frees the copy that no word names then.
+/// one whose bytes were put under `to` (`bytes` and `blob`, as [`NearStore::get_blob`] returned them). Returns whether
+/// it did. Frees the copy that no word names then.
 ///
 /// The bytes are compared because stores reuse handles: a page that was restored, written and evicted again may have
 /// the same word as before. Under the lock, the copy that the word names is authoritative.
 pub fn commit(
     (granule, index): (Granule<'_>, usize),
     key: PageKey,
-    (from, old): (Word, &dyn Store),
+    (from, old): (Word, &dyn NearStore),
     (to, new): (Word, &dyn Store),
     (bytes, blob): (&PageBytes, &[u8]),
 ) -> bool {

@@ -14,12 +14,13 @@ use std::io;
 
 use ballast_base::fill::{FaultKind, FillOutcome};
 use ballast_base::store::{
-    FILE_STORE, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RAM_STORE, Recovered, RegionKey, Store, StoreUsage,
+    DurableStore, FILE_STORE, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, RAM_STORE,
+    Recovered, RegionKey, Store, StoreUsage,
 };
 use ballast_base::wire::VmId;
 use ballast_base::{PageIdx, PageRange};
 use ballast_page::ahead::{map_ahead, zero_ahead};
-use ballast_page::copies::{StoreOf, store_number};
+use ballast_page::copies::{Source, StoreOf, store_number};
 use ballast_page::discard::discard;
 use ballast_page::evict::{LockedFrom, To, evict, quarantine};
 use ballast_page::fault::{restore_run, serve};
@@ -162,7 +163,7 @@ impl Store for Shelf {
         objects.insert(number, value_of(bytes));
         PutOutcome::Stored(Handle::new(number).expect("small"))
     }
-    fn get(&self, _: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    fn get(&self, _: PageKey, handle: Handle, out: &mut PageBytes, _: IoContext<'_>) -> GetOutcome {
         match self.0.lock().unwrap().get(&handle.bits()) {
             Some(value) => {
                 *out = page_of(*value);
@@ -174,22 +175,34 @@ impl Store for Shelf {
     fn free(&self, _: PageKey, handle: Handle) {
         assert!(self.0.lock().unwrap().remove(&handle.bits()).is_some(), "freed twice");
     }
-    fn recover(&self, _: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
-        Ok(Recovered::default())
-    }
-
     fn usage(&self) -> StoreUsage {
         StoreUsage::default()
     }
 }
 
+impl DurableStore for Shelf {
+    fn recover(&self, _: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        Ok(Recovered::default())
+    }
+}
+
+impl NearStore for Shelf {
+    fn takes_room(&self, _: Handle) -> bool {
+        true
+    }
+    fn is_short(&self) -> bool {
+        false
+    }
+}
+
 impl StoreOf for World {
-    fn store_of(&self, word: Word) -> Option<&dyn Store> {
-        match word.store() {
-            RAM_STORE => Some(&self.ram),
-            FILE_STORE => Some(&self.file),
-            _ => None,
-        }
+    fn store_of(&self, word: Word) -> Option<Source<'_>> {
+        let store = match word.store() {
+            RAM_STORE => &self.ram,
+            FILE_STORE => &self.file,
+            _ => return None,
+        };
+        Some(Source { store, context: IoContext::GUEST, watch: None })
     }
 }
 
@@ -366,7 +379,7 @@ impl World {
             let from = self.whole().word_of(index);
             let is_copy = from.state() == State::Far && !from.is_locked() && from.store() == RAM_STORE;
             let mut bytes = [0; _];
-            if !is_copy || self.ram.get(KEY, from.handle(), &mut bytes) != GetOutcome::Found {
+            if !is_copy || self.ram.get(KEY, from.handle(), &mut bytes, IoContext::GUEST) != GetOutcome::Found {
                 return;
             }
             thread::yield_now();
@@ -608,7 +621,7 @@ fn a_page_that_came_back_and_went_again_under_the_same_handle_is_not_spilled_wit
         // Just what a spill worker holds that read the copy and then slept.
         let from = world.cell().load();
         let mut bytes = [0; _];
-        assert_eq!(world.ram.get(KEY, from.handle(), &mut bytes), GetOutcome::Found);
+        assert_eq!(world.ram.get(KEY, from.handle(), &mut bytes, IoContext::GUEST), GetOutcome::Found);
         let PutOutcome::Stored(handle) = world.file.put(KEY, &bytes) else { panic!("there is room") };
         let spill = spawn(&world, move |world| {
             let to = Word::far(FILE_STORE, handle, from.age());

@@ -11,12 +11,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ballast_base::store::{FILE_STORE, OnReply};
+use ballast_base::store::{DurableStore, Ends, FILE_STORE, IoContext, OnReply, SlowStore};
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_page::copies::store_number;
 use ballast_pager::vm::Hold;
-use ballast_pager::vm::far::stores::Tier;
+use ballast_pager::vm::far::stores::SlowTier;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{
     Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome,
@@ -76,6 +76,37 @@ impl Store for Network {
         self.inner.put(key, bytes)
     }
 
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
+        let mut under_way = self.under_way.lock().expect("no panic");
+        if let (Ends::AtOnce(watch), Replies::Nothing) = (context.ends, self.replies) {
+            under_way.get(&key).into_iter().for_each(|(ours, _)| watch(ours.as_fd()));
+            return GetOutcome::Busy;
+        }
+        let is_there = under_way.remove(&key).is_some() && self.replies == Replies::Pages;
+        if !matches!(context.ends, Ends::AtOnce(_)) {
+            self.got.fetch_add(1, Ordering::AcqRel);
+        } else if !is_there {
+            return GetOutcome::Busy;
+        }
+        self.inner.get(key, handle, out, context)
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        self.inner.free(key, handle);
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.inner.usage()
+    }
+}
+
+impl DurableStore for Network {
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        self.inner.recover(live)
+    }
+}
+
+impl SlowStore for Network {
     fn begin(&self, key: PageKey, _: Handle, watch: OnReply<'_>) -> bool {
         let (ours, mut servers) = UnixStream::pair().expect("sockets");
         watch(ours.as_fd());
@@ -90,36 +121,6 @@ impl Store for Network {
         self.begun.fetch_add(1, Ordering::AcqRel);
         self.under_way.lock().expect("no panic").insert(key, (ours, servers));
         true
-    }
-
-    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
-        let mut under_way = self.under_way.lock().expect("no panic");
-        if self.replies == Replies::Nothing {
-            under_way.get(&key).into_iter().for_each(|(ours, _)| watch(ours.as_fd()));
-            return GetOutcome::Busy;
-        }
-        match (under_way.remove(&key), self.replies) {
-            (Some(_), Replies::Pages) => self.inner.get(key, handle, out),
-            _ => GetOutcome::Busy,
-        }
-    }
-
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        self.got.fetch_add(1, Ordering::AcqRel);
-        self.under_way.lock().expect("no panic").remove(&key);
-        self.inner.get(key, handle, out)
-    }
-
-    fn free(&self, key: PageKey, handle: Handle) {
-        self.inner.free(key, handle);
-    }
-
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
-        self.inner.recover(live)
-    }
-
-    fn usage(&self) -> StoreUsage {
-        self.inner.usage()
     }
 }
 
@@ -160,7 +161,7 @@ fn pages_of_a_file_come_back_right_whether_reads_that_were_begun_are_late_short_
         Ok((store, _, _)) => Arc::new(store),
         Err(error) => return skip("disk", error),
     };
-    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![Tier::slow(FILE_STORE, "file store", store)], SOON);
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![SlowTier::new(FILE_STORE, "file store", store)], SOON);
     rig.fill_all();
     for _ in 0..3 {
         let pages = make_far(&rig, FILE_STORE);
@@ -203,7 +204,7 @@ fn pages_that_come_and_go_while_others_are_read_from_the_same_blocks_hold_what_w
             faults.fail_reads(10, DiskFault::Takes(Duration::from_millis(1)));
             faults.fail_reads(1, DiskFault::Short(512));
         }
-        let tier = Tier::slow(FILE_STORE, "file store", store.clone());
+        let tier = SlowTier::new(FILE_STORE, "file store", store.clone());
         let rig = Rig::tiered(RAM, Bytes(2 * MIB), Duration::from_millis(1), vec![tier], Duration::from_millis(2));
         rig.set_limit(Some(LIMIT));
         made.push((rig, store, faults));
@@ -231,7 +232,7 @@ fn pages_that_come_and_go_while_others_are_read_from_the_same_blocks_hold_what_w
 fn a_fault_worker_has_a_page_when_its_reply_comes_and_a_slow_worker_gets_it_if_none_does() {
     for replies in [Replies::Pages, Replies::Nothing, Replies::Refusals, Replies::HangsUp] {
         let store = Arc::new(Network::new(replies));
-        let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![Tier::slow(THIRD, "network", store.clone())], SOON);
+        let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![SlowTier::new(THIRD, "network", store.clone())], SOON);
         rig.fill_all();
         let pages = make_far(&rig, THIRD);
         let counts = || [&store.begun, &store.got].map(|count| count.load(Ordering::Acquire));

@@ -17,7 +17,7 @@ use ballast_page::copies::store_number;
 use ballast_page::page_state::Word;
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::client_peer::ClientPeer;
-use ballast_pager::vm::far::stores::{Stores, Tier};
+use ballast_pager::vm::far::stores::{SlowTier, Stores};
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
@@ -66,7 +66,7 @@ fn beside_with_client(rig: &Rig, last: &Vm, stores: Stores, number: u64) -> (Arc
 /// makes them as given.
 fn moves(rig: &Rig, stores: impl Fn(&Stores) -> Stores) {
     rig.set_limit(Some(LIMIT));
-    let is_filed = |vm: &Vm| vm.stores.slow().all(|tier| tier.store.usage().pages > 0);
+    let is_filed = |vm: &Vm| vm.stores.slow().iter().all(|tier| tier.store.usage().pages > 0);
     let (stop, touched) = (AtomicBool::new(false), AtomicU64::new(0));
     let more = |what: &str| {
         let from = touched.load(Ordering::Relaxed);
@@ -106,7 +106,7 @@ fn moves(rig: &Rig, stores: impl Fn(&Stores) -> Stores) {
     let gauges = || [Counter::Far, Counter::Zero, Counter::Poisoned].map(|gauge| last.stats().get(gauge));
     let before = gauges();
     assert!(before[0] + before[1] > 0, "nothing is far");
-    let copies: u64 = last.stores.tiers().iter().map(|tier| tier.store.usage().pages).sum();
+    let copies: u64 = last.stores.tiers().map(|tier| tier.store.usage().pages).sum();
     assert_eq!(copies, before[0], "a copy is nobody's");
     let recovered = last.recover().expect("recover");
     assert_eq!((gauges(), recovered.lost, recovered.mended), (before, 0, 0));
@@ -127,8 +127,7 @@ fn so_they_do_from_a_disk_where_each_has_the_file_store_open() {
     let rig = Rig::spilling(RAM, Bytes(64 * MIB), Duration::from_millis(2), Arc::new(first), soon);
     moves(&rig, |last| {
         let file = FileStore::open(dup(&place), dup(&index), budget()).expect("open");
-        let tiers = last.tiers().iter().filter(|tier| !tier.is_slow()).cloned();
-        Stores::new(tiers.chain([Tier::slow(FILE_STORE, "file store", Arc::new(file))]).collect())
+        last.clone().with(SlowTier::new(FILE_STORE, "file store", Arc::new(file)))
     });
 }
 

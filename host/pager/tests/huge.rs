@@ -14,7 +14,7 @@ use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
-use ballast_store::{Budget, FileOptions, FileStore, Store};
+use ballast_store::{Budget, FileOptions, FileStore, SlowStore};
 use ballast_testkit::NullStore;
 use ballast_testkit::skip;
 use common::{Rig, hammer, random, until};
@@ -140,7 +140,8 @@ fn a_vm_that_uses_all_its_huge_pages_is_held_to_its_limit() {
 
 #[test]
 fn huge_pages_go_on_to_a_file_and_come_back_whole_while_the_guest_writes() {
-    let file: Arc<dyn Store> = match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE))) {
+    let file: Arc<dyn SlowStore> = match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE)))
+    {
         Ok((store, ..)) => Arc::new(store),
         Err(error) => {
             skip("disk", format_args!("{error}; a store in memory stands in"));

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use ballast_base::store::{Ending, FILE_STORE, RAM_STORE, Recovered, RegionKey};
+use ballast_base::store::{DurableStore, Ending, FILE_STORE, IoContext, RAM_STORE, Reader, Recovered, RegionKey};
 use ballast_base::units::MIB;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
@@ -23,7 +23,7 @@ use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{
     Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome,
-    RamOptions, RamStore, Store, StoreUsage, held,
+    SlowStore, Store, StoreUsage,
 };
 use ballast_testkit::skip;
 use ballast_testkit::{Faults, FaultyStore, NullStore, PutFault};
@@ -38,18 +38,18 @@ const LIMIT: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 
 /// A file store on a disk; if there is none, a store in memory replaces it, and a line says so.
-fn disk() -> Arc<dyn Store> {
+fn disk() -> Arc<dyn SlowStore> {
     match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE))) {
         Ok((store, ..)) => Arc::new(store),
         Err(error) => {
-            skip("disk", format_args!("{error}; the RAM store stands in"));
-            Arc::new(RamStore::create(RamOptions::new(Budget::new(AMPLE))).expect("store").0)
+            skip("disk", format_args!("{error}; a store in memory stands in"));
+            Arc::new(NullStore::new(AMPLE))
         }
     }
 }
 
 /// A file store with faults on command.
-fn faulty() -> (Arc<dyn Store>, Arc<Faults>) {
+fn faulty() -> (Arc<dyn SlowStore>, Arc<Faults>) {
     let (store, faults) = FaultyStore::new(NullStore::new(AMPLE));
     (Arc::new(store), faults)
 }
@@ -220,25 +220,29 @@ impl Store for Slow {
         self.pages.put_run(first, pages, outcomes);
     }
 
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        self.pages.get(key, handle, out)
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
+        self.pages.get(key, handle, out, context)
     }
 
     fn free(&self, key: PageKey, handle: Handle) {
         self.pages.free(key, handle);
     }
 
-    fn must_recover(&self) -> bool {
-        let less = |late: u64| late.checked_sub(1);
-        self.late.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok()
+    fn usage(&self) -> StoreUsage {
+        self.pages.usage()
     }
+}
 
+impl DurableStore for Slow {
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
         self.pages.recover(live)
     }
+}
 
-    fn usage(&self) -> StoreUsage {
-        self.pages.usage()
+impl SlowStore for Slow {
+    fn must_recover(&self) -> bool {
+        let less = |late: u64| late.checked_sub(1);
+        self.late.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok()
     }
 }
 
@@ -266,6 +270,26 @@ impl Store for Remote {
         self.pages.put(key, bytes)
     }
 
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
+        self.pages.get(key, handle, out, context)
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        self.pages.free(key, handle);
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.pages.usage()
+    }
+}
+
+impl DurableStore for Remote {
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
+        self.pages.recover(live)
+    }
+}
+
+impl SlowStore for Remote {
     fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], _: &[Vec<u8>]) -> Ending {
         let now = self.under_way.fetch_add(1, Ordering::AcqRel) + 1;
         self.most.fetch_max(now, Ordering::AcqRel);
@@ -274,22 +298,6 @@ impl Store for Remote {
             self.pages.put_run(first, &pages, outcomes);
             self.under_way.fetch_sub(1, Ordering::AcqRel);
         })
-    }
-
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        self.pages.get(key, handle, out)
-    }
-
-    fn free(&self, key: PageKey, handle: Handle) {
-        self.pages.free(key, handle);
-    }
-
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
-        self.pages.recover(live)
-    }
-
-    fn usage(&self) -> StoreUsage {
-        self.pages.usage()
     }
 }
 
@@ -338,10 +346,10 @@ impl Store for Partly {
         self.0.put(key, bytes)
     }
 
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
         let Partly(pages, withholds) = self;
         if !withholds.pages().contains(&key.page.0) {
-            return pages.get(key, handle, out);
+            return pages.get(key, handle, out, context);
         }
         if withholds.asked.lock().expect("no panic").insert(key.page.0) {
             std::thread::sleep(Duration::from_millis(10));
@@ -349,7 +357,7 @@ impl Store for Partly {
             withholds.waiting.fetch_add(1, Ordering::AcqRel);
             let mut pages = withholds.pages();
             // A real one is given up as well.
-            while !pages.is_empty() && !held::is_wanted() {
+            while !pages.is_empty() && !context.is_wanted() {
                 pages = withholds.come.wait_timeout(pages, Duration::from_millis(1)).expect("no panic").0;
             }
         }
@@ -360,14 +368,18 @@ impl Store for Partly {
         self.0.free(key, handle);
     }
 
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
-        self.0.recover(live)
-    }
-
     fn usage(&self) -> StoreUsage {
         self.0.usage()
     }
 }
+
+impl DurableStore for Partly {
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
+        self.0.recover(live)
+    }
+}
+
+impl SlowStore for Partly {}
 
 #[test]
 fn any_number_of_pages_that_are_late_leave_a_worker_for_those_that_come() {
@@ -607,24 +619,20 @@ impl Store for Asked {
         self.inner.put(key, bytes)
     }
 
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
         self.alone.fetch_add(1, Ordering::Relaxed);
-        self.wrong.fetch_add(held::has_time().into(), Ordering::Relaxed);
-        self.inner.get(key, handle, out)
+        self.wrong.fetch_add((context.reader == Reader::Background).into(), Ordering::Relaxed);
+        self.inner.get(key, handle, out, context)
     }
 
-    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+    fn get_run(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], context: IoContext<'_>) -> Vec<GetOutcome> {
         self.together.fetch_add(1, Ordering::Relaxed);
-        self.wrong.fetch_add((!held::has_time()).into(), Ordering::Relaxed);
-        self.inner.get_some(pages, out, outcomes);
+        self.wrong.fetch_add((context.reader == Reader::Guest).into(), Ordering::Relaxed);
+        self.inner.get_run(pages, out, context)
     }
 
     fn free(&self, key: PageKey, handle: Handle) {
         self.inner.free(key, handle);
-    }
-
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
-        self.inner.recover(live)
     }
 
     fn usage(&self) -> StoreUsage {
@@ -632,8 +640,16 @@ impl Store for Asked {
     }
 }
 
+impl DurableStore for Asked {
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
+        self.inner.recover(live)
+    }
+}
+
+impl SlowStore for Asked {}
+
 #[test]
-fn what_is_read_ahead_has_time_and_what_a_thread_waits_for_has_not() {
+fn pages_are_read_ahead_in_the_background_and_a_page_that_a_thread_waits_for_is_not() {
     let (alone, together, wrong) = Default::default();
     let store = Arc::new(Asked { inner: NullStore::new(AMPLE), alone, together, wrong });
     let rig = Rig::spilling(RAM, AMPLE, QUICK, store.clone(), SOON);

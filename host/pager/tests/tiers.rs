@@ -12,9 +12,9 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_page::copies::store_number;
 use ballast_pager::vm::Hold;
-use ballast_pager::vm::far::stores::Tier;
+use ballast_pager::vm::far::stores::SlowTier;
 use ballast_pager::vm::stats::Counter;
-use ballast_store::{PutOutcome, Store};
+use ballast_store::{PutOutcome, SlowStore};
 use ballast_testkit::{NullStore, pages};
 use common::third::{THIRD, ThirdStore};
 use common::{Rig, until};
@@ -26,8 +26,8 @@ const LIMIT: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 
 /// The one line.
-fn third() -> Tier {
-    Tier::slow(THIRD, "third store", Arc::new(ThirdStore::new(AMPLE)))
+fn third() -> SlowTier {
+    SlowTier::new(THIRD, "third store", Arc::new(ThirdStore::new(AMPLE)))
 }
 
 /// Pages whose bytes are in this store.
@@ -55,14 +55,14 @@ fn pages_go_to_a_third_store_and_come_back_with_every_byte() {
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
     assert_eq!((rig.resident(), rig.vm.stats().get(Counter::Far)), (RAM, 0));
     rig.check_bytes();
-    let copies = || rig.vm.stores.tiers().iter().map(|tier| tier.store.usage().pages).sum::<u64>();
+    let copies = || rig.vm.stores.tiers().map(|tier| tier.store.usage().pages).sum::<u64>();
     until("no copy is left", || copies() == 0);
 }
 
 #[test]
 fn a_thread_has_pages_of_a_slow_store_by_runs_if_it_reads_in_order_or_wants_neighbours_and_else_each_by_itself() {
     let store = Arc::new(ThirdStore::new(AMPLE));
-    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![Tier::slow(THIRD, "third store", store.clone())], SOON);
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![SlowTier::new(THIRD, "third store", store.clone())], SOON);
     rig.fill_all();
     let region = rig.vm.region(0).expect("region");
     let is_in_third = |page: &u64| store_number(region.word(PageIdx(*page))) == Some(THIRD);
@@ -100,7 +100,7 @@ fn a_thread_has_pages_of_a_slow_store_by_runs_if_it_reads_in_order_or_wants_neig
 #[test]
 fn a_store_that_is_silent_for_long_is_told_of_and_the_wait_goes_on_until_it_answers() {
     let store = Arc::new(ThirdStore::new(AMPLE));
-    let tier = Tier::slow_within(Duration::from_millis(1), THIRD, "third store", store.clone());
+    let tier = SlowTier::within(Duration::from_millis(1), THIRD, "third store", store.clone());
     let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![tier], SOON);
     rig.fill_all();
     wait_until_in_third(&rig);
@@ -127,7 +127,7 @@ fn a_store_that_is_silent_for_long_is_told_of_and_the_wait_goes_on_until_it_answ
 
 #[test]
 fn what_a_full_file_store_does_not_take_goes_to_the_third_one() {
-    let file = Tier::slow(FILE_STORE, "file store", Arc::new(NullStore::new(Bytes(MIB))));
+    let file = SlowTier::new(FILE_STORE, "file store", Arc::new(NullStore::new(Bytes(MIB))));
     let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![file, third()], SOON);
     rig.fill_all();
     rig.squeeze(LIMIT);
@@ -141,8 +141,8 @@ fn what_a_full_file_store_does_not_take_goes_to_the_third_one() {
 
 #[test]
 fn a_successor_finds_the_pages_of_three_stores_and_sweeps_each() {
-    let file: Arc<dyn Store> = Arc::new(NullStore::new(Bytes(MIB)));
-    let slow = vec![Tier::slow(FILE_STORE, "file store", file), third()];
+    let file: Arc<dyn SlowStore> = Arc::new(NullStore::new(Bytes(MIB)));
+    let slow = vec![SlowTier::new(FILE_STORE, "file store", file), third()];
     let mut rig = Rig::tiered(RAM, AMPLE, QUICK, slow, SOON);
     rig.fill_all();
     rig.squeeze(LIMIT);
@@ -150,12 +150,12 @@ fn a_successor_finds_the_pages_of_three_stores_and_sweeps_each() {
     rig.vm.stop();
     // What an engine leaves that dies between a put and the word that would have named it.
     let nobodys = RegionKey { vm: VmId([3; 16]), number: 0 }.page(PageIdx(rig.pages - 1));
-    for tier in rig.vm.stores.tiers().iter().filter(|tier| tier.number != FILE_STORE) {
+    for tier in rig.vm.stores.tiers().filter(|tier| tier.number != FILE_STORE) {
         let put = tier.store.put(nobodys, &pages::incompressible(1));
         assert!(matches!(put, PutOutcome::Stored(_)), "{put:?} by the {}", tier.name);
     }
     let far = rig.vm.census().expect("census").far.0;
-    let copies = |rig: &Rig| rig.vm.stores.tiers().iter().map(|tier| tier.store.usage().pages).sum::<u64>();
+    let copies = |rig: &Rig| rig.vm.stores.tiers().map(|tier| tier.store.usage().pages).sum::<u64>();
     assert_eq!(copies(&rig), far + 2);
     let stores = rig.vm.stores.clone();
     let recovered = rig.succeed(stores);

@@ -9,7 +9,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_base::store::OnReply;
+use ballast_base::store::{IoContext, OnReply};
 
 use crate::cluster::Cluster;
 use crate::link::Link;
@@ -68,11 +68,11 @@ impl Begun {
     }
 
     /// Waits for the reply to the request for this key, if there is one. Returns what `read` made of the value.
-    pub fn end<T>(&self, name: &[u8], read: impl FnOnce(&[u8]) -> T) -> Option<T> {
+    pub fn end<T>(&self, name: &[u8], context: IoContext<'_>, read: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let Request { node, link, since, timeout, .. } = self.take(name)?;
-        let until = since + timeout;
+        let context = context.until(since + timeout);
         let value = node.end(link, Kind::Read, since, timeout, |link| {
-            let replies = link.receive(1, until)?;
+            let replies = link.receive(1, context)?;
             Ok(replies.get(0).bytes().map(read))
         });
         value.ok().flatten()
@@ -91,7 +91,7 @@ impl Begun {
         let value = node.end(link, Kind::Read, since, timeout, |link| {
             there?;
             // All of it was received.
-            let replies = link.receive(1, since)?;
+            let replies = link.receive(1, IoContext::GUEST.until(since))?;
             Ok(replies.get(0).bytes().map(read))
         });
         value.ok().flatten()

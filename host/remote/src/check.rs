@@ -7,6 +7,8 @@
 use std::io;
 use std::time::{Duration, Instant};
 
+use ballast_store::IoContext;
+
 use crate::cluster::Cluster;
 use crate::refusal::Addr;
 use crate::resp::Commands;
@@ -48,7 +50,7 @@ const ASKED: [&str; 6] = [
 
 /// Checks every node. Serious findings come first.
 pub fn check(cluster: &Cluster) -> Vec<Finding> {
-    cluster.refresh();
+    cluster.refresh(IoContext::BACKGROUND);
     let map = cluster.map();
     let mut found = Vec::new();
     if map.shards().next().is_none() {
@@ -93,15 +95,15 @@ pub fn check(cluster: &Cluster) -> Vec<Finding> {
 /// Returns the settings of a node, and the shortest time of some requests on one connection.
 fn settings(cluster: &Cluster, addr: &Addr) -> io::Result<(Settings, Duration)> {
     let words: Vec<&[u8]> = [&b"CONFIG"[..], b"GET"].into_iter().chain(ASKED.map(str::as_bytes)).collect();
-    let until = Instant::now() + TIMEOUT;
-    cluster.with(addr, until, |link| {
+    let context = IoContext::BACKGROUND.until(Instant::now() + TIMEOUT);
+    cluster.with(addr, context, |link| {
         let mut took = TIMEOUT;
         for _ in 1..ASKED_TIMES {
             let begun = Instant::now();
-            link.ask(&Commands::one(&words), until)?;
+            link.ask(&Commands::one(&words), context)?;
             took = took.min(begun.elapsed());
         }
-        let replies = link.ask(&Commands::one(&words), until)?;
+        let replies = link.ask(&Commands::one(&words), context)?;
         let said = replies.get(0);
         if let Some(error) = said.error() {
             return Err(io::Error::other(error));

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 use std::time::{Duration, Instant};
 
-use ballast_store::held;
+use ballast_store::IoContext;
 
 use crate::link::{Access, Link};
 use crate::map::{NODES_MAX, SlotMap};
@@ -149,8 +149,13 @@ impl Cluster {
     ///
     /// # Errors
     /// The node cannot be reached, or `work` failed.
-    pub fn with<T>(&self, addr: &Addr, until: Instant, work: impl FnOnce(&mut Link) -> io::Result<T>) -> io::Result<T> {
-        self.node(addr).with(Kind::Other, &self.options.access, until, work)
+    pub fn with<T>(
+        &self,
+        addr: &Addr,
+        context: IoContext<'_>,
+        work: impl FnOnce(&mut Link) -> io::Result<T>,
+    ) -> io::Result<T> {
+        self.with_as(Kind::Other, addr, context, work)
     }
 
     /// The same for a request of this kind, whose result its timeout follows.
@@ -161,20 +166,20 @@ impl Cluster {
         &self,
         kind: Kind,
         addr: &Addr,
-        until: Instant,
+        context: IoContext<'_>,
         work: impl FnOnce(&mut Link) -> io::Result<T>,
     ) -> io::Result<T> {
-        self.node(addr).with(kind, &self.options.access, until, work)
+        self.node(addr).with(kind, &self.options.access, context, work)
     }
 
     /// Returns the owner of this slot. Requests a new map if the current one names none.
     ///
     /// # Errors
     /// No owner is known.
-    pub fn owner(&self, slot: u16) -> io::Result<Addr> {
+    pub fn owner(&self, slot: u16, context: IoContext<'_>) -> io::Result<Addr> {
         let known = || self.map().primary(slot).cloned();
         let owner = known().or_else(|| {
-            self.refresh();
+            self.refresh(context);
             known()
         });
         owner.ok_or_else(|| {
@@ -205,10 +210,10 @@ impl Cluster {
     ///
     /// # Errors
     /// The node does not return it.
-    pub fn map_of(&self, addr: &Addr, until: Instant) -> io::Result<SlotMap> {
+    pub fn map_of(&self, addr: &Addr, context: IoContext<'_>) -> io::Result<SlotMap> {
         let asks = Commands::one(&[b"CLUSTER", b"SHARDS"]);
-        self.with(addr, until, |link| {
-            let replies = link.ask(&asks, until)?;
+        self.with(addr, context, |link| {
+            let replies = link.ask(&asks, context)?;
             if let Some(error) = replies.get(0).error() {
                 return Err(io::Error::other(error));
             }
@@ -226,30 +231,30 @@ impl Cluster {
         }
     }
 
-    /// Requests a new map if the last one is old. If that is too old for a write, and another thread is requesting
-    /// one, waits for it, unless others may want a lock of the caller.
+    /// Requests a new map, for a write, if the last one is old. If that is too old for a write, and another thread is
+    /// requesting one, waits for it.
     pub fn refresh_if_old(&self) {
-        let refreshed = if self.is_too_old() && !held::is_held() {
+        let refreshed = if self.is_too_old() {
             Some(self.refreshed.lock().unwrap_or_else(PoisonError::into_inner))
         } else {
             self.refreshed()
         };
         let Some(refreshed) = refreshed else { return };
         if self.is_too_old() || refreshed.is_none_or(|at| at.elapsed() >= OLD) {
-            self.refresh_with(refreshed);
+            self.refresh_with(refreshed, IoContext::BACKGROUND);
         }
     }
 
     /// Requests a new map, unless that was done a moment ago, another thread is doing it, or one waits for a lock of
-    /// the caller ([`held`]). A node whose map has no slots is ignored.
-    pub fn refresh(&self) {
+    /// the caller. A node whose map has no slots is ignored.
+    pub fn refresh(&self, context: IoContext<'_>) {
         if let Some(refreshed) = self.refreshed() {
-            self.refresh_with(refreshed);
+            self.refresh_with(refreshed, context);
         }
     }
 
-    fn refresh_with(&self, mut refreshed: MutexGuard<'_, Option<Instant>>) {
-        if held::is_wanted() || refreshed.is_some_and(|at| at.elapsed() < REFRESH) {
+    fn refresh_with(&self, mut refreshed: MutexGuard<'_, Option<Instant>>, context: IoContext<'_>) {
+        if context.is_wanted() || refreshed.is_some_and(|at| at.elapsed() < REFRESH) {
             return;
         }
         let mut known: Vec<Addr> = self.map().nodes().chain(&self.options.nodes).cloned().collect();
@@ -260,9 +265,9 @@ impl Cluster {
         let timeout = Duration::from_millis(self.map_timeout_ms.load(Relaxed).into());
         let (mut next, round) = (timeout, Instant::now());
         // Silent nodes must not add up: the next round begins with another one.
-        for addr in known.iter().take_while(|_| round.elapsed() < MAP_TIMEOUT_MAX && !held::is_wanted()) {
+        for addr in known.iter().take_while(|_| round.elapsed() < MAP_TIMEOUT_MAX && !context.is_wanted()) {
             let begun = Instant::now();
-            let map = match self.map_of(addr, begun + timeout) {
+            let map = match self.map_of(addr, context.until(begun + timeout)) {
                 Ok(map) => map,
                 // It says nothing about the cluster, and the next thread may request one at once.
                 Err(error) if is_giving_way(&error) => return,
@@ -308,7 +313,7 @@ mod tests {
             panic!("as by a defect");
         };
         std::thread::scope(|scope| scope.spawn(panics).join()).expect_err("it panics");
-        cluster.refresh();
+        cluster.refresh(IoContext::BACKGROUND);
         assert!(cluster.silence().expect("a node was asked").contains("127.0.0.1:1"));
     }
 

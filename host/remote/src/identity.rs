@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_store::held;
+use ballast_store::IoContext;
 
 use crate::cluster::Cluster;
 use crate::map::SlotMap;
@@ -126,21 +126,21 @@ impl Home {
     /// # Errors
     /// It is not, or that is not known; the reason.
     pub fn takes(&self, cluster: &Cluster) -> Result<(), String> {
-        let map = with_nodes(cluster)?;
+        let (context, map) = (IoContext::BACKGROUND, with_nodes(cluster)?);
         let kept = self.kept.get();
         if kept != 0 && cluster.was_seen(kept, &map, FRESH) {
             return Ok(());
         }
-        self.ask(cluster, &map).inspect_err(|_| cluster.refresh())
+        self.ask(cluster, &map, context).inspect_err(|_| cluster.refresh(context))
     }
 
     /// Does it count that no node of this map has a page?
     ///
     /// # Errors
     /// It does not; the reason.
-    pub fn loses(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
+    pub fn loses(&self, cluster: &Cluster, map: &Arc<SlotMap>, context: IoContext<'_>) -> Result<(), String> {
         if self.is_kept() {
-            return self.ask(cluster, map);
+            return self.ask(cluster, map, context);
         }
         // Each put keeps the identity first, so this is a state file that was damaged: nothing may count as lost.
         match self.has_pages.load(Ordering::Acquire) {
@@ -150,12 +150,12 @@ impl Home {
     }
 
     /// Asks the nodes of this map.
-    fn ask(&self, cluster: &Cluster, map: &Arc<SlotMap>) -> Result<(), String> {
-        let until = Instant::now() + ALL;
+    fn ask(&self, cluster: &Cluster, map: &Arc<SlotMap>, context: IoContext<'_>) -> Result<(), String> {
+        let context = context.until(Instant::now() + ALL);
         let mut kept = self.kept.get();
-        let said = read(cluster, map, kept, until);
+        let said = read(cluster, map, kept, context);
         if kept == 0 {
-            let here = said.most().map_or_else(|| make(cluster, map, &said, until), Ok)?;
+            let here = said.most().map_or_else(|| make(cluster, map, &said, context), Ok)?;
             self.kept.keep(here);
             // An engine beside this one may have been first.
             kept = self.kept.get();
@@ -200,7 +200,7 @@ impl Home {
 /// Returns a map that has nodes.
 fn with_nodes(cluster: &Cluster) -> Result<Arc<SlotMap>, String> {
     if cluster.map().shards().next().is_none() {
-        cluster.owner(slot_of(&name::identity(0))).map_err(|error| error.to_string())?;
+        cluster.owner(slot_of(&name::identity(0)), IoContext::BACKGROUND).map_err(|error| error.to_string())?;
     }
     Ok(cluster.map())
 }
@@ -245,22 +245,22 @@ fn by_node(cluster: &Cluster, map: &SlotMap) -> Vec<(Option<Addr>, Vec<usize>)> 
 }
 
 /// Asks node by node, until one says `wanted`.
-fn read(cluster: &Cluster, map: &SlotMap, wanted: u64, until: Instant) -> Said {
+fn read(cluster: &Cluster, map: &SlotMap, wanted: u64, context: IoContext<'_>) -> Said {
     let mut said = Said::default();
     for (addr, keys) in by_node(cluster, map) {
         let Some(addr) = addr else {
             said.silent = Some("some slots have no node".into());
             continue;
         };
-        if held::is_wanted() {
+        if context.is_wanted() {
             said.silent = Some(gives_way().to_string());
             break;
         }
-        let until = until.min(Instant::now() + TIMEOUT);
+        let context = context.until(Instant::now() + TIMEOUT);
         let mut asks = Commands::default();
         keys.iter().for_each(|at| asks.add(&[b"GET", &name::identity(*at)]));
-        let asked = cluster.with(&addr, until, |link| {
-            let replies = link.ask(&asks, until)?;
+        let asked = cluster.with(&addr, context, |link| {
+            let replies = link.ask(&asks, context)?;
             for (number, at) in keys.iter().enumerate() {
                 let reply = replies.get(number);
                 match reply.text().and_then(parse) {
@@ -290,7 +290,7 @@ fn parse(text: &str) -> Option<u64> {
 }
 
 /// Gives an identity to a cluster that was asked for all keys and has none.
-fn make(cluster: &Cluster, map: &SlotMap, said: &Said, until: Instant) -> Result<u64, String> {
+fn make(cluster: &Cluster, map: &SlotMap, said: &Said, context: IoContext<'_>) -> Result<u64, String> {
     if let Some(why) = &said.silent {
         return Err(format!("the cluster's identity is not known: {why}"));
     }
@@ -298,21 +298,21 @@ fn make(cluster: &Cluster, map: &SlotMap, said: &Said, until: Instant) -> Result
     let identity = random.as_chunks::<8>().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).find(|number| *number != 0);
     let identity = identity.ok_or("the kernel has no random numbers")?;
     // Of engines that do this at the same time, the one that sets the first key is the first.
-    let here = set(cluster, map, 0, identity, until)?;
+    let here = set(cluster, map, 0, identity, context)?;
     // What cannot be set now is set by `mend`.
-    (1..KEYS).take_while(|_| !held::is_wanted()).for_each(|at| drop(set(cluster, map, at, here, until)));
+    (1..KEYS).take_while(|_| !context.is_wanted()).for_each(|at| drop(set(cluster, map, at, here, context)));
     Ok(here)
 }
 
 /// Sets a key that is missing. Returns what is there.
-fn set(cluster: &Cluster, map: &SlotMap, at: usize, identity: u64, until: Instant) -> Result<u64, String> {
+fn set(cluster: &Cluster, map: &SlotMap, at: usize, identity: u64, context: IoContext<'_>) -> Result<u64, String> {
     let key = name::identity(at);
     let addr = map.primary(slot_of(&key)).ok_or("some slots have no node")?;
-    let until = until.min(Instant::now() + TIMEOUT);
+    let context = context.until(Instant::now() + TIMEOUT);
     let mut asks = Commands::one(&[b"SET", &key, format!("{identity:016x}").as_bytes(), b"NX"]);
     asks.add(&[b"GET", &key]);
-    let asked = cluster.with(addr, until, |link| {
-        let replies = link.ask(&asks, until)?;
+    let asked = cluster.with(addr, context, |link| {
+        let replies = link.ask(&asks, context)?;
         let there = replies.get(1).text().and_then(parse);
         there.ok_or_else(|| std::io::Error::other(replies.get(0).error().unwrap_or_default()))
     });
@@ -321,10 +321,10 @@ fn set(cluster: &Cluster, map: &SlotMap, at: usize, identity: u64, until: Instan
 
 /// Adds keys of the cluster's identity that are missing, if all can be asked for and one is there.
 pub fn mend(cluster: &Cluster) {
-    let (map, until) = (cluster.map(), Instant::now() + ALL);
-    let said = read(cluster, &map, 0, until);
+    let (map, context) = (cluster.map(), IoContext::BACKGROUND.until(Instant::now() + ALL));
+    let said = read(cluster, &map, 0, context);
     if let (Some(identity), None) = (said.most(), &said.silent) {
-        said.missing.iter().for_each(|at| drop(set(cluster, &map, *at, identity, until)));
+        said.missing.iter().for_each(|at| drop(set(cluster, &map, *at, identity, context)));
     }
 }
 

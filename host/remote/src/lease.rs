@@ -12,6 +12,7 @@ use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ballast_base::store::IoContext;
 use ballast_base::wire::VmId;
 use ballast_sys::clock;
 
@@ -110,10 +111,10 @@ fn at_owner<T>(
 ) -> io::Result<T> {
     let mut last = io::Error::other("no node has its slot");
     for _ in 0..2 {
-        let until = Instant::now() + TIMEOUT;
-        let asked = cluster.owner(slot_of(key)).and_then(|addr| {
-            cluster.with(&addr, until, |link| {
-                let replies = link.ask(asks, until)?;
+        let context = IoContext::BACKGROUND.until(Instant::now() + TIMEOUT);
+        let asked = cluster.owner(slot_of(key), IoContext::BACKGROUND).and_then(|addr| {
+            cluster.with(&addr, context, |link| {
+                let replies = link.ask(asks, context)?;
                 read(&replies).map_err(|error| io::Error::other(format!("{addr} says: {error}")))
             })
         });
@@ -121,7 +122,7 @@ fn at_owner<T>(
             Ok(said) => return Ok(said),
             Err(error) => last = error,
         }
-        cluster.refresh();
+        cluster.refresh(IoContext::BACKGROUND);
     }
     Err(last)
 }
@@ -219,7 +220,13 @@ impl Ended {
         let Some(removal) = &mut self.under_way else { return Ok(Vec::new()) };
         if let Some(vm) = self.leases.pop() {
             // One that cannot be removed runs out.
-            let _ = request::run(cluster, Verb::Unlink, &[name::lease(vm)], &mut |_, _: Found<'_>| ());
+            let _ = request::run(
+                cluster,
+                Verb::Unlink,
+                &[name::lease(vm)],
+                &mut |_, _: Found<'_>| (),
+                IoContext::BACKGROUND,
+            );
             return Ok(Vec::new());
         }
         let is_over = removal.step(cluster, &|_| true)?;

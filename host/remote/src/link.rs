@@ -11,7 +11,7 @@ use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ballast_store::held;
+use ballast_store::IoContext;
 
 use crate::refusal::Addr;
 use crate::resolve::resolve;
@@ -29,25 +29,27 @@ pub struct Access {
     pub tls: Option<Tls>,
 }
 
-/// When a call gives up: then, and later by as long as what has come takes at 1 MB/s, but never after `most`.
+/// When a call gives up if nothing comes, and by how much later at most if something does: by as long as what has come
+/// takes at 1 MB/s.
 #[derive(Clone, Copy, Debug)]
-pub struct Deadline {
-    /// When it gives up if nothing comes.
-    pub until: Instant,
-    /// When it gives up whatever has come.
-    pub most: Instant,
+pub struct Deadline<'a> {
+    /// The context of the call. Its time is when the call gives up if nothing comes.
+    pub context: IoContext<'a>,
+    /// By how much later it gives up at most.
+    pub more: Duration,
 }
 
-impl Deadline {
-    /// When it gives up after this many bytes.
-    fn after(self, bytes: usize) -> Instant {
-        self.most.min(self.until + Duration::from_micros(bytes as u64))
+impl<'a> Deadline<'a> {
+    /// The context after this many bytes.
+    fn after(self, bytes: usize) -> IoContext<'a> {
+        let more = self.more.min(Duration::from_micros(bytes as u64));
+        IoContext { until: self.context.until.map(|until| until + more), ..self.context }
     }
 }
 
-impl From<Instant> for Deadline {
-    fn from(until: Instant) -> Self {
-        Self { until, most: until }
+impl<'a> From<IoContext<'a>> for Deadline<'a> {
+    fn from(context: IoContext<'a>) -> Self {
+        Self { context, more: Duration::ZERO }
     }
 }
 
@@ -70,17 +72,17 @@ impl Link {
     ///
     /// # Errors
     /// The server cannot be reached, does not reply in time, has a wrong certificate, or rejects the user.
-    pub fn open(addr: &Addr, access: &Access, until: Instant) -> io::Result<Self> {
+    pub fn open(addr: &Addr, access: &Access, context: IoContext<'_>) -> io::Result<Self> {
         let mut found = Err(io::Error::new(io::ErrorKind::NotFound, "its name has no address"));
-        for at in resolve(addr, until)? {
-            found = connect(at, until);
+        for at in resolve(addr, context)? {
+            found = connect(at, context);
             if found.as_ref().err().is_none_or(is_giving_way) {
                 break;
             }
         }
         let socket = found?;
         socket.set_nodelay(true)?;
-        let stream = Stream::new(socket, addr, access.tls.as_ref(), until)?;
+        let stream = Stream::new(socket, addr, access.tls.as_ref(), context)?;
         let mut link = Self { stream, buffer: Vec::new(), len: 0 };
         let Some(file) = &access.password_file else { return Ok(link) };
         let text = std::fs::read_to_string(file)
@@ -88,7 +90,7 @@ impl Link {
         let password = text.lines().next().unwrap_or_default().as_bytes();
         let words = access.user.as_deref().map(|user| [b"AUTH", user.as_bytes(), password]);
         let login = words.map_or_else(|| Commands::one(&[b"AUTH", password]), |words| Commands::one(&words));
-        match link.ask(&login, until)?.get(0).error() {
+        match link.ask(&login, context)?.get(0).error() {
             None => Ok(link),
             Some(error) => Err(io::Error::new(io::ErrorKind::PermissionDenied, error)),
         }
@@ -98,9 +100,9 @@ impl Link {
     ///
     /// # Errors
     /// The connection is broken, the deadline has passed, or the bytes received are no reply.
-    pub fn ask(&mut self, commands: &Commands, until: impl Into<Deadline>) -> io::Result<Replies<'_>> {
-        let deadline = until.into();
-        self.send(commands, deadline.until)?;
+    pub fn ask<'c>(&mut self, commands: &Commands, deadline: impl Into<Deadline<'c>>) -> io::Result<Replies<'_>> {
+        let deadline = deadline.into();
+        self.send(commands, deadline.context)?;
         self.receive(commands.count(), deadline)
     }
 
@@ -109,8 +111,8 @@ impl Link {
     ///
     /// # Errors
     /// The connection is broken, or the deadline has passed.
-    pub fn send(&mut self, commands: &Commands, until: Instant) -> io::Result<()> {
-        self.stream.send(commands.bytes(), until)
+    pub fn send(&mut self, commands: &Commands, context: IoContext<'_>) -> io::Result<()> {
+        self.stream.send(commands.bytes(), context)
     }
 
     /// The same, but never waits.
@@ -154,11 +156,11 @@ impl Link {
     ///
     /// # Errors
     /// The same as of [`Link::ask`].
-    pub fn receive(&mut self, count: usize, until: impl Into<Deadline>) -> io::Result<Replies<'_>> {
-        let (deadline, begun) = (until.into(), Instant::now());
+    pub fn receive<'c>(&mut self, count: usize, deadline: impl Into<Deadline<'c>>) -> io::Result<Replies<'_>> {
+        let (deadline, begun) = (deadline.into(), Instant::now());
         let (mut replies, mut at) = self.parse(count)?;
         while replies.len() < count {
-            if held::is_wanted() && begun.elapsed() >= FIRST_WAIT {
+            if deadline.context.is_wanted() && begun.elapsed() >= FIRST_WAIT {
                 return Err(gives_way());
             }
             self.make_room()?;

@@ -17,7 +17,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_store::held;
+use ballast_store::IoContext;
 
 use crate::cluster::Cluster;
 use crate::map::{NODES_MAX, SlotMap};
@@ -52,18 +52,19 @@ pub fn verdicts(
     keys: &[&[u8]],
     opens: &mut dyn FnMut(usize, &[u8]) -> bool,
     loses: &dyn Fn(&Arc<SlotMap>) -> Result<(), String>,
+    context: IoContext<'_>,
 ) -> Vec<Verdict> {
     let Some(first) = keys.first() else { return Vec::new() };
-    let until = Instant::now() + ALL;
+    let context = context.until(Instant::now() + ALL);
     let mut said = vec![Verdict::Lost; keys.len()];
-    let asked = elected(cluster, slot_of(first), until).and_then(|(owner, others, map)| {
+    let asked = elected(cluster, slot_of(first), context).and_then(|(owner, others, map)| {
         let mut silent = None;
         for node in [(&owner, false)].into_iter().chain(others.iter().map(|addr| (addr, true))) {
             let open: Vec<usize> = (0..keys.len()).filter(|at| said[*at] != Verdict::Found).collect();
             if open.is_empty() {
                 break;
             }
-            let asked = ask(cluster, node, &open, keys, until, &mut |at, value| {
+            let asked = ask(cluster, node, &open, keys, context, &mut |at, value| {
                 said[at] = if opens(at, value) { Verdict::Found } else { Verdict::Damaged };
             });
             // The next one may have the page.
@@ -86,15 +87,15 @@ pub fn verdicts(
 
 /// Returns the node that has this slot according to a majority of all primaries, all other nodes that may have its
 /// pages, and the map that names the primaries.
-fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<(Addr, Vec<Addr>, Arc<SlotMap>)> {
-    cluster.refresh();
+fn elected(cluster: &Cluster, slot: u16, context: IoContext<'_>) -> io::Result<(Addr, Vec<Addr>, Arc<SlotMap>)> {
+    cluster.refresh(context);
     let map = cluster.map();
     // A node that the map has in several shards has one vote.
     let primaries: BTreeSet<&Addr> = map.shards().filter_map(|shard| shard.primary.as_ref()).collect();
     let voters = map.shards().count();
     let (mut owners, mut nodes, mut known) = (Vec::new(), Vec::new(), HashSet::new());
-    for addr in primaries.into_iter().take_while(|_| !held::is_wanted()) {
-        let said = cluster.map_of(addr, until.min(Instant::now() + TIMEOUT));
+    for addr in primaries.into_iter().take_while(|_| !context.is_wanted()) {
+        let said = cluster.map_of(addr, context.until(Instant::now() + TIMEOUT));
         let Some(shard) = said.as_ref().ok().and_then(|said| said.shard(slot)) else { continue };
         owners.push(shard.primary.clone());
         // Any node that one of them names may have the page.
@@ -119,14 +120,14 @@ fn ask(
     (addr, replica): (&Addr, bool),
     some: &[usize],
     keys: &[&[u8]],
-    until: Instant,
+    context: IoContext<'_>,
     value: &mut dyn FnMut(usize, &[u8]),
 ) -> io::Result<()> {
-    if held::is_wanted() {
+    if context.is_wanted() {
         return Err(gives_way());
     }
-    left(until)?;
-    let until = until.min(Instant::now() + TIMEOUT);
+    left(context)?;
+    let context = context.until(Instant::now() + TIMEOUT);
     let mut commands = Commands::default();
     // On a primary, `READONLY` has no effect. It is undone afterwards, because others use the connection after us.
     if replica {
@@ -136,8 +137,8 @@ fn ask(
     if replica {
         commands.add(&[b"READWRITE"]);
     }
-    cluster.with(addr, until, |link| {
-        let replies = link.ask(&commands, until)?;
+    cluster.with(addr, context, |link| {
+        let replies = link.ask(&commands, context)?;
         let refused = replies.iter().filter_map(|said| said.error()).find(|error| !is_of_another_type(error));
         if let Some(error) = refused {
             return Err(io::Error::other(format!("{addr} says: {error}")));

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_base::store::OnReply;
+use ballast_base::store::{IoContext, OnReply};
 
 use crate::link::{Access, Deadline, Link};
 use crate::refusal::Addr;
@@ -51,9 +51,9 @@ impl Kind {
     }
 
     /// Returns when a request of this kind that begins now with this timeout is given up.
-    pub fn deadline(self, now: Instant, timeout: Duration) -> Deadline {
+    pub fn deadline(self, now: Instant, timeout: Duration, context: IoContext<'_>) -> Deadline<'_> {
         let most = if self == Self::Run { self.limits().1 } else { timeout };
-        Deadline { until: now + timeout, most: now + most.max(timeout) }
+        Deadline { context: context.until(now + timeout), more: most.saturating_sub(timeout) }
     }
 }
 
@@ -148,11 +148,11 @@ impl Node {
         &self,
         kind: Kind,
         access: &Access,
-        until: Instant,
+        context: IoContext<'_>,
         work: impl FnOnce(&mut Link) -> io::Result<T>,
     ) -> io::Result<T> {
         let (begun, timeout) = (Instant::now(), self.timeout(kind));
-        let link = self.take(kind, access, begun, until)?;
+        let link = self.take(kind, access, begun, context)?;
         self.end(link, kind, begun, timeout, work)
     }
 
@@ -160,16 +160,16 @@ impl Node {
     ///
     /// # Errors
     /// The node cannot be reached.
-    pub fn take(&self, kind: Kind, access: &Access, now: Instant, until: Instant) -> io::Result<Link> {
+    pub fn take(&self, kind: Kind, access: &Access, now: Instant, context: IoContext<'_>) -> io::Result<Link> {
         let timeout = self.timeout(kind);
-        let link = self.kept(now).map_or_else(|| self.open(access, until), Ok);
+        let link = self.kept(now).map_or_else(|| self.open(access, context), Ok);
         link.inspect_err(|error| self.note(kind, now, timeout, Some(error)))
     }
 
     /// Opens a connection, and remembers how long that took.
-    fn open(&self, access: &Access, until: Instant) -> io::Result<Link> {
+    fn open(&self, access: &Access, context: IoContext<'_>) -> io::Result<Link> {
         let begun = Instant::now();
-        let link = Link::open(&self.addr, access, until)?;
+        let link = Link::open(&self.addr, access, context)?;
         self.opening_ms.store(begun.elapsed().as_millis() as u32, Relaxed);
         Ok(link)
     }
@@ -289,8 +289,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let node = node(listener.local_addr().expect("an address").port());
         let fails = |error: io::Error| {
-            let until = Instant::now() + Duration::from_secs(60);
-            node.with(Kind::Write, &Access::default(), until, |_| Err::<(), _>(error)).expect_err("it fails");
+            let context = IoContext::BACKGROUND.until(Instant::now() + Duration::from_secs(60));
+            node.with(Kind::Write, &Access::default(), context, |_| Err::<(), _>(error)).expect_err("it fails");
             (node.idle().len(), node.figures().errors, node.timeout(Kind::Write))
         };
         let seconds = Duration::from_secs;
@@ -321,8 +321,8 @@ mod tests {
         std::fs::write(&file, "secret").expect("write");
         let access = Access { password_file: Some(file.clone()), ..Access::default() };
         let ask = || {
-            let until = Instant::now() + node.timeout(Kind::Read);
-            node.with(Kind::Read, &access, until, |link| link.ask(&Commands::one(&[b"PING"]), until).map(drop))
+            let context = IoContext::GUEST.until(Instant::now() + node.timeout(Kind::Read));
+            node.with(Kind::Read, &access, context, |link| link.ask(&Commands::one(&[b"PING"]), context).map(drop))
         };
         let begun = Instant::now();
         while ask().is_err() {

@@ -14,12 +14,15 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ballast_store::IoContext;
+
 use crate::cluster::Cluster;
 use crate::link::Link;
 use crate::nodes::{Kind, Node, TooFew, is_late, is_too_few};
 use crate::refusal::{Addr, Refusal, is_of_another_type};
 use crate::resp::{Commands, Replies, Said};
 use crate::slot::slot_of;
+use crate::stream::left;
 
 /// Values stored one after the other.
 #[derive(Clone, Debug, Default)]
@@ -119,12 +122,13 @@ pub fn run(
     verb: Verb<'_>,
     keys: &[Vec<u8>],
     each: &mut dyn FnMut(usize, Found<'_>),
+    context: IoContext<'_>,
 ) -> Result<(), Failed> {
     let Some(first) = keys.first() else { return Ok(()) };
     let failed = |why: String, unknown| Failed { full: false, why, unknown };
-    let at = cluster.owner(slot_of(first)).map_err(|error| failed(error.to_string(), false))?;
+    let at = cluster.owner(slot_of(first), context).map_err(|error| failed(error.to_string(), false))?;
     let kind = verb.kind(keys.len());
-    let deadline = kind.deadline(Instant::now(), cluster.node(&at).timeout(kind));
+    let deadline = kind.deadline(Instant::now(), cluster.node(&at).timeout(kind), context);
     let mut unknown = false;
     let (one_by_one, all) = (keys.len() == 1, (0..keys.len()).collect());
     let mut rounds = vec![Round { at, keys: all, one_by_one, asking: false, replicas: 0 }];
@@ -134,10 +138,10 @@ pub fn run(
             cluster.refresh_if_old();
             round.replicas = cluster.replicas_of(&round.at).map_err(|why| failed(why, unknown))?;
         }
-        let wait = deadline.until.saturating_duration_since(Instant::now()) / 2;
+        let wait = left(deadline.context).unwrap_or_default() / 2;
         let commands = commands(verb, keys, &round, wait);
         let mut may_be_done = false;
-        let read = cluster.with_as(kind, &round.at, deadline.until, |link| {
+        let read = cluster.with_as(kind, &round.at, deadline.context, |link| {
             may_be_done = matches!(verb, Verb::Set(_));
             let replies = link.ask(&commands, deadline)?;
             may_be_done &= !is_refused(&round, &replies);
@@ -151,7 +155,7 @@ pub fn run(
         let refused = match read {
             Ok(Ok(more)) => {
                 if more.iter().any(|round| !round.asking) {
-                    cluster.refresh();
+                    cluster.refresh(context);
                 }
                 rounds.extend(more);
                 continue;
@@ -159,13 +163,13 @@ pub fn run(
             Ok(Err(refusal)) => refusal,
             Err(error) => {
                 // Other nodes may know a new owner.
-                cluster.refresh();
+                cluster.refresh(context);
                 return Err(failed(broken(&round.at, &error), unknown));
             }
         };
         match refused {
             Refusal::Moved(to) => {
-                cluster.refresh();
+                cluster.refresh(context);
                 rounds.push(Round { at: to, asking: false, ..round });
             }
             Refusal::Ask(to) => rounds.push(Round { at: to, asking: true, one_by_one: true, ..round }),
@@ -173,7 +177,7 @@ pub fn run(
             Refusal::OneByOne => return Err(failed(format!("{} moves the slot", round.at), unknown)),
             Refusal::Full(why) => return Err(Failed { full: true, why, unknown }),
             Refusal::Busy(why) | Refusal::Late(why) => {
-                cluster.refresh();
+                cluster.refresh(context);
                 return Err(failed(why, unknown));
             }
         }
@@ -203,17 +207,19 @@ pub fn send_as_made(
     make: &mut dyn FnMut(&mut Values),
 ) -> Result<Sent, Failed> {
     cluster.refresh_if_old();
-    let owner = cluster.owner(slot_of(keys.first().map_or(&[], Vec::as_slice))).map_err(|error| error.to_string());
+    let context = IoContext::BACKGROUND;
+    let owner = cluster.owner(slot_of(keys.first().map_or(&[], Vec::as_slice)), context);
+    let owner = owner.map_err(|error| error.to_string());
     let known = owner.and_then(|at| cluster.replicas_of(&at).map(|replicas| (at, replicas)));
     let (at, replicas) = known.map_err(|why| Failed { full: false, why, unknown: false })?;
     let (node, begun) = (cluster.node(&at), Instant::now());
     let timeout = node.timeout(Kind::Write);
-    let until = begun + timeout;
+    let context = context.until(begun + timeout);
     let failed = |error: &io::Error, unknown| {
-        cluster.refresh();
+        cluster.refresh(IoContext::BACKGROUND);
         Failed { full: false, why: broken(&at, error), unknown }
     };
-    let link = node.take(Kind::Write, &cluster.options().access, begun, until);
+    let link = node.take(Kind::Write, &cluster.options().access, begun, context);
     let mut link = link.map_err(|error| failed(&error, false))?;
     let mut parts = 0;
     let mut send = || {
@@ -222,12 +228,12 @@ pub fn send_as_made(
             make(values);
             let part = (from..values.len()).collect();
             let round = Round { at: at.clone(), keys: part, one_by_one: false, asking: false, replicas: 0 };
-            link.send(&commands(Verb::Set(values), keys, &round, Duration::ZERO), until)?;
+            link.send(&commands(Verb::Set(values), keys, &round, Duration::ZERO), context)?;
             parts += 1;
         }
         let mut wait = Commands::default();
-        add_wait(&mut wait, replicas, until.saturating_duration_since(Instant::now()) / 2);
-        link.send(&wait, until)
+        add_wait(&mut wait, replicas, left(context).unwrap_or_default() / 2);
+        link.send(&wait, context)
     };
     if let Err(error) = send() {
         node.note(Kind::Write, begun, timeout, Some(&error));
@@ -245,8 +251,8 @@ impl Sent {
         let mut unknown = true;
         let kept = node.end(link, Kind::Write, begun, timeout, |link| {
             // The caller may come late. What is there by then is in time.
-            let replies =
-                link.receive(parts + usize::from(replicas > 0), (begun + timeout).max(Instant::now() + READ))?;
+            let context = IoContext::BACKGROUND.until((begun + timeout).max(Instant::now() + READ));
+            let replies = link.receive(parts + usize::from(replicas > 0), context)?;
             // A command that got an error was not executed.
             unknown = (0..parts).any(|part| replies.get(part).error().is_none());
             let error = (0..parts).find_map(|part| {
@@ -263,17 +269,17 @@ impl Sent {
             Ok(Ok(())) => Ok(()),
             Ok(Err(Refusal::Full(why))) => Err(Failed { full: true, ..failed(why) }),
             Ok(Err(Refusal::Busy(why) | Refusal::Late(why))) => {
-                cluster.refresh();
+                cluster.refresh(IoContext::BACKGROUND);
                 Err(failed(why))
             }
             // The slot moves, or has moved. All values are ready, so this continues as an ordinary request.
             Ok(Err(Refusal::Moved(_) | Refusal::Ask(_) | Refusal::OneByOne)) => {
-                cluster.refresh();
-                run(cluster, Verb::Set(values), keys, &mut |_, _| ())
+                cluster.refresh(IoContext::BACKGROUND);
+                run(cluster, Verb::Set(values), keys, &mut |_, _| (), IoContext::BACKGROUND)
                     .map_err(|error| Failed { unknown: unknown || error.unknown, ..error })
             }
             Err(error) => {
-                cluster.refresh();
+                cluster.refresh(IoContext::BACKGROUND);
                 Err(failed(broken(at, &error)))
             }
         }

@@ -3,7 +3,7 @@
 //! Before: `link` is about to connect to a node. After: it has the addresses.
 //! Threads: a literal address needs no thread. A name is resolved on a separate thread, because the resolver has no
 //! deadline, and a server can choose the name (in a redirection).
-//! Promise: a call returns soon after its deadline, or when others want a lock of its thread; and at most [`LOOKUPS`]
+//! Promise: a call returns soon after its deadline, or when others want a lock of its caller; and at most [`LOOKUPS`]
 //! lookups run at a time, one for each host. The answer of a lookup counts whenever it comes: a resolver that needs
 //! longer than any deadline delays the first connection only.
 
@@ -13,7 +13,7 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_store::held;
+use ballast_store::IoContext;
 
 use crate::refusal::Addr;
 use crate::stream::{FIRST_WAIT, gives_way, left, step};
@@ -54,12 +54,12 @@ static HOSTS: LazyLock<Arc<Hosts>> = LazyLock::new(Arc::default);
 ///
 /// # Errors
 /// The name is unknown, or was not resolved in time.
-pub fn resolve(addr: &Addr, until: Instant) -> io::Result<Vec<SocketAddr>> {
+pub fn resolve(addr: &Addr, context: IoContext<'_>) -> io::Result<Vec<SocketAddr>> {
     if let Ok(at) = addr.host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(at, addr.port)]);
     }
     let system = |host: &str| Ok((host, 0).to_socket_addrs()?.map(|at| at.ip()).collect());
-    let found = HOSTS.find(&addr.host, until, Arc::new(system))?;
+    let found = HOSTS.find(&addr.host, context, Arc::new(system))?;
     Ok(found.into_iter().map(|at| SocketAddr::new(at, addr.port)).collect())
 }
 
@@ -68,7 +68,7 @@ impl Hosts {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn find(self: &Arc<Self>, name: &str, until: Instant, look_up: Arc<LookUp>) -> io::Result<Vec<IpAddr>> {
+    fn find(self: &Arc<Self>, name: &str, context: IoContext<'_>, look_up: Arc<LookUp>) -> io::Result<Vec<IpAddr>> {
         let begun = Instant::now();
         let mut all = self.all();
         if all.len() >= KEPT {
@@ -85,12 +85,12 @@ impl Hosts {
                 return Err(io::Error::new(io::ErrorKind::TimedOut, "too many names are being looked up"));
             }
         }
-        let until = begun + left(until)? / if host.last.is_empty() { 1 } else { PART };
+        let context = context.until(begun + left(context)? / if host.last.is_empty() { 1 } else { PART });
         while all.get(name).is_some_and(|host| host.is_asked)
-            && let Ok(wait) = step(until)
+            && let Ok(wait) = step(context)
         {
             (all, _) = self.ended.wait_timeout(all, wait).unwrap_or_else(PoisonError::into_inner);
-            if held::is_wanted() && begun.elapsed() >= FIRST_WAIT {
+            if context.is_wanted() && begun.elapsed() >= FIRST_WAIT {
                 return Err(gives_way());
             }
         }
@@ -128,11 +128,12 @@ impl Hosts {
 mod tests {
     use super::*;
     use crate::stream::is_giving_way;
-    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+    use ballast_store::Ends;
+    use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Relaxed};
     use std::sync::mpsc;
 
-    fn within(time: Duration) -> Instant {
-        Instant::now() + time
+    fn within(time: Duration) -> IoContext<'static> {
+        IoContext::BACKGROUND.until(Instant::now() + time)
     }
 
     const LONG: Duration = Duration::from_secs(60);
@@ -155,14 +156,14 @@ mod tests {
             let answers = answers.lock().expect("one at a time");
             answers.recv().map(|at| vec![at]).map_err(io::Error::other)
         });
-        let wanted = held::Wanted::default();
-        let _holding = held::Holding::of(&wanted);
-        let late = hosts.find("a", within(SHORT), look_up.clone()).expect_err("no answer");
+        let wanted = AtomicU32::new(0);
+        let ends = Ends::Wanted(&wanted);
+        let late = hosts.find("a", within(SHORT).ended_by(ends), look_up.clone()).expect_err("no answer");
         assert_eq!(late.kind(), io::ErrorKind::TimedOut, "nobody wants the lock");
         wanted.fetch_add(1, Relaxed);
         for last in [vec![], vec![IpAddr::from([127, 0, 0, 1])]] {
             hosts.all().values_mut().for_each(|host| host.last.clone_from(&last));
-            let gone = hosts.find("a", within(LONG), look_up.clone()).expect_err("no answer");
+            let gone = hosts.find("a", within(LONG).ended_by(ends), look_up.clone()).expect_err("no answer");
             assert!(is_giving_way(&gone), "{gone}");
         }
     }

@@ -3,8 +3,8 @@
 //! Before: the spill worker has pages that have been far for a long time. After: a primary and the required number of
 //! replicas have each page, compressed and with a checksum; a slow worker gets it back.
 //! Threads: any; every call except `free` and `usage` may wait for the network. A read waits up to its node's timeout
-//! (0.1 to 1.6 s, several pages to 3.2 s, see `nodes`), a write up to another one (1 to 4 s). A read of a thread that
-//! has a lock ends after 0.1 s if others want that. Units: a page is a value; `budget` counts pages.
+//! (0.1 to 1.6 s, several pages to 3.2 s, see `nodes`), a write up to another one (1 to 4 s). A read whose caller has a
+//! lock ends after 0.1 s if others want that. Units: a page is a value; `budget` counts pages.
 //! Promise: `Stored` means that an `OK` and a `WAIT` for all replicas that may be elected arrived in one pipeline on
 //! one connection, while the VM's lease lasted.
 //! `Absent` means that every node that might have the page was asked (`loss`).
@@ -19,10 +19,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_base::PageIdx;
-use ballast_base::store::{Ending, OnReply, Recovered};
+use ballast_base::store::{Attach, DurableStore, Ending, Ends, IoContext, OnReply, Recovered, SlowStore};
 use ballast_base::wire::VmId;
-use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob, held};
+use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob};
 use ballast_sys::clock;
 
 use crate::begun::Begun;
@@ -97,8 +96,8 @@ impl RemoteStore {
     }
 
     /// Makes the store seal its pages with the result of `make`, from the time when no other process has the store
-    /// ([`Store::own`], or [`Store::recover`]). Until then the other process may store pages again, and it does not
-    /// know a new key.
+    /// ([`Attach::attach_exclusive`], or [`DurableStore::recover`]). Until then the other process may store pages
+    /// again, and it does not know a new key.
     #[must_use]
     pub fn sealed_when_alone(mut self, make: impl Fn() -> Seal + Send + Sync + 'static) -> Self {
         self.sealing.when_alone(make);
@@ -233,8 +232,36 @@ impl RemoteStore {
         stored.map_or_else(|outcome| outcome, PutOutcome::Stored)
     }
 
+    /// Stores a run of pages. `blobs` is as for [`SlowStore::begin_put`]: the payloads are sent as they are.
+    pub fn put_blobs(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>], outcomes: &mut Vec<PutOutcome>) {
+        for part in parts(first, pages.len()) {
+            let outcome = self.put_chunk(plus(first, part.start), &pages[part.clone()], of_part(blobs, &part));
+            outcomes.resize(outcomes.len() + part.len(), outcome);
+        }
+    }
+
+    /// Gets a page whose reply is there, and never waits.
+    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
+        let seal = self.sealing.get();
+        let read = |value: &[u8]| {
+            let found = seal.restores(key, handle, value, out);
+            found.then(|| self.share.budget().saw(1, value.len() as u64)).is_some()
+        };
+        match self.begun.now(&name::key(key, handle), watch, read) {
+            Some(true) => GetOutcome::Found,
+            Some(false) | None => GetOutcome::Busy,
+        }
+    }
+
     /// Gets pages of one chunk.
-    fn get_chunk(&self, keys: &[PageKey], handles: &[Handle], out: &mut [PageBytes], outcomes: &mut [GetOutcome]) {
+    fn get_chunk(
+        &self,
+        keys: &[PageKey],
+        handles: &[Handle],
+        out: &mut [PageBytes],
+        outcomes: &mut [GetOutcome],
+        context: IoContext<'_>,
+    ) {
         let names = name::keys(keys.iter().copied().zip(handles.iter().copied()));
         let mut missing = Vec::new();
         let seal = self.sealing.get();
@@ -246,25 +273,25 @@ impl RemoteStore {
             }
             found
         };
-        if keys.len() == 1 && self.begun.end(&names[0], |value| found(0, value, out)) == Some(true) {
+        if keys.len() == 1 && self.begun.end(&names[0], context, |value| found(0, value, out)) == Some(true) {
             outcomes[0] = GetOutcome::Found;
             return;
         }
-        let asked = request::run(&self.cluster, Verb::Get, &names, &mut |at, said| match said {
+        let mut each = |at: usize, said: Found<'_>| match said {
             Found::Value(bytes) if found(at, bytes, out) => outcomes[at] = GetOutcome::Found,
             // A replica may have it undamaged.
             Found::Value(_) | Found::Nothing => missing.push(at),
             Found::Elsewhere | Found::Done(_) => {}
-        });
-        if let Err(failed) = asked {
+        };
+        if let Err(failed) = request::run(&self.cluster, Verb::Get, &names, &mut each, context) {
             // The outcomes that failed are still `Busy`, and the caller retries at once.
             *lock(&self.refusal) = Some(failed.why);
             std::thread::sleep(PAUSE);
         }
         let names: Vec<&[u8]> = missing.iter().map(|at: &usize| &names[*at][..]).collect();
-        let loses = |map: &_| self.home.loses(&self.cluster, map);
+        let loses = |map: &_| self.home.loses(&self.cluster, map, context);
         let mut opens = |number: usize, value: &[u8]| opens(missing[number], value, &mut out[missing[number]]);
-        let verdicts = loss::verdicts(&self.cluster, &names, &mut opens, &loses);
+        let verdicts = loss::verdicts(&self.cluster, &names, &mut opens, &loses, context);
         for (at, verdict) in missing.iter().zip(verdicts) {
             outcomes[*at] = match verdict {
                 Verdict::Found => GetOutcome::Found,
@@ -284,80 +311,33 @@ impl Store for RemoteStore {
         self.put_chunk(key, std::slice::from_ref(bytes), &[])
     }
 
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
         let mut outcome = [GetOutcome::Busy];
-        self.get_chunk(&[key], &[handle], std::slice::from_mut(out), &mut outcome);
-        outcome[0]
-    }
-
-    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
-        self.begun.begin(&self.cluster, name::key(key, handle), watch)
-    }
-
-    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
-        let seal = self.sealing.get();
-        let read = |value: &[u8]| {
-            let found = seal.restores(key, handle, value, out);
-            found.then(|| self.share.budget().saw(1, value.len() as u64)).is_some()
-        };
-        match self.begun.now(&name::key(key, handle), watch, read) {
-            Some(true) => GetOutcome::Found,
-            Some(false) | None => GetOutcome::Busy,
+        match context.ends {
+            Ends::AtOnce(watch) => outcome[0] = self.get_begun(key, handle, out, watch),
+            _ => self.get_chunk(&[key], &[handle], std::slice::from_mut(out), &mut outcome, context),
         }
+        outcome[0]
     }
 
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
         self.put_blobs(first, pages, &[], outcomes);
     }
 
-    /// The payloads are sent as they are.
-    fn put_blobs(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>], outcomes: &mut Vec<PutOutcome>) {
-        for part in parts(first, pages.len()) {
-            let outcome = self.put_chunk(plus(first, part.start), &pages[part.clone()], of_part(blobs, &part));
-            outcomes.resize(outcomes.len() + part.len(), outcome);
-        }
-    }
-
-    /// The last chunk is under way afterwards, and those before it are stored.
-    fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Ending {
-        let mut parts: Vec<_> = parts(first, pages.len()).collect();
-        let (mut outcomes, last) = (Vec::with_capacity(pages.len()), parts.pop().unwrap_or_default());
-        if let Some(end) = parts.last().map(|part| part.end) {
-            self.put_blobs(first, &pages[..end], blobs.get(..end).unwrap_or_default(), &mut outcomes);
-        }
-        let sent = self.begin_chunk(plus(first, last.start), &pages[last.clone()], of_part(blobs, &last));
-        let end = {
-            let store = self.clone();
-            move |write| store.end_chunk(write)
-        };
-        let write = sent.map(|write| UnderWay::new(self, write, end));
-        Box::new(move |all| {
-            all.append(&mut outcomes);
-            all.resize(all.len() + last.len(), write.map_or_else(|outcome| outcome, UnderWay::end));
-        })
-    }
-
-    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
-        let names = (first.page.0..).map(|page| first.region.page(PageIdx(page)));
-        let names: Vec<_> = names.zip(handles.iter().copied()).take(out.len()).collect();
-        self.get_some(&names, out, outcomes);
-    }
-
     /// All pages of a chunk by one request.
-    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+    fn get_run(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], context: IoContext<'_>) -> Vec<GetOutcome> {
         let (keys, handles): (Vec<PageKey>, Vec<Handle>) = pages.iter().copied().take(out.len()).unzip();
-        let start = outcomes.len();
-        outcomes.resize(start + keys.len(), GetOutcome::Busy);
+        let mut outcomes = vec![GetOutcome::Busy; keys.len()];
         let mut from = 0;
         for chunk in keys.chunk_by(|a, b| (a.region, a.page.0 / CHUNK_PAGES) == (b.region, b.page.0 / CHUNK_PAGES)) {
-            if from > 0 && held::is_wanted() {
+            if from > 0 && context.is_wanted() {
                 break;
             }
-            let end = from + chunk.len();
-            let outcomes = &mut outcomes[start + from..start + end];
-            self.get_chunk(chunk, &handles[from..end], &mut out[from..end], outcomes);
-            from = end;
+            let at = from..from + chunk.len();
+            self.get_chunk(chunk, &handles[at.clone()], &mut out[at.clone()], &mut outcomes[at.clone()], context);
+            from = at.end;
         }
+        outcomes
     }
 
     /// The next `tidy` unlinks the page, because the caller may be a fault worker.
@@ -380,10 +360,13 @@ impl Store for RemoteStore {
         }
     }
 
-    fn is_untidy(&self) -> bool {
-        lock(&self.rests_until).is_none_or(|until| Instant::now() >= until) && self.garbage.waiting_briefly() > 0
+    fn usage(&self) -> StoreUsage {
+        let (pages, budget) = (self.share.pages().saturating_sub(self.garbage.waiting()), self.share.budget());
+        StoreUsage { pages, bytes: budget.bytes(pages), budget_bytes: budget.limit().0 }
     }
+}
 
+impl DurableStore for RemoteStore {
     /// Sends nothing to the cluster; `tidy` finds the leftovers.
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         self.sealing.alone();
@@ -398,37 +381,58 @@ impl Store for RemoteStore {
         Ok(Recovered { kept_blobs, ..Recovered::default() })
     }
 
+    fn attach(&self) -> Option<&dyn Attach> {
+        Some(self)
+    }
+}
+
+impl Attach for RemoteStore {
     /// The store may have pages, so their lease must not expire.
-    fn follow(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+    fn attach_shared(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         self.used.store(true, Relaxed);
         self.home.has_pages();
     }
 
-    /// Pages that were freed here since [`Store::follow`] must still be unlinked, and count until then. A page that is
-    /// freed during this call may be counted once too little.
-    fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+    /// Pages that were freed here since [`Attach::attach_shared`] must still be unlinked, and count until then. A page
+    /// that is freed during this call may be counted once too little.
+    fn attach_exclusive(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         self.sealing.alone();
         let Some(newest) = self.generations.draw().or(Handle::new(Handle::MAX)) else { return };
         let live: HashSet<_> = live.collect();
         self.inherit(&live, self.garbage.waiting_beside(&live));
         self.garbage.begin_sweep(self.vm, live, newest);
     }
+}
 
-    fn is_told(&self) -> bool {
-        true
+impl SlowStore for RemoteStore {
+    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
+        self.begun.begin(&self.cluster, name::key(key, handle), watch)
+    }
+
+    /// The last chunk is under way afterwards, and those before it are stored.
+    fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Ending {
+        let mut parts: Vec<_> = parts(first, pages.len()).collect();
+        let (mut outcomes, last) = (Vec::with_capacity(pages.len()), parts.pop().unwrap_or_default());
+        if let Some(end) = parts.last().map(|part| part.end) {
+            self.put_blobs(first, &pages[..end], blobs.get(..end).unwrap_or_default(), &mut outcomes);
+        }
+        let sent = self.begin_chunk(plus(first, last.start), &pages[last.clone()], of_part(blobs, &last));
+        let end = {
+            let store = self.clone();
+            move |write| store.end_chunk(write)
+        };
+        let write = sent.map(|write| UnderWay::new(self, write, end));
+        Box::new(move |all| {
+            all.append(&mut outcomes);
+            all.resize(all.len() + last.len(), write.map_or_else(|outcome| outcome, UnderWay::end));
+        })
+    }
+
+    fn is_untidy(&self) -> bool {
+        lock(&self.rests_until).is_none_or(|until| Instant::now() >= until) && self.garbage.waiting_briefly() > 0
     }
 
     fn last_refusal(&self) -> Option<String> {
         lock(&self.refusal).clone()
-    }
-
-    fn is_short(&self) -> bool {
-        let (used, limit) = (self.share.budget().used().0, self.share.budget().limit().0);
-        used > limit - limit / 16
-    }
-
-    fn usage(&self) -> StoreUsage {
-        let (pages, budget) = (self.share.pages().saturating_sub(self.garbage.waiting()), self.share.budget());
-        StoreUsage { pages, bytes: budget.bytes(pages), budget_bytes: budget.limit().0 }
     }
 }

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_store::held;
+use ballast_store::{Ends, IoContext};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
@@ -37,7 +37,10 @@ pub struct Tls {
 /// Limit of reads of unrequested records at a time.
 const UNASKED: usize = 16;
 
-/// How long a thread waits for a server before it gives a lock up that others want ([`held`]).
+/// Longest wait for a server. Every request has an earlier deadline.
+const LONGEST: Duration = Duration::from_secs(10);
+
+/// How long a thread waits for a server before it gives a lock up that others want ([`Ends::Wanted`]).
 pub const FIRST_WAIT: Duration = Duration::from_millis(100);
 
 /// The error of a call that ended because others want a lock of the calling thread. It says nothing about the server.
@@ -62,21 +65,21 @@ impl std::fmt::Display for GivesWay {
 impl std::error::Error for GivesWay {}
 
 /// What to do after a wait that was over without a result.
-fn over(until: Instant) -> io::Result<()> {
-    if held::is_wanted() { Err(gives_way()) } else { left(until).map(drop) }
+fn over(context: IoContext<'_>) -> io::Result<()> {
+    if context.is_wanted() { Err(gives_way()) } else { left(context).map(drop) }
 }
 
 /// How long the next wait may take.
-pub fn step(until: Instant) -> io::Result<Duration> {
-    let left = left(until)?;
-    Ok(if held::is_held() { left.min(FIRST_WAIT) } else { left })
+pub fn step(context: IoContext<'_>) -> io::Result<Duration> {
+    let left = left(context)?;
+    Ok(if matches!(context.ends, Ends::Never) { left } else { left.min(FIRST_WAIT) })
 }
 
 /// Connects.
 ///
 /// # Errors
 /// The server cannot be reached in time.
-pub fn connect(at: SocketAddr, until: Instant) -> io::Result<TcpStream> {
+pub fn connect(at: SocketAddr, context: IoContext<'_>) -> io::Result<TcpStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(
         if at.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 },
@@ -89,9 +92,9 @@ pub fn connect(at: SocketAddr, until: Instant) -> io::Result<TcpStream> {
         Err(error) => return Err(error.into()),
     }
     loop {
-        let wait = Timespec::try_from(step(until)?).map_err(io::Error::other)?;
+        let wait = Timespec::try_from(step(context)?).map_err(io::Error::other)?;
         match poll(&mut [PollFd::new(&socket, PollFlags::OUT)], Some(&wait)) {
-            Ok(0) => over(until)?,
+            Ok(0) => over(context)?,
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
             Ok(_) => break,
@@ -155,20 +158,20 @@ impl Stream {
     ///
     /// # Errors
     /// The certificate is not valid, the handshake does not end in time, or a file cannot be used.
-    pub fn new(socket: TcpStream, addr: &Addr, tls: Option<&Tls>, until: Instant) -> io::Result<Self> {
+    pub fn new(socket: TcpStream, addr: &Addr, tls: Option<&Tls>, context: IoContext<'_>) -> io::Result<Self> {
         let tls = tls.map(|tls| tls.begin(addr)).transpose()?.map(Box::new);
         let mut stream = Self { socket, timeout: Duration::ZERO, tls };
         while stream.tls.as_ref().is_some_and(|tls| tls.is_handshaking()) {
-            stream.flush(until)?;
+            stream.flush(context)?;
             let waits = stream.tls.as_ref().is_some_and(|tls| tls.wants_read() && tls.is_handshaking());
-            if waits && stream.take(until)? == 0 {
+            if waits && stream.take(context)? == 0 {
                 return Err(io::Error::new(
                     io::ErrorKind::UnexpectedEof,
                     "the server closed the connection; it may expect TLS",
                 ));
             }
         }
-        stream.flush(until)?;
+        stream.flush(context)?;
         Ok(stream)
     }
 
@@ -176,16 +179,16 @@ impl Stream {
     ///
     /// # Errors
     /// The connection is broken, or the deadline has passed.
-    pub fn send(&mut self, mut bytes: &[u8], until: Instant) -> io::Result<()> {
+    pub fn send(&mut self, mut bytes: &[u8], context: IoContext<'_>) -> io::Result<()> {
         while !bytes.is_empty() {
             let Some(tls) = &mut self.tls else {
-                bytes = &bytes[self.write(until, |mut socket| socket.write(bytes))?..];
+                bytes = &bytes[self.write(context, |mut socket| socket.write(bytes))?..];
                 continue;
             };
             // TLS takes only as much as its buffer holds.
             let taken = tls.writer().write(bytes)?;
             bytes = &bytes[taken..];
-            self.flush(until)?;
+            self.flush(context)?;
         }
         Ok(())
     }
@@ -211,20 +214,20 @@ impl Stream {
     ///
     /// # Errors
     /// The connection is broken, or the deadline has passed.
-    pub fn receive(&mut self, buffer: &mut [u8], until: Instant) -> io::Result<usize> {
+    pub fn receive(&mut self, buffer: &mut [u8], context: IoContext<'_>) -> io::Result<usize> {
         if self.tls.is_none() {
-            return self.read(until, |mut socket| socket.read(buffer));
+            return self.within(context, |mut socket| socket.read(buffer));
         }
         loop {
             match self.tls.as_mut().map_or(Ok(0), |tls| tls.reader().read(buffer)) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 read => return read,
             }
-            if self.take(until)? == 0 {
+            if self.take(context)? == 0 {
                 return Ok(0);
             }
             // TLS may have to send a key update.
-            self.flush(until)?;
+            self.flush(context)?;
         }
     }
 
@@ -271,9 +274,9 @@ impl Stream {
     }
 
     /// Sends the pending TLS records.
-    fn flush(&mut self, until: Instant) -> io::Result<()> {
+    fn flush(&mut self, context: IoContext<'_>) -> io::Result<()> {
         while let Some(mut tls) = self.tls.take_if(|tls| tls.wants_write()) {
-            let wrote = self.write(until, |mut socket| tls.write_tls(&mut socket));
+            let wrote = self.write(context, |mut socket| tls.write_tls(&mut socket));
             self.tls = Some(tls);
             wrote?;
         }
@@ -281,39 +284,43 @@ impl Stream {
     }
 
     /// Reads bytes of the server once and passes them to TLS.
-    fn take(&mut self, until: Instant) -> io::Result<usize> {
+    fn take(&mut self, context: IoContext<'_>) -> io::Result<usize> {
         let Some(mut tls) = self.tls.take() else { return Ok(0) };
-        let read = self.read(until, |mut socket| tls.read_tls(&mut socket));
+        let read = self.within(context, |mut socket| tls.read_tls(&mut socket));
         let processed = tls.process_new_packets();
         self.tls = Some(tls);
         let read = read?;
         if let Err(error) = processed {
             // This sends the TLS alert with the reason to the server, if it still reads.
-            let _ = self.flush(until);
+            let _ = self.flush(context);
             let _ = self.socket.shutdown(Shutdown::Both);
             return Err(invalid(error));
         }
         Ok(read)
     }
 
-    fn read(&mut self, until: Instant, read: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
-        self.within(until, read)
-    }
-
-    fn write(&mut self, until: Instant, write: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
-        match self.within(until, write)? {
+    fn write(
+        &mut self,
+        context: IoContext<'_>,
+        write: impl FnMut(&TcpStream) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        match self.within(context, write)? {
             0 => Err(io::ErrorKind::WriteZero.into()),
             wrote => Ok(wrote),
         }
     }
 
     /// Makes one system call that waits until the deadline at most.
-    fn within(&mut self, until: Instant, mut call: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
+    fn within(
+        &mut self,
+        context: IoContext<'_>,
+        mut call: impl FnMut(&TcpStream) -> io::Result<usize>,
+    ) -> io::Result<usize> {
         loop {
-            self.set_timeout(step(until)?)?;
+            self.set_timeout(step(context)?)?;
             match call(&self.socket) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => over(until)?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => over(context)?,
                 done => return done,
             }
         }
@@ -361,8 +368,8 @@ fn read_now(tls: &mut ClientConnection, socket: &mut TcpStream, buffer: &mut [u8
     Err(invalid("the server sends records without end"))
 }
 
-/// Returns the time left until the deadline.
-pub fn left(until: Instant) -> io::Result<Duration> {
-    let left = until.saturating_duration_since(Instant::now());
+/// Returns the time left until the deadline; [`LONGEST`] without one.
+pub fn left(context: IoContext<'_>) -> io::Result<Duration> {
+    let left = context.until.map_or(LONGEST, |until| until.saturating_duration_since(Instant::now()));
     if left.is_zero() { Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time")) } else { Ok(left) }
 }

@@ -11,6 +11,8 @@ use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::time::{Duration, Instant};
 
+use ballast_store::IoContext;
+
 use crate::cluster::Cluster;
 use crate::refusal::Addr;
 use crate::request::{self, Failed, Found, Verb};
@@ -41,7 +43,7 @@ impl Scan {
     /// Takes up what is a primary now, and leaves out what is none any more.
     fn follow(&mut self, cluster: &Cluster) -> io::Result<()> {
         if self.known.is_empty() {
-            cluster.refresh();
+            cluster.refresh(IoContext::BACKGROUND);
         }
         let map = cluster.map();
         let primaries: HashSet<&Addr> = map.shards().filter_map(|shard| shard.primary.as_ref()).collect();
@@ -54,7 +56,7 @@ impl Scan {
             }
         }
         if self.todo.is_empty() && (primaries.len() < map.shards().count() || primaries.is_empty()) {
-            cluster.refresh();
+            cluster.refresh(IoContext::BACKGROUND);
             return Err(io::Error::other("a shard of the cluster has no primary now"));
         }
         Ok(())
@@ -70,9 +72,9 @@ impl Scan {
         let text = cursor.to_string();
         let words = [b"SCAN", text.as_bytes(), b"MATCH", &self.pattern, b"COUNT", COUNT];
         let asks = Commands::one(&words);
-        let until = Instant::now() + TIMEOUT;
-        let scanned = cluster.with(&addr, until, |link| {
-            let replies = link.ask(&asks, until)?;
+        let context = IoContext::BACKGROUND.until(Instant::now() + TIMEOUT);
+        let scanned = cluster.with(&addr, context, |link| {
+            let replies = link.ask(&asks, context)?;
             if let Some(error) = replies.get(0).error() {
                 return Err(io::Error::other(error));
             }
@@ -93,7 +95,7 @@ impl Scan {
             Err(error) => {
                 self.todo.push_back((addr, cursor));
                 // It may be no primary any more.
-                cluster.refresh();
+                cluster.refresh(IoContext::BACKGROUND);
                 Err(error)
             }
         }
@@ -116,11 +118,12 @@ pub fn unlink(cluster: &Cluster, mut keys: Vec<Vec<u8>>) -> Result<u64, Failed> 
     keys.sort();
     let mut gone = 0;
     for chunk in keys.chunk_by(|a, b| a[..tag_end(a)] == b[..tag_end(b)]) {
-        request::run(cluster, Verb::Unlink, chunk, &mut |_, found| {
+        let mut count = |_: usize, found: Found<'_>| {
             if let Found::Done(count) = found {
                 gone += count;
             }
-        })?;
+        };
+        request::run(cluster, Verb::Unlink, chunk, &mut count, IoContext::BACKGROUND)?;
     }
     Ok(gone)
 }

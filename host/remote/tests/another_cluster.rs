@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, identity};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store};
+use ballast_store::{
+    Codec, DurableStore, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store,
+};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, Valkey, read};
 use common::{LEASE, start, stored, until};
@@ -69,7 +71,7 @@ fn put(store: &RemoteStore, pages: std::ops::Range<u64>) -> Vec<(PageKey, Handle
 
 fn get(store: &RemoteStore, (key, handle): (PageKey, Handle)) -> GetOutcome {
     let mut out = [0; PAGE_SIZE];
-    let outcome = store.get(key, handle, &mut out);
+    let outcome = store.get(key, handle, &mut out, IoContext::GUEST);
     assert!(outcome != GetOutcome::Found || out == pages::incompressible(key.page.0), "{key:?} has other bytes");
     outcome
 }
@@ -156,7 +158,7 @@ fn a_page_is_lost_in_its_own_cluster_only_even_if_the_settings_name_nodes_of_two
         }
         refused += usize::from(engine.put(key(99), &pages::incompressible(99)) == PutOutcome::Busy);
         // Each refresh may take the map of the other cluster.
-        both.refresh();
+        both.refresh(IoContext::BACKGROUND);
         assert!(begun.elapsed() < Duration::from_secs(60), "found {found} times, refused {refused} times");
     }
     right.say(0, &["DEL", &format!("b{{{VM}:0:0}}1:{:x}", live[1].1.bits())]).expect("DEL");

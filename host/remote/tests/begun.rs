@@ -16,7 +16,9 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
-use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, RegionKey, Store, blob};
+use ballast_store::{
+    Codec, Ends, GetOutcome, Handle, IoContext, PageBytes, PageKey, RegionKey, SlowStore, Store, blob,
+};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::Layout;
 use common::{LEASE, cluster, get_at_last, played, shards, start, stored, tls_cluster, until};
@@ -52,7 +54,8 @@ fn begin(store: &RemoteStore, page: u64, handle: Handle) -> Option<TcpStream> {
 fn come(store: &RemoteStore, connection: &TcpStream, page: u64, handle: Handle) -> Option<PageBytes> {
     wait_for(connection);
     let mut out = [0; PAGE_SIZE];
-    (store.get_begun(key(page), handle, &mut out, &|_| ()) == GetOutcome::Found).then_some(out)
+    (store.get(key(page), handle, &mut out, IoContext::GUEST.ended_by(Ends::AtOnce(&|_| ()))) == GetOutcome::Found)
+        .then_some(out)
 }
 
 #[test]
@@ -82,7 +85,11 @@ fn a_page_that_was_asked_for_is_there_when_its_descriptor_has_input_and_others_a
             });
             assert!(came.flatten().next() == Some(bytes[page as usize]), "page {page} has other bytes");
             let mut out = [0; PAGE_SIZE];
-            assert_eq!(store.get_begun(key(page), handle(page), &mut out, &|_| ()), GetOutcome::Busy, "it was got");
+            assert_eq!(
+                store.get(key(page), handle(page), &mut out, IoContext::GUEST.ended_by(Ends::AtOnce(&|_| ()))),
+                GetOutcome::Busy,
+                "it was got"
+            );
         }
         // As many requests as connections are idle: one.
         let _fd = begin_at_last(1);
@@ -134,7 +141,7 @@ fn a_thread_that_must_not_wait_gets_a_whole_page_or_nothing_from_any_reply() {
     let mut out = [0; PAGE_SIZE];
     let get = |(store, say): &(RemoteStore, Sender<Vec<u8>>), out: &mut PageBytes| {
         send(say, &[&good, b""]);
-        match store.get(key(0), handle, out) {
+        match store.get(key(0), handle, out, IoContext::GUEST) {
             GetOutcome::Busy => Err(store.last_refusal()),
             known => Ok(known),
         }
@@ -157,7 +164,11 @@ fn a_thread_that_must_not_wait_gets_a_whole_page_or_nothing_from_any_reply() {
     let watch = |_: BorrowedFd<'_>| {
         watched.fetch_add(1, Relaxed);
     };
-    assert_eq!(store.get_begun(key(0), handle, &mut out, &watch), GetOutcome::Busy, "a part of it has come");
+    assert_eq!(
+        store.get(key(0), handle, &mut out, IoContext::GUEST.ended_by(Ends::AtOnce(&watch))),
+        GetOutcome::Busy,
+        "a part of it has come"
+    );
     assert_eq!(watched.load(Relaxed), 1, "the caller is to know when the rest comes");
     send(&say, &[&good[100..], b""]);
     let came = std::iter::from_fn(|| Some(come(&store, &connection, 0, handle))).flatten().next();

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, blob};
+use ballast_store::{Codec, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store, blob};
 use ballast_testkit::pages;
 use common::{LEASE, played, shards};
 
@@ -132,8 +132,8 @@ fn a_page_of_one_vm_comes_while_all_requests_of_another_one_are_unanswered() {
             scope.spawn(move || {
                 let mut out = vec![[0; PAGE_SIZE]; 64];
                 while !over.load(Ordering::Acquire) {
-                    let mut outcomes = Vec::new();
-                    floods.get_run(key(FLOODS, thread * 512), &[handle(); 64], &mut out, &mut outcomes);
+                    let run = key(FLOODS, thread * 512).run([handle(); 64]);
+                    let outcomes = floods.get_run(&run, &mut out, IoContext::GUEST);
                     assert_eq!(outcomes, [GetOutcome::Busy; 64]);
                 }
             });
@@ -148,7 +148,7 @@ fn a_page_of_one_vm_comes_while_all_requests_of_another_one_are_unanswered() {
             let mut out = [0; PAGE_SIZE];
             let begun = Instant::now();
             // A busy machine may let a request take longer than its timeout.
-            while waits.get(key(WAITS, 0), handle(), &mut out) != GetOutcome::Found {
+            while waits.get(key(WAITS, 0), handle(), &mut out, IoContext::GUEST) != GetOutcome::Found {
                 assert!(begun.elapsed() < DEADLINE, "{:?}", waits.last_refusal());
             }
             assert!(out == pages::half_compressible(1));

@@ -10,7 +10,8 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{RemoteBudget, RemoteStore, Seal};
 use ballast_store::{
-    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store,
+    Budget, Codec, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, RamOptions, RamStore,
+    RegionKey, SlowStore, Store,
 };
 use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, Valkey, read};
@@ -35,7 +36,7 @@ fn page(page: u64) -> PageBytes {
 }
 
 /// Moves all pages from a store in RAM to a remote one. Returns their forms, and their handles there.
-fn moved(near: &dyn Store, far: &RemoteStore) -> (Vec<Vec<u8>>, Vec<Handle>) {
+fn moved(near: &dyn NearStore, far: &RemoteStore) -> (Vec<Vec<u8>>, Vec<Handle>) {
     let (mut copies, mut blobs) = (Vec::new(), Vec::new());
     for number in 0..PAGES {
         let PutOutcome::Stored(handle) = near.put(key(number), &page(number)) else { panic!("page {number}") };
@@ -51,8 +52,7 @@ fn moved(near: &dyn Store, far: &RemoteStore) -> (Vec<Vec<u8>>, Vec<Handle>) {
 fn all_come_back(far: &RemoteStore, handles: &[Handle]) {
     let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; handles.len()], Vec::new());
     until(|| {
-        outcomes.clear();
-        far.get_run(key(0), handles, &mut out, &mut outcomes);
+        outcomes = far.get_run(&key(0).run(handles.iter().copied()), &mut out, IoContext::GUEST);
         if outcomes.contains(&GetOutcome::Busy) { Err(far.last_refusal()) } else { Ok(()) }
     });
     assert!(outcomes.iter().all(|outcome| *outcome == GetOutcome::Found), "{outcomes:?}");

@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{RemoteBudget, RemoteStore, slot_of};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store};
+use ballast_store::{
+    Codec, DurableStore, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store,
+};
 use ballast_testkit::pages;
 use ballast_testkit::random::Random;
 use ballast_testvm::Finally;
@@ -46,7 +48,7 @@ fn page(thread: u32, page: u64) -> PageKey {
 fn must_get(store: &RemoteStore, key: PageKey, (handle, content): (Handle, u64), counts: &Counts) {
     let (begun, mut out) = (Instant::now(), [0; PAGE_SIZE]);
     loop {
-        match store.get(key, handle, &mut out) {
+        match store.get(key, handle, &mut out, IoContext::GUEST) {
             GetOutcome::Found => break,
             GetOutcome::Busy if begun.elapsed() < HANG => std::thread::sleep(Duration::from_millis(1)),
             outcome => panic!("{key:?} after {:?}: {outcome:?}, {:?}", begun.elapsed(), store.last_refusal()),
@@ -100,8 +102,8 @@ fn get_run(store: &RemoteStore, thread: u32, all: Vec<u64>, kept: &Kept, counts:
     let Some(first) = all.first() else { return };
     let run: Vec<u64> = all.iter().zip(*first..).take_while(|(at, next)| *at == next).map(|(at, _)| *at).collect();
     let handles: Vec<Handle> = run.iter().map(|at| kept[at].0).collect();
-    let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; run.len()], Vec::new());
-    store.get_run(page(thread, *first), &handles, &mut out, &mut outcomes);
+    let mut out = vec![[0; PAGE_SIZE]; run.len()];
+    let outcomes = store.get_run(&page(thread, *first).run(handles), &mut out, IoContext::GUEST);
     for ((at, outcome), bytes) in run.iter().zip(outcomes).zip(&out) {
         match outcome {
             GetOutcome::Found => assert!(*bytes == pages::mixed(kept[at].1), "page {at} of a run has other bytes"),

@@ -9,7 +9,7 @@ use std::time::Duration;
 use ballast_base::Bytes;
 use ballast_base::wire::VmId;
 use ballast_remote::RemoteBudget;
-use ballast_store::{Codec, Store};
+use ballast_store::{Codec, SlowStore};
 use ballast_testkit::conformance;
 use ballast_testvm::valkey::Layout;
 use common::{LEASE, cluster, start};
@@ -18,10 +18,10 @@ fn keeps_promises(layout: Layout, codecs: &[Codec]) {
     let Some(valkey) = start(layout) else { return };
     let cluster = cluster(&valkey, 1);
     for codec in codecs {
-        conformance::run(&|| {
+        conformance::run_slow(&|| {
             let budget = RemoteBudget::new(Bytes(2 << 20));
             let store = ballast_remote::RemoteStore::new(VmId([7; 16]), cluster.clone(), budget, *codec, LEASE);
-            Box::new(store) as Box<dyn Store>
+            Box::new(store) as Box<dyn SlowStore>
         });
     }
     assert_eq!(valkey.keys().expect("a size"), 1, "nothing is left but the VM's lease");

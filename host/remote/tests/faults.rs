@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Access, Cluster, RemoteBudget, RemoteStore, lease, slot_of};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store};
+use ballast_store::{Attach, Codec, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, read};
 use common::{LEASE, cluster, end, owner, played, played_to, shards, start, tidy_up, until};
@@ -51,7 +51,7 @@ fn stored(store: &RemoteStore, first: u64, count: u64) -> Vec<Handle> {
 
 fn get(store: &RemoteStore, page: u64, handle: Handle) -> GetOutcome {
     let mut out = [0; PAGE_SIZE];
-    let outcome = store.get(key(page), handle, &mut out);
+    let outcome = store.get(key(page), handle, &mut out, IoContext::GUEST);
     assert!(outcome != GetOutcome::Found || out == pages::incompressible(page), "page {page} has other bytes");
     outcome
 }
@@ -131,8 +131,7 @@ fn a_slot_that_moves_is_read_written_and_freed_on_both_sides() {
     // Both nodes have pages of this run. Get it as a run, and page by page.
     let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; 40], Vec::new());
     until(|| {
-        outcomes.clear();
-        store.get_run(key(0), &handles, &mut out, &mut outcomes);
+        outcomes = store.get_run(&key(0).run(handles.iter().copied()), &mut out, IoContext::GUEST);
         if outcomes.contains(&GetOutcome::Busy) { Err(store.last_refusal()) } else { Ok(()) }
     });
     assert_eq!(outcomes, [GetOutcome::Found; 40], "{:?}", store.last_refusal());
@@ -269,11 +268,11 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
     let its_cluster = Arc::new(AtomicU64::new(0));
     let brief = brief.kept_in(its_cluster.clone(), None);
     let handles = stored(&another(&ours, &its_cluster), 0, 2);
-    brief.follow(&mut std::iter::empty());
+    brief.attach_shared(&mut std::iter::empty());
     let lease = format!("bl{{{VM}}}");
     let ttl = || valkey.say(0, &["PTTL", &lease]).and_then(read::<i64>).expect("PTTL");
     let kept = another(&ours, &its_cluster);
-    kept.follow(&mut std::iter::empty());
+    kept.attach_shared(&mut std::iter::empty());
     valkey.say(0, &["DEL", &lease]).expect("DEL");
     set("maxmemory", "1");
     assert_eq!(kept.keep_lease(), None, "it is not overdue");
@@ -286,7 +285,7 @@ fn a_lease_is_renewed_while_its_node_is_full_and_nothing_is_removed_while_a_node
     valkey.say(0, &["PEXPIRE", &lease, "60000"]).expect("PEXPIRE");
     set("maxmemory", "1");
     let next = another(&ours, &its_cluster);
-    next.follow(&mut std::iter::empty());
+    next.attach_shared(&mut std::iter::empty());
     until(|| {
         assert_eq!(next.keep_lease(), None);
         if ttl() > 60_000 { Ok(()) } else { Err("a full node does not renew it") }
@@ -396,12 +395,12 @@ fn an_engine_that_follows_beside_another_one_counts_what_it_gets_and_unlinks_wha
     first.free(key(7), handles[7]);
     let next = store(&ours);
     let pages = |pages: std::ops::Range<u64>| pages.map(|page| (key(page), handles[page as usize])).collect::<Vec<_>>();
-    next.follow(&mut pages(0..7).into_iter());
+    next.attach_shared(&mut pages(0..7).into_iter());
     // Both engines serve: each frees a page.
     assert!((0..7).all(|page| get_at_last(&next, page, handles[page as usize]) == GetOutcome::Found));
     next.free(key(0), handles[0]);
     first.free(key(1), handles[1]);
-    next.own(&mut pages(2..7).into_iter());
+    next.attach_exclusive(&mut pages(2..7).into_iter());
     assert_eq!(next.usage().pages, 5);
     drop(first);
     let late = stored(&next, 100, 1);

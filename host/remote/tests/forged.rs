@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore, Seal, seal};
-use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store};
+use ballast_store::{
+    Codec, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, SlowStore, Store,
+};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, Valkey, read};
 use common::{LEASE, cluster, owner, start};
@@ -58,8 +60,8 @@ fn put(store: &RemoteStore, vm: VmId, bytes: &[PageBytes]) -> Vec<Handle> {
 fn get(store: &RemoteStore, handles: &[Handle]) -> Vec<GetOutcome> {
     let begun = Instant::now();
     loop {
-        let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; handles.len()], Vec::new());
-        store.get_run(key(VM, 0), handles, &mut out, &mut outcomes);
+        let mut out = vec![[0; PAGE_SIZE]; handles.len()];
+        let outcomes = store.get_run(&key(VM, 0).run(handles.iter().copied()), &mut out, IoContext::GUEST);
         for (at, outcome) in (0..).zip(&outcomes) {
             assert!(*outcome != GetOutcome::Found || out[at as usize] == page(at), "page {at} has other bytes");
         }
@@ -74,7 +76,7 @@ fn get(store: &RemoteStore, handles: &[Handle]) -> Vec<GetOutcome> {
 fn get_one(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
     let (mut out, begun) = ([0; PAGE_SIZE], Instant::now());
     loop {
-        match store.get(key(VM, at), handle, &mut out) {
+        match store.get(key(VM, at), handle, &mut out, IoContext::GUEST) {
             GetOutcome::Busy => assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal()),
             outcome => {
                 assert!(outcome != GetOutcome::Found || out == page(at), "page {at} has other bytes");

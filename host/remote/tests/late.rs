@@ -6,14 +6,15 @@
 mod common;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
-use ballast_store::held::{Holding, Wanted};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, blob};
+use ballast_store::{
+    Codec, DurableStore, Ends, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store, blob,
+};
 use ballast_testkit::pages;
 use ballast_testvm::Finally;
 use common::{LEASE, played, serve, until};
@@ -39,7 +40,7 @@ fn store(cluster: &Arc<Cluster>) -> RemoteStore {
 /// Waits until the store's client knows who has which slot.
 fn has_map(cluster: &Cluster) {
     let begun = Instant::now();
-    while cluster.owner(0).is_err() {
+    while cluster.owner(0, IoContext::BACKGROUND).is_err() {
         assert!(begun.elapsed() < DEADLINE, "{:?}", cluster.silence());
     }
 }
@@ -105,14 +106,13 @@ fn a_run_that_takes_long_comes_while_others_read_pages_of_its_node_that_come_qui
             let mut out = [0; PAGE_SIZE];
             while !over.load(Ordering::Acquire) {
                 // A busy machine may let a request take longer than its timeout.
-                let outcome = store.get(key(0), handle(), &mut out);
+                let outcome = store.get(key(0), handle(), &mut out, IoContext::GUEST);
                 assert!(matches!(outcome, GetOutcome::Found | GetOutcome::Busy), "{outcome:?}");
             }
         });
         let (begun, mut out) = (Instant::now(), vec![[0; PAGE_SIZE]; RUN as usize]);
         loop {
-            let mut outcomes = Vec::new();
-            store.get_run(key(0), &[handle(); RUN as usize], &mut out, &mut outcomes);
+            let outcomes = store.get_run(&key(0).run([handle(); RUN as usize]), &mut out, IoContext::GUEST);
             if outcomes == [GetOutcome::Found; RUN as usize] {
                 break;
             }
@@ -123,7 +123,7 @@ fn a_run_that_takes_long_comes_while_others_read_pages_of_its_node_that_come_qui
 }
 
 #[test]
-fn a_read_of_a_thread_with_a_lock_that_others_want_ends_before_its_node_is_late() {
+fn a_read_whose_caller_has_a_lock_that_others_want_ends_before_its_node_is_late() {
     // It says nothing to a `GET`, and brings a run much too slowly.
     let ours = played(|stream| {
         serve(&stream, &|words| {
@@ -132,14 +132,14 @@ fn a_read_of_a_thread_with_a_lock_that_others_want_ends_before_its_node_is_late(
             (words[0] == b"MGET").then_some((pieces, Duration::from_millis(20)))
         });
     });
-    let (store, wanted) = (store(&ours), Wanted::default());
+    let (store, wanted) = (store(&ours), AtomicU32::new(0));
     has_map(&ours);
     // Reads until that fails for this reason.
-    let fails = |pages: usize, wanted: &str| {
+    let fails = |pages: usize, wanted: &str, context: IoContext<'_>| {
         let begun = Instant::now();
         loop {
-            let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; pages], Vec::new());
-            store.get_run(key(0), &vec![handle(); pages], &mut out, &mut outcomes);
+            let mut out = vec![[0; PAGE_SIZE]; pages];
+            let outcomes = store.get_run(&key(0).run(vec![handle(); pages]), &mut out, context);
             assert_eq!(outcomes, vec![GetOutcome::Busy; pages]);
             let why = store.last_refusal().expect("a reason");
             if why.contains(wanted) {
@@ -151,15 +151,14 @@ fn a_read_of_a_thread_with_a_lock_that_others_want_ends_before_its_node_is_late(
     for pages in [1, RUN as usize] {
         // Its node may take much longer afterwards.
         for _ in 0..4 {
-            fails(pages, "does not answer in time");
+            fails(pages, "does not answer in time", IoContext::GUEST);
         }
-        let holding = Holding::of(&wanted);
+        let context = IoContext::GUEST.ended_by(Ends::Wanted(&wanted));
         // Nobody wants the lock.
-        fails(pages, "does not answer in time");
+        fails(pages, "does not answer in time", context);
         wanted.fetch_add(1, Ordering::Release);
-        fails(pages, "others wait for a lock");
+        fails(pages, "others wait for a lock", context);
         wanted.fetch_sub(1, Ordering::Release);
-        drop(holding);
     }
 }
 
@@ -173,7 +172,7 @@ fn pages_of_a_vm_that_keeps_no_cluster_wait_and_are_not_lost() {
     let mut out = [0; PAGE_SIZE];
     // One that is late on a busy machine is asked for again.
     until(|| {
-        assert_eq!(store.get(key(0), handle(), &mut out), GetOutcome::Busy);
+        assert_eq!(store.get(key(0), handle(), &mut out, IoContext::GUEST), GetOutcome::Busy);
         let why = store.last_refusal().expect("a reason");
         if why.contains("it is not kept which cluster") { Ok(()) } else { Err(why) }
     });

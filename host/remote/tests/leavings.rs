@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore, lease};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, SlowStore, Store};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::{Layout, read};
 use common::{LEASE, cluster, end, get_at_last, owner, played, shards, start, stored, tidy_up, until};

@@ -16,7 +16,10 @@ use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{
     Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Seal, Tls, check, seal, tick_now,
 };
-use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store};
+use ballast_store::{
+    Attach, Codec, DurableStore, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, SlowStore,
+    Store,
+};
 use ballast_testkit::conformance;
 use ballast_testvm::valkey::{Layout, Valkey};
 use common::{LEASE, cluster, start, tls, tls_cluster, until};
@@ -61,7 +64,7 @@ fn put(store: &RemoteStore, count: u64) -> Vec<Handle> {
 
 fn get_once(store: &RemoteStore, at: u64, handle: Handle) -> GetOutcome {
     let mut out = [0; PAGE_SIZE];
-    let outcome = store.get(key(at), handle, &mut out);
+    let outcome = store.get(key(at), handle, &mut out, IoContext::GUEST);
     assert!(outcome != GetOutcome::Found || out == page(at));
     outcome
 }
@@ -159,7 +162,8 @@ fn a_client_with_the_wrong_certificate_gets_nothing_and_is_told_which_file() {
         let nodes = vec![Addr::parse(&valkey.tls_addr(0)).expect("an address")];
         let access = Access { tls: Some(files), ..Access::default() };
         let ours = Arc::new(Cluster::new(ClusterOptions { nodes: nodes.clone(), access, replicas: 0 }));
-        let error = ours.map_of(&nodes[0], Instant::now() + LEASE).expect_err("it is not let in").to_string();
+        let context = IoContext::BACKGROUND.until(Instant::now() + LEASE);
+        let error = ours.map_of(&nodes[0], context).expect_err("it is not let in").to_string();
         assert!(error.contains(says), "{says}: {error}");
         assert_eq!(get_once(&store(&ours), 0, Handle::new(5).expect("40 bits")), GetOutcome::Busy, "that is no loss");
     }
@@ -274,10 +278,10 @@ fn an_engine_that_follows_beside_another_seals_when_that_one_is_gone_and_not_bef
         let plain = put(&store(&ours), 1);
         let live = || std::iter::once((key(0), plain[0]));
         let next = store(&ours).sealed_when_alone(|| Seal::with(tick_now(), &[5; 32]));
-        next.follow(&mut live());
+        next.attach_shared(&mut live());
         assert_eq!(get(&next, 0, plain[0]), GetOutcome::Found);
         match is_told {
-            true => next.own(&mut live()),
+            true => next.attach_exclusive(&mut live()),
             false => drop(next.recover(&mut live()).expect("recover")),
         }
         let sealed = put(&next, 2);
@@ -306,8 +310,8 @@ fn swap_two(valkey: &Valkey, node: usize) -> bool {
 fn a_sealed_store_keeps_what_every_store_promises() {
     let Some(valkey) = start(Layout::default()) else { return };
     let ours = cluster(&valkey, 1);
-    conformance::run(&|| {
+    conformance::run_slow(&|| {
         let store = RemoteStore::new(VM, ours.clone(), RemoteBudget::new(Bytes(2 << 20)), Codec::Lz4, LEASE);
-        Box::new(store.sealed(Seal::with(tick_now(), &[5; 32]))) as Box<dyn Store>
+        Box::new(store.sealed(Seal::with(tick_now(), &[5; 32]))) as Box<dyn SlowStore>
     });
 }

@@ -9,6 +9,7 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use ballast_remote::{Addr, Cluster};
+use ballast_store::IoContext;
 use common::{played, shards};
 
 /// Requests maps until one is there.
@@ -16,7 +17,7 @@ fn reach(cluster: &Cluster) {
     let begun = Instant::now();
     while cluster.map().uncovered() > 0 || cluster.map().shards().next().is_none() {
         assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", cluster.silence());
-        cluster.refresh();
+        cluster.refresh(IoContext::BACKGROUND);
     }
 }
 

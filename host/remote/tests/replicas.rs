@@ -12,7 +12,7 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::check::check;
 use ballast_remote::{Cluster, RemoteBudget, RemoteStore};
-use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store};
+use ballast_store::{Codec, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RegionKey, SlowStore, Store};
 use ballast_testkit::pages;
 use ballast_testvm::valkey::Layout;
 use common::{LEASE, cluster, start};
@@ -82,7 +82,7 @@ fn a_page_is_stored_only_when_every_replica_that_may_be_elected_has_it() {
     valkey.say(2, &["CONFIG", "SET", "cluster-node-timeout", "1000"]).expect("CONFIG");
     valkey.say(2, &["CLUSTER", "FAILOVER", "TAKEOVER"]).expect("it is the primary");
     let (begun, mut out) = (Instant::now(), [0; PAGE_SIZE]);
-    while store.get(key(0), handle, &mut out) != GetOutcome::Found {
+    while store.get(key(0), handle, &mut out, IoContext::GUEST) != GetOutcome::Found {
         assert!(begun.elapsed() < DEADLINE, "{:?}", store.last_refusal());
     }
     assert!(out == pages::mixed(0));

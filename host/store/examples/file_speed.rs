@@ -12,8 +12,8 @@ use std::time::Instant;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, GIB, PAGE_SIZE, PageIdx};
 use ballast_store::{
-    Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore,
-    RegionKey, Store,
+    Budget, FileOptions, FileStore, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RamOptions,
+    RamStore, RegionKey, Store,
 };
 use ballast_sys::{direct, ring::Buffer};
 use ballast_testkit::pages;
@@ -68,7 +68,10 @@ fn measure(name: &str, store: &dyn Store, content: &[PageBytes]) {
         times.print(&format!("{name} put a page, {round}"));
         let mut times = Times::default();
         for page in shuffled(content.len()) {
-            assert_eq!(times.time(|| store.get(key(page), handles[page], &mut out[0])), GetOutcome::Found);
+            assert_eq!(
+                times.time(|| store.get(key(page), handles[page], &mut out[0], IoContext::GUEST)),
+                GetOutcome::Found
+            );
         }
         times.print(&format!("{name} get a page, {round}"));
         let mut times = Times::default();
@@ -85,8 +88,8 @@ fn measure(name: &str, store: &dyn Store, content: &[PageBytes]) {
     let handles: Vec<Handle> = handles.into_iter().flatten().collect();
     let mut times = Times::default();
     for first in (0..content.len()).step_by(SCATTERED) {
-        let (pages, mut found) = (first..first + SCATTERED, Vec::new());
-        times.time(|| store.get_run(key(first), &handles[pages], &mut out[..SCATTERED], &mut found));
+        let pages = key(first).run(handles[first..first + SCATTERED].iter().copied());
+        let found = times.time(|| store.get_run(&pages, &mut out[..SCATTERED], IoContext::GUEST));
         assert!(found.iter().all(|outcome| *outcome == GetOutcome::Found));
     }
     times.print(&format!("{name} get {SCATTERED} pages from all over"));
@@ -101,8 +104,9 @@ fn measure(name: &str, store: &dyn Store, content: &[PageBytes]) {
         }
         let handles: Vec<Handle> = outcomes.into_iter().map(stored).collect();
         for number in shuffled(content.len() / EXTENT) {
-            let (first, mut found) = (number * EXTENT, Vec::new());
-            gets.time(|| store.get_run(key(first), &handles[first..first + EXTENT], &mut out, &mut found));
+            let first = number * EXTENT;
+            let pages = key(first).run(handles[first..first + EXTENT].iter().copied());
+            let found = gets.time(|| store.get_run(&pages, &mut out, IoContext::GUEST));
             assert!(found.iter().all(|outcome| *outcome == GetOutcome::Found));
         }
         for (page, handle) in handles.iter().enumerate() {

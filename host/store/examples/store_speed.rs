@@ -14,7 +14,8 @@ use std::time::Instant;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, GIB, PAGE_SIZE, PageIdx};
 use ballast_store::{
-    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store,
+    Budget, Codec, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey,
+    Store,
 };
 use ballast_testkit::pages;
 
@@ -69,7 +70,7 @@ fn measure(codec_name: &str, codec: Codec, kind: &str, content: &[PageBytes]) {
         times[1].push(us);
         let (us, ()) = us_per_page(content.len(), || {
             for (page, handle) in handles.iter().enumerate() {
-                assert_eq!(store.get(key(page), *handle, &mut out), GetOutcome::Found);
+                assert_eq!(store.get(key(page), *handle, &mut out, IoContext::GUEST), GetOutcome::Found);
                 black_box(&out);
             }
         });

@@ -56,7 +56,11 @@ use crate::alloc::{Allocator, Inconsistent};
 use crate::arena::Arena;
 use crate::budget::Budget;
 use crate::handle::Named;
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
+use crate::{
+    DurableStore, Ends, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, Recovered, SlowStore, Store,
+    StoreUsage,
+};
+use batch::Wait;
 use blocks::{BAD, BEING_WRITTEN, Counter, Inner, page_after};
 use disk::{Disk, Moved};
 use layout::{AREA_BLOCKS, INDEX, spare_block};
@@ -145,7 +149,8 @@ impl FileStore {
     }
 
     /// Take over a store. Its contents are charged to the budget, above the limit if need be. After a process that used
-    /// it died, call [`Store::recover`] next. This waits for the disk; a descriptor of the file's place is enough.
+    /// it died, call [`DurableStore::recover`] next. This waits for the disk; a descriptor of the file's place is
+    /// enough.
     ///
     /// # Errors
     /// This program cannot read the index, or the file is not the one of the index, or it cannot be opened.
@@ -196,7 +201,8 @@ impl FileStore {
             _ => return late("writing"),
         }
         let reading = Reading::default();
-        match reading.read(&unfaulty, &[(spare, 1)], disk::read_timeout(u8::MAX), |_| true, |_, _| true).first() {
+        let wait = Wait { timeout: disk::read_timeout(u8::MAX), context: IoContext::GUEST };
+        match reading.read(&unfaulty, &[(spare, 1)], wait, |_| true, |_, _| true).first() {
             Some(Came::Done { .. }) => {}
             Some(Came::Failed(error, _)) => return failed("reading", error),
             _ => return late("reading"),
@@ -328,27 +334,32 @@ impl Store for FileStore {
         }
     }
 
-    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
-        self.inner.begin(key, handle, watch)
-    }
-
-    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
-        self.inner.get_begun(key, handle, out, watch)
-    }
-
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
+        if let Ends::AtOnce(watch) = context.ends {
+            return self.inner.get_begun(key, handle, out, watch);
+        }
         if self.inner.wait_for_begun(key, handle, out) {
             return GetOutcome::Found;
         }
         let mut outcome = [GetOutcome::Busy];
-        self.inner.get_run(key, &[handle], std::slice::from_mut(out), &mut outcome);
+        self.inner.get_run(key, &[handle], std::slice::from_mut(out), &mut outcome, context);
         outcome[0]
     }
 
-    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
-        let (pages, start) = (handles.len().min(out.len()), outcomes.len());
-        outcomes.resize(start + pages, GetOutcome::Busy);
-        self.inner.get_run(first, &handles[..pages], &mut out[..pages], &mut outcomes[start..]);
+    /// What follows one another is read together.
+    fn get_run(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], context: IoContext<'_>) -> Vec<GetOutcome> {
+        let mut outcomes = vec![GetOutcome::Busy; pages.len().min(out.len())];
+        let mut done = 0;
+        for run in pages[..outcomes.len()].chunk_by(|(a, _), (b, _)| a.page.0 + 1 == b.page.0) {
+            let handles: Vec<Handle> = run.iter().map(|(_, handle)| *handle).collect();
+            let (out, outcomes) = (&mut out[done..][..run.len()], &mut outcomes[done..][..run.len()]);
+            self.inner.get_run(run[0].0, &handles, out, outcomes, context);
+            done += run.len();
+            if outcomes.contains(&GetOutcome::Busy) {
+                break;
+            }
+        }
+        outcomes
     }
 
     fn free(&self, key: PageKey, handle: Handle) {
@@ -360,17 +371,26 @@ impl Store for FileStore {
         self.inner.allocator.settle(0);
     }
 
+    fn usage(&self) -> StoreUsage {
+        let inner = &self.inner;
+        StoreUsage {
+            pages: inner.sum(Counter::LiveBlocks).saturating_add(inner.sum(Counter::LiveSameFilled)),
+            bytes: u64::from(inner.allocator.resync()) * AREA_BYTES,
+            budget_bytes: inner.allocator.budget_limit().0,
+        }
+    }
+}
+
+impl DurableStore for FileStore {
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         self.wait_for_writes()?;
         Ok(self.sweep(live.map(|(_, handle)| handle)))
     }
+}
 
-    fn takes_room(&self, handle: Handle) -> bool {
-        matches!(Named::by(handle), Named::Blob { .. })
-    }
-
-    fn is_short(&self) -> bool {
-        self.inner.allocator.is_short()
+impl SlowStore for FileStore {
+    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
+        self.inner.begin(key, handle, watch)
     }
 
     /// A write that no thread waited for: its block is not reused until it is over, and then this process frees it.
@@ -385,15 +405,6 @@ impl Store for FileStore {
     fn refuses(&self) -> bool {
         let today = &self.inner.allocator.arena().own_words()[WORD_TODAY];
         self.inner.disk.read_only || self.inner.limits.refuses(today)
-    }
-
-    fn usage(&self) -> StoreUsage {
-        let inner = &self.inner;
-        StoreUsage {
-            pages: inner.sum(Counter::LiveBlocks).saturating_add(inner.sum(Counter::LiveSameFilled)),
-            bytes: u64::from(inner.allocator.resync()) * AREA_BYTES,
-            budget_bytes: inner.allocator.budget_limit().0,
-        }
     }
 }
 

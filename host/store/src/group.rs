@@ -61,7 +61,10 @@ pub use self::blobs::{Group, GroupUsage};
 use self::index::{Pages, number_of};
 use crate::codec;
 use crate::handle::{self, Named};
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
+use crate::{
+    Attach, DurableStore, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, Recovered, Store,
+    StoreUsage,
+};
 
 /// References from which a member's charge is estimated; if there are more, they are a sample.
 const SAMPLE: usize = 4096;
@@ -162,30 +165,14 @@ impl Store for GroupMember {
         outcome
     }
 
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
         if let Named::SameFilled(filled) = Named::by(handle) {
             return filled.get(key, out);
         }
         if !self.names(key, handle) {
             return GetOutcome::Absent;
         }
-        self.group.ram.get(self.group.key, handle, out)
-    }
-
-    fn get_blob(&self, key: PageKey, handle: Handle, out: &mut PageBytes, blob: &mut Vec<u8>) -> GetOutcome {
-        if let Named::SameFilled(_) = Named::by(handle) {
-            blob.clear();
-            return self.get(key, handle, out);
-        }
-        if !self.names(key, handle) {
-            return GetOutcome::Absent;
-        }
-        self.group.ram.get_blob(self.group.key, handle, out, blob)
-    }
-
-    fn still_has(&self, key: PageKey, handle: Handle, bytes: &PageBytes, blob: &[u8]) -> bool {
-        let is_blob = matches!(Named::by(handle), Named::Blob { .. });
-        (!is_blob || self.names(key, handle)) && self.group.ram.still_has(key, handle, bytes, blob)
+        self.group.ram.get(self.group.key, handle, out, context)
     }
 
     fn free(&self, key: PageKey, handle: Handle) {
@@ -206,6 +193,13 @@ impl Store for GroupMember {
         self.group.tidy();
     }
 
+    fn usage(&self) -> StoreUsage {
+        let pages = lock(&self.pages).len() as u64 + self.same_filled.load(Relaxed);
+        StoreUsage { pages, bytes: self.charge(), budget_bytes: self.group.ram.budget_limit().0 }
+    }
+}
+
+impl DurableStore for GroupMember {
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         let mut same_filled = 0;
         let mut blobs = live.filter(|(_, handle)| {
@@ -218,12 +212,18 @@ impl Store for GroupMember {
         Ok(Recovered { kept_blobs, missing, same_filled, ..Recovered::default() })
     }
 
-    fn follow(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+    fn attach(&self) -> Option<&dyn Attach> {
+        Some(self)
+    }
+}
+
+impl Attach for GroupMember {
+    fn attach_shared(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         let mut blobs = live.filter(|(_, handle)| matches!(Named::by(*handle), Named::Blob { .. }));
         self.group.follow(&self.pages, &mut blobs);
     }
 
-    fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+    fn attach_exclusive(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
         let (mut blobs, mut same_filled) = (HashMap::new(), 0);
         for (key, handle) in live {
             match Named::by(handle) {
@@ -234,9 +234,23 @@ impl Store for GroupMember {
         self.same_filled.store(same_filled, Relaxed);
         self.group.own(self.vm, &self.pages, &blobs);
     }
+}
 
-    fn is_told(&self) -> bool {
-        true
+impl NearStore for GroupMember {
+    fn get_blob(&self, key: PageKey, handle: Handle, out: &mut PageBytes, blob: &mut Vec<u8>) -> GetOutcome {
+        if let Named::SameFilled(_) = Named::by(handle) {
+            blob.clear();
+            return self.get(key, handle, out, IoContext::BACKGROUND);
+        }
+        if !self.names(key, handle) {
+            return GetOutcome::Absent;
+        }
+        self.group.ram.get_blob(self.group.key, handle, out, blob)
+    }
+
+    fn still_has(&self, key: PageKey, handle: Handle, bytes: &PageBytes, blob: &[u8]) -> bool {
+        let is_blob = matches!(Named::by(handle), Named::Blob { .. });
+        (!is_blob || self.names(key, handle)) && self.group.ram.still_has(key, handle, bytes, blob)
     }
 
     fn takes_room(&self, handle: Handle) -> bool {
@@ -245,10 +259,5 @@ impl Store for GroupMember {
 
     fn is_short(&self) -> bool {
         self.group.ram.is_short()
-    }
-
-    fn usage(&self) -> StoreUsage {
-        let pages = lock(&self.pages).len() as u64 + self.same_filled.load(Relaxed);
-        StoreUsage { pages, bytes: self.charge(), budget_bytes: self.group.ram.budget_limit().0 }
     }
 }

@@ -18,7 +18,6 @@ mod codec;
 mod file;
 mod group;
 mod handle;
-pub mod held;
 mod lz4;
 mod ram;
 mod slab;
@@ -31,7 +30,8 @@ pub use ram::{Budget, Codec, Inconsistent, MAX_SLABS, RamOptions, RamStore, RamU
 pub use slab::SLAB_BYTES;
 
 pub use ballast_base::store::{
-    GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, RegionKey, Store, StoreUsage,
+    Attach, DurableStore, Ends, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, Reader,
+    Recovered, RegionKey, SlowStore, Store, StoreUsage,
 };
 
 fn is_short(used: u64, budget: u64) -> bool {

@@ -24,7 +24,10 @@ use crate::arena::{self, Arena};
 use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};
 use crate::handle::{self, Named};
 use crate::slab::{CLASS_BYTES, SLAB_BYTES, class_for};
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
+use crate::{
+    DurableStore, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, Recovered, Store,
+    StoreUsage,
+};
 
 /// How to run a RAM store.
 #[derive(Clone, Debug)]
@@ -317,7 +320,7 @@ impl Store for RamStore {
         codec::seal(key, bytes, fill, self.codec, |header, payload| self.keep(header, payload))
     }
 
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, _: IoContext<'_>) -> GetOutcome {
         let (place, tag) = match Named::by(handle) {
             Named::SameFilled(filled) => return filled.get(key, out),
             Named::Blob { place, tag } => (place, tag),
@@ -326,27 +329,6 @@ impl Store for RamStore {
         let fits = usize::from(header.len) <= payload_max;
         let read = |buffer: &mut [u8]| self.allocator.arena().copy_out(place.slab, payload_start, buffer);
         if fits && codec::open(key, header, out, read) { GetOutcome::Found } else { GetOutcome::Corrupt }
-    }
-
-    fn get_blob(&self, key: PageKey, handle: Handle, out: &mut PageBytes, blob: &mut Vec<u8>) -> GetOutcome {
-        match Named::by(handle) {
-            Named::Blob { place, tag } => self.open_copy(key, (place, tag), out, blob),
-            Named::SameFilled(filled) => {
-                blob.clear();
-                filled.get(key, out)
-            }
-        }
-    }
-
-    /// Compares what is in memory, without decompressing it.
-    fn still_has(&self, key: PageKey, handle: Handle, bytes: &PageBytes, blob: &[u8]) -> bool {
-        match Named::by(handle) {
-            Named::Blob { place, tag } => self.is_copy((place, tag), blob),
-            Named::SameFilled(filled) => {
-                let mut now: PageBytes = [0; PAGE_SIZE];
-                filled.get(key, &mut now) == GetOutcome::Found && now == *bytes
-            }
-        }
     }
 
     fn free(&self, key: PageKey, handle: Handle) {
@@ -369,8 +351,41 @@ impl Store for RamStore {
         self.allocator.settle(0);
     }
 
+    fn usage(&self) -> StoreUsage {
+        StoreUsage {
+            pages: self.sum(Counter::LiveBlobs).saturating_add(self.sum(Counter::LiveSameFilled)),
+            bytes: Bytes(u64::from(self.allocator.resync()) * SLAB_BYTES as u64).0,
+            budget_bytes: self.allocator.budget_limit().0,
+        }
+    }
+}
+
+impl DurableStore for RamStore {
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         Ok(self.sweep(live.map(|(_, handle)| handle)))
+    }
+}
+
+impl NearStore for RamStore {
+    fn get_blob(&self, key: PageKey, handle: Handle, out: &mut PageBytes, blob: &mut Vec<u8>) -> GetOutcome {
+        match Named::by(handle) {
+            Named::Blob { place, tag } => self.open_copy(key, (place, tag), out, blob),
+            Named::SameFilled(filled) => {
+                blob.clear();
+                filled.get(key, out)
+            }
+        }
+    }
+
+    /// Compares what is in memory, without decompressing it.
+    fn still_has(&self, key: PageKey, handle: Handle, bytes: &PageBytes, blob: &[u8]) -> bool {
+        match Named::by(handle) {
+            Named::Blob { place, tag } => self.is_copy((place, tag), blob),
+            Named::SameFilled(filled) => {
+                let mut now: PageBytes = [0; PAGE_SIZE];
+                filled.get(key, &mut now) == GetOutcome::Found && now == *bytes
+            }
+        }
     }
 
     fn takes_room(&self, handle: Handle) -> bool {
@@ -379,13 +394,5 @@ impl Store for RamStore {
 
     fn is_short(&self) -> bool {
         self.allocator.is_short()
-    }
-
-    fn usage(&self) -> StoreUsage {
-        StoreUsage {
-            pages: self.sum(Counter::LiveBlobs).saturating_add(self.sum(Counter::LiveSameFilled)),
-            bytes: Bytes(u64::from(self.allocator.resync()) * SLAB_BYTES as u64).0,
-            budget_bytes: self.allocator.budget_limit().0,
-        }
     }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_store::{
-    Budget, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, SLAB_BYTES, Store,
+    Budget, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, SLAB_BYTES, Store,
 };
 use ballast_sys::uffd::{FillOutcome, REQUIRED_FEATURES, Uffd, feature};
 use ballast_sys::{memfd, memory_error};
@@ -88,7 +88,7 @@ impl Rig {
         let (mut found, mut lost) = (0, 0);
         for (page, handle) in (0..).zip(&self.handles) {
             let mut bytes = [0; PAGE_SIZE];
-            match store.get(key(page), *handle, &mut bytes) {
+            match store.get(key(page), *handle, &mut bytes, IoContext::GUEST) {
                 GetOutcome::Found => {
                     assert_eq!(bytes, pages::incompressible(page), "page {page} was restored with other bytes");
                     found += 1;
@@ -122,7 +122,7 @@ fn a_lost_page_of_blobs_costs_the_pages_in_it() {
     let more: Vec<u64> = (PAGES..PAGES + 100).collect();
     let handles: Vec<Handle> = more.iter().map(|page| put(&rig.store, *page)).collect();
     for (page, handle) in more.iter().zip(handles) {
-        assert_eq!(rig.store.get(key(*page), handle, &mut [0; _]), GetOutcome::Found);
+        assert_eq!(rig.store.get(key(*page), handle, &mut [0; _], IoContext::GUEST), GetOutcome::Found);
     }
     assert_eq!(rig.read(&rig.store), (found, lost));
 }
@@ -138,7 +138,7 @@ fn a_lost_page_of_the_table_costs_its_slabs_and_nobody_gets_them_before_they_are
     assert!(said[0].contains("where the pages of slabs 0 to 31 are") && is_damaged, "{said:?}");
     // What is put now goes elsewhere, and what is freed harms nobody.
     for page in 0..PAGES {
-        if rig.store.get(key(page), rig.handles[page as usize], &mut [0; _]) != GetOutcome::Found {
+        if rig.store.get(key(page), rig.handles[page as usize], &mut [0; _], IoContext::GUEST) != GetOutcome::Found {
             rig.store.free(key(page), rig.handles[page as usize]);
             rig.handles[page as usize] = put(&rig.store, page);
         }

@@ -17,7 +17,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_store::{
-    Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, RegionKey, Store,
+    Budget, DurableStore, FileOptions, FileStore, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome,
+    Recovered, RegionKey, Store,
 };
 use ballast_sys::{Mapping, memfd};
 use ballast_testkit::pages;
@@ -63,7 +64,7 @@ fn put_run(store: &FileStore, first: u64, seeds: &[u64]) -> Vec<Handle> {
 fn must_hold(store: &FileStore, page: u64, handle: Handle, seed: u64) {
     let mut out = [0; PAGE_SIZE];
     // A disk that others use may be late.
-    let mut asks = std::iter::repeat_with(|| store.get(key(page), handle, &mut out));
+    let mut asks = std::iter::repeat_with(|| store.get(key(page), handle, &mut out, IoContext::GUEST));
     let outcome = asks.find(|outcome| *outcome != GetOutcome::Busy);
     assert!(outcome == Some(GetOutcome::Found) && out == pages::mixed(seed), "page {page}: {outcome:?}");
 }

@@ -13,7 +13,8 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_handover::arena::{self, GROUP};
 use ballast_store::{
-    Budget, GetOutcome, Group, GroupMember, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RegionKey, Store,
+    Attach, Budget, DurableStore, GetOutcome, Group, GroupMember, Handle, IoContext, PageBytes, PageKey, PutOutcome,
+    RamOptions, RegionKey, Store,
 };
 use ballast_sys::memfd;
 use ballast_testkit::{conformance, pages};
@@ -66,12 +67,12 @@ fn stored(outcome: PutOutcome) -> Handle {
 
 fn get(store: &dyn Store, key: PageKey, handle: Handle) -> (GetOutcome, Box<PageBytes>) {
     let mut out = Box::new([0; PAGE_SIZE]);
-    (store.get(key, handle, &mut out), out)
+    (store.get(key, handle, &mut out, IoContext::GUEST), out)
 }
 
 #[test]
 fn a_member_alone_is_a_store_like_others() {
-    conformance::run(&|| {
+    conformance::run_near(&|| {
         let arena = new_arena();
         let group = Group::open(&arena, options()).expect("a group");
         Box::new(join(&group, &arena, VmId([7; 16]), true))
@@ -272,7 +273,7 @@ impl World {
                 store.part();
                 store.tidy();
                 let beside = join(&self.engines[1], &self.arena, vm.id, false);
-                beside.follow(&mut vm.live().into_iter());
+                beside.attach_shared(&mut vm.live().into_iter());
                 vm.beside = Some(beside);
             }
             Op::Alone { vm, page } => {
@@ -290,7 +291,7 @@ impl World {
                     freed.into_iter().for_each(|(handle, _)| beside.free(key(vm.id, page), handle));
                 };
                 free(page + 1, freed_before);
-                beside.own(&mut live.into_iter());
+                beside.attach_exclusive(&mut live.into_iter());
                 free(page, freed_later);
                 vm.at = Some((1, beside));
                 self.leave();

@@ -14,7 +14,8 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_handover::arena;
 use ballast_store::{
-    Budget, GetOutcome, Group, GroupMember, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RegionKey, Store,
+    Budget, DurableStore, GetOutcome, Group, GroupMember, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome,
+    RamOptions, RegionKey, Store,
 };
 use ballast_sys::memfd;
 use ballast_testkit::pages;
@@ -62,7 +63,7 @@ fn bytes(content: u64) -> PageBytes {
 /// Reads a page. If it is found, it has the bytes of this content.
 fn get(store: &GroupMember, key: PageKey, handle: Handle, content: u64) -> GetOutcome {
     let mut out = [0; PAGE_SIZE];
-    let outcome = store.get(key, handle, &mut out);
+    let outcome = store.get(key, handle, &mut out, IoContext::GUEST);
     assert!(outcome != GetOutcome::Found || out == bytes(content), "{key:?} has other bytes than {content}");
     outcome
 }
@@ -95,8 +96,8 @@ proptest! {
             // Twice, and in the name of the other one.
             let foreign = key(HONEST, claimed.page.0);
             [*claimed, *claimed, foreign].iter().for_each(|key| hostile.free(*key, *handle));
-            hostile.get(foreign, *handle, &mut [0; PAGE_SIZE]);
-            hostile.get(*claimed, *handle, &mut [0; PAGE_SIZE]);
+            hostile.get(foreign, *handle, &mut [0; PAGE_SIZE], IoContext::GUEST);
+            hostile.get(*claimed, *handle, &mut [0; PAGE_SIZE], IoContext::GUEST);
             hostile.tidy();
         }
         all_is_there(&honest, &handles);
@@ -211,7 +212,7 @@ fn two_engines_that_find_the_arena_new_lay_it_out_once() {
             let opened = engines.map(|engine| engine.join().expect("no panic"));
             for (_, member, vm, handle) in &opened {
                 let mut page = bytes(0);
-                let got = member.get(key(*vm, 0), *handle, &mut page);
+                let got = member.get(key(*vm, 0), *handle, &mut page, IoContext::GUEST);
                 assert!(matches!(got, GetOutcome::Found), "round {round}: {got:?}");
                 assert!(page == bytes(u64::from(vm.0[0])), "round {round}: wrong bytes");
             }

@@ -12,10 +12,9 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_store::held::WithTime;
 use ballast_store::{
-    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome,
-    RegionKey, Store,
+    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, IoContext, PageBytes, PageKey,
+    PutOutcome, RegionKey, SlowStore, Store,
 };
 use ballast_testkit::pages;
 use ballast_testkit::skip;
@@ -64,23 +63,32 @@ fn put_run(store: &FileStore, range: std::ops::Range<u64>) -> Vec<Handle> {
     stored.collect()
 }
 
-fn get(store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
+fn get_in(context: IoContext<'_>, store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
     let mut out = [0x77; PAGE_SIZE];
-    let outcome = store.get(key(page), handle, &mut out);
+    let outcome = store.get(key(page), handle, &mut out, context);
     assert!(outcome != GetOutcome::Found || out == pages::incompressible(page), "page {page} has wrong bytes");
     outcome
 }
 
+fn get(store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
+    get_in(IoContext::GUEST, store, page, handle)
+}
+
 /// Asks until the store has an answer.
-fn get_at_last(store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
+fn get_at_last_in(context: IoContext<'_>, store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
     let until = Instant::now() + Duration::from_mins(1);
-    let mut tries = std::iter::repeat_with(|| get(store, page, handle)).take_while(|_| Instant::now() < until);
+    let asks = std::iter::repeat_with(|| get_in(context, store, page, handle));
+    let mut tries = asks.take_while(|_| Instant::now() < until);
     tries.find(|outcome| *outcome != GetOutcome::Busy).expect("an answer")
 }
 
+fn get_at_last(store: &FileStore, page: u64, handle: Handle) -> GetOutcome {
+    get_at_last_in(IoContext::GUEST, store, page, handle)
+}
+
 fn get_run(store: &FileStore, range: std::ops::Range<u64>, handles: &[Handle]) -> Vec<GetOutcome> {
-    let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; handles.len()], Vec::new());
-    store.get_run(key(range.start), handles, &mut out, &mut outcomes);
+    let mut out = vec![[0; PAGE_SIZE]; handles.len()];
+    let outcomes = store.get_run(&key(range.start).run(handles.iter().copied()), &mut out, IoContext::GUEST);
     let right = |(page, (outcome, bytes)): (u64, (&GetOutcome, &PageBytes))| {
         *outcome != GetOutcome::Found || *bytes == pages::incompressible(page)
     };
@@ -132,7 +140,7 @@ fn a_read_that_is_late_is_used_by_who_asks_next_though_the_thread_that_began_it_
 }
 
 #[test]
-fn reads_that_never_end_leave_room_for_others_up_to_a_number_and_for_guests_beyond_that_of_who_has_time() {
+fn reads_that_never_end_leave_room_for_some_others_and_for_more_of_guests() {
     let Some(made) = made() else { return };
     let handles = put_run(&made.store, 0..120);
     let never = |range: std::ops::Range<usize>| {
@@ -145,11 +153,8 @@ fn reads_that_never_end_leave_room_for_others_up_to_a_number_and_for_guests_beyo
     assert_eq!(get_at_last(&made.store, 119, handles[119]), GetOutcome::Found);
     never(40..64);
     count(&made, &handles[110..]);
-    {
-        let _time = WithTime::begin();
-        assert_eq!(get(&made.store, 110, handles[110]), GetOutcome::Busy);
-        assert_eq!(reads(&made, &handles[110..111]), [0], "it was not begun");
-    }
+    assert_eq!(get_in(IoContext::BACKGROUND, &made.store, 110, handles[110]), GetOutcome::Busy);
+    assert_eq!(reads(&made, &handles[110..111]), [0], "it was not begun");
     assert_eq!(get_at_last(&made.store, 110, handles[110]), GetOutcome::Found);
     never(64..96);
     assert_eq!(get(&made.store, 111, handles[111]), GetOutcome::Busy);
@@ -240,42 +245,42 @@ fn a_page_that_was_freed_while_its_read_was_late_is_not_found_in_the_place_of_th
 }
 
 #[test]
-fn a_page_whose_error_takes_longer_than_anybody_waits_is_given_up_for_both_kinds_of_callers() {
-    for has_time in [false, true] {
+fn a_page_whose_error_takes_longer_than_anybody_waits_is_given_up_for_both_kinds_of_readers() {
+    for context in [IoContext::GUEST, IoContext::BACKGROUND] {
         let Some(made) = made_to_last(Duration::ZERO) else { return };
-        let _time = has_time.then(WithTime::begin);
+        let get_at_last = |page, handle| get_at_last_in(context, &made.store, page, handle);
         let handles = put_run(&made.store, 0..3);
         let slowly = DiskFault::FailsAfter(Duration::from_secs(60), EIO);
         made.faults.fail_reads_of(block_of(handles[1]), Some(slowly));
-        assert_eq!(get_at_last(&made.store, 1, handles[1]), GetOutcome::Corrupt);
+        assert_eq!(get_at_last(1, handles[1]), GetOutcome::Corrupt);
         assert!(made.faults.reads_of(block_of(handles[1])) <= 12, "each is waited for");
         made.store.free(key(1), handles[1]);
         assert_eq!(made.store.usage_detail().bad_blocks, 1);
-        assert_eq!(get_at_last(&made.store, 0, handles[0]), GetOutcome::Found);
+        assert_eq!(get_at_last(0, handles[0]), GetOutcome::Found);
     }
 }
 
 #[test]
-fn who_has_time_gives_no_page_up_of_a_disk_that_comes_and_goes_and_the_bad_ones_of_one_that_is_there() {
+fn in_the_background_bad_pages_are_given_up_and_none_of_a_disk_that_comes_and_goes() {
     let Some(made) = made_to_last(Duration::ZERO) else { return };
-    let _time = WithTime::begin();
+    let get_at_last = |page, handle| get_at_last_in(IoContext::BACKGROUND, &made.store, page, handle);
     let handles = put_run(&made.store, 0..64);
     let blocks: Vec<u64> = handles.iter().map(|handle| block_of(*handle)).chain([SPARE]).collect();
     let fail = |these: &[u64], fault| these.iter().for_each(|block| made.faults.fail_reads_of(*block, fault));
     for _ in 0..20 {
         fail(&blocks, Some(DiskFault::Errno(EIO)));
         for (page, handle) in (0..).zip(&handles[..8]) {
-            assert_eq!(get(&made.store, page, *handle), GetOutcome::Busy);
+            assert_eq!(get_in(IoContext::BACKGROUND, &made.store, page, *handle), GetOutcome::Busy);
         }
         fail(&blocks, None);
         // The others come back at once.
-        assert_eq!(get_at_last(&made.store, 63, handles[63]), GetOutcome::Found);
+        assert_eq!(get_at_last(63, handles[63]), GetOutcome::Found);
     }
     assert_eq!(made.store.usage_detail().bad_blocks, 0);
     fail(&blocks[..8], Some(DiskFault::Errno(EIO)));
     for (page, handle) in (0..).zip(handles) {
         let expected = if page < 8 { GetOutcome::Corrupt } else { GetOutcome::Found };
-        assert_eq!(get_at_last(&made.store, page, handle), expected, "page {page}");
+        assert_eq!(get_at_last(page, handle), expected, "page {page}");
         made.store.free(key(page), handle);
     }
     assert_eq!(made.store.usage_detail().bad_blocks, 8);
@@ -283,31 +288,28 @@ fn who_has_time_gives_no_page_up_of_a_disk_that_comes_and_goes_and_the_bad_ones_
 }
 
 #[test]
-fn who_has_time_waits_for_the_pattern_in_the_spare_block_no_longer_than_for_a_read_of_it() {
+fn the_pattern_in_the_spare_block_is_waited_for_no_longer_than_a_read_of_it() {
     let Some(made) = made_to_last(Duration::ZERO) else { return };
-    let _time = WithTime::begin();
+    let context = IoContext::BACKGROUND;
     let handle = put_run(&made.store, 0..1)[0];
     made.faults.fail_reads_of(block_of(handle), Some(DiskFault::Errno(EIO)));
     made.faults.fail_reads_of(SPARE, None);
     made.faults.fail_writes(1, DiskFault::Takes(LONG));
-    assert_eq!(get(&made.store, 0, handle), GetOutcome::Busy);
+    assert_eq!(get_in(context, &made.store, 0, handle), GetOutcome::Busy);
     assert_eq!(made.faults.reads_of(SPARE), 1, "the pattern is late, so the block is not read once more");
-    assert_eq!(get_at_last(&made.store, 0, handle), GetOutcome::Corrupt, "then it is there");
+    assert_eq!(get_at_last_in(context, &made.store, 0, handle), GetOutcome::Corrupt, "then it is there");
 }
 
 #[test]
-fn errors_that_who_has_time_meets_do_not_count_against_a_guest_and_the_reverse() {
+fn errors_that_a_background_reader_meets_do_not_count_for_a_guest_and_the_reverse() {
     let Some(made) = made_to_last(Duration::ZERO) else { return };
     let handle = put_run(&made.store, 0..1)[0];
     made.faults.fail_reads_of(block_of(handle), Some(DiskFault::Errno(EIO)));
     made.faults.fail_reads_of(SPARE, Some(DiskFault::Errno(EIO)));
-    let with_time = |tries: usize| {
-        let _time = WithTime::begin();
-        (0..tries).all(|_| get(&made.store, 0, handle) == GetOutcome::Busy)
-    };
-    assert!(with_time(30));
+    let is_busy = |_| get_in(IoContext::BACKGROUND, &made.store, 0, handle) == GetOutcome::Busy;
+    assert!((0..30).all(is_busy));
     assert!((0..5).all(|_| get(&made.store, 0, handle) == GetOutcome::Busy), "five are too few");
-    assert!(with_time(30));
+    assert!((0..30).all(is_busy));
     assert_eq!(get_at_last(&made.store, 0, handle), GetOutcome::Corrupt, "and the sixth is not");
 }
 

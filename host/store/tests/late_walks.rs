@@ -6,16 +6,15 @@
 //! Promise: what is late takes no real time. `BALLAST_WALKS` is the number of walks, `BALLAST_WALK` the first's seed.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_store::held::{Holding, WithTime};
 use ballast_store::{
-    Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store,
-    has_late_writes, notice_late_writes,
+    Budget, DiskFault, DiskFaults, Ends, FileOptions, FileStore, GetOutcome, Handle, IoContext, PageKey, PutOutcome,
+    RegionKey, SlowStore, Store, has_late_writes, notice_late_writes,
 };
 use ballast_testkit::pages;
 use ballast_testkit::random::Random;
@@ -138,7 +137,7 @@ impl Walk {
         }
     }
 
-    fn get(&self, run: usize, pages: &Stored, random: &mut Random) {
+    fn get(&self, run: usize, pages: &Stored, random: &mut Random, context: IoContext<'_>) {
         let from = random.index(pages.len());
         let most = if random.one_in(3) { 1 } else { pages.len() - from };
         let stored: Vec<_> = pages[from..][..most].iter().map_while(|page| *page).collect();
@@ -147,18 +146,15 @@ impl Walk {
         for handle in handles.iter().filter(|_| next.one_in(20)) {
             self.fail(*handle, Some(self.next_fault(random)));
         }
-        let (mut out, mut outcomes) = (vec![[0x77; PAGE_SIZE]; handles.len()], Vec::new());
-        if self.disk != Disk::Late && handles.len() == 1 && random.one_in(3) {
+        let mut out = vec![[0x77; PAGE_SIZE]; handles.len()];
+        let outcomes = if self.disk != Disk::Late && handles.len() == 1 && random.one_in(3) {
             let (key, out) = (key(run, from), &mut out[0]);
             self.store.begin(key, handles[0], &|_| ());
-            outcomes.push(if random.one_in(2) {
-                self.store.get_begun(key, handles[0], out, &|_| ())
-            } else {
-                self.store.get(key, handles[0], out)
-            });
+            let at_once = context.ended_by(Ends::AtOnce(&|_| ()));
+            vec![self.store.get(key, handles[0], out, if random.one_in(2) { at_once } else { context })]
         } else {
-            self.store.get_run(key(run, from), &handles, &mut out, &mut outcomes);
-        }
+            self.store.get_run(&key(run, from).run(handles), &mut out, context)
+        };
         for (page, (outcome, bytes)) in stored.into_iter().zip(outcomes.into_iter().zip(&out)) {
             self.fail(page.1, None);
             self.check(page, outcome, bytes);
@@ -176,9 +172,9 @@ impl Walk {
     fn step(&self, random: &mut Random) {
         let run = random.index(RUNS);
         let Ok(mut pages) = self.runs[run].try_lock() else { return };
-        let wanted = Arc::new((random.index(3) as u32 / 2).into());
-        let _held = random.one_in(2).then(|| Holding::of(&wanted));
-        let _time = random.one_in(3).then(WithTime::begin);
+        let wanted = AtomicU32::new(random.index(3) as u32 / 2);
+        let ends = if random.one_in(2) { Ends::Wanted(&wanted) } else { Ends::Never };
+        let context = if random.one_in(3) { IoContext::BACKGROUND } else { IoContext::GUEST }.ended_by(ends);
         match random.index(16) {
             _ if pages.is_empty() => self.put(run, &mut pages, random),
             0 => {
@@ -194,14 +190,14 @@ impl Walk {
                 let page = random.index(pages.len());
                 if let Some((_, handle)) = pages[page] {
                     self.fail(handle, Some(DiskFault::Takes(Duration::MAX)));
-                    self.get(run, &pages, random);
+                    self.get(run, &pages, random, context);
                     for page in pages.iter_mut().enumerate() {
                         self.free(run, page);
                     }
                     pages.clear();
                 }
             }
-            _ => self.get(run, &pages, random),
+            _ => self.get(run, &pages, random, context),
         }
     }
 
@@ -212,9 +208,9 @@ impl Walk {
             let mut pages = pages.lock().expect("no panic");
             for (page, stored) in pages.iter_mut().enumerate() {
                 while let Some((content, handle)) = *stored {
-                    let _time = (page % 2 == 1).then(WithTime::begin);
+                    let context = if page % 2 == 1 { IoContext::BACKGROUND } else { IoContext::GUEST };
                     let mut out = [0; PAGE_SIZE];
-                    let outcome = self.store.get(key(run, page), handle, &mut out);
+                    let outcome = self.store.get(key(run, page), handle, &mut out, context);
                     self.check((content, handle), outcome, &out);
                     assert!(Instant::now() < until, "block {} does not come", block_of(handle));
                     // A read that had another fault may have brought the bytes of a bad block before.

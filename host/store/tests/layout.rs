@@ -9,8 +9,8 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageIdx};
 use ballast_handover::arena;
 use ballast_store::{
-    Budget, FileOptions, FileStore, GetOutcome, Group, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey,
-    Store,
+    Budget, FileOptions, FileStore, GetOutcome, Group, Handle, IoContext, PageKey, PutOutcome, RamOptions, RamStore,
+    RegionKey, Store,
 };
 use ballast_sys::memfd;
 use ballast_testkit::pages;
@@ -168,7 +168,7 @@ fn an_arena_of_a_newer_version_opens_if_it_may_and_else_is_refused_and_left_as_i
     raw(&fd).write_all_at(&[1; 8], 1016).expect("write");
     let store = open().expect("it may be read");
     let mut out = [0; 4096];
-    assert_eq!((store.get(key(9), handle, &mut out), out == page), (GetOutcome::Found, true));
+    assert_eq!((store.get(key(9), handle, &mut out, IoContext::GUEST), out == page), (GetOutcome::Found, true));
     assert_eq!(stamp(&fd), readable, "an older writer lowers nothing");
     assert!(words(&fd).contains(&"3f8=101010101010101".to_owned()), "and leaves what it does not know");
 }
@@ -195,7 +195,7 @@ fn an_index_of_a_newer_version_opens_if_it_may_and_else_is_refused_and_left_as_i
     let store = FileStore::open(file.as_fd().try_clone_to_owned().expect("dup"), dup(&index), file_options());
     let store = store.expect("it may be read");
     let mut out = [0; 4096];
-    assert_eq!((store.get(key(9), handle, &mut out), out == page), (GetOutcome::Found, true));
+    assert_eq!((store.get(key(9), handle, &mut out, IoContext::GUEST), out == page), (GetOutcome::Found, true));
     assert_eq!(stamp(&index), readable);
 }
 

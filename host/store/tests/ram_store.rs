@@ -12,8 +12,8 @@ use std::sync::Arc;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_store::{
-    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, SLAB_BYTES,
-    Store,
+    Budget, Codec, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, RamOptions, RamStore,
+    RegionKey, SLAB_BYTES, Store,
 };
 use ballast_sys::memfd;
 use ballast_testkit::{conformance, pages};
@@ -52,7 +52,7 @@ fn put(store: &RamStore, page: u64, bytes: &PageBytes) -> Handle {
 
 fn get(store: &RamStore, page: u64, handle: Handle) -> (GetOutcome, PageBytes) {
     let mut out = [0x77; PAGE_SIZE];
-    (store.get(key(page), handle, &mut out), out)
+    (store.get(key(page), handle, &mut out, IoContext::GUEST), out)
 }
 
 fn must_hold(store: &RamStore, page: u64, handle: Handle, bytes: &PageBytes) {
@@ -63,7 +63,7 @@ fn must_hold(store: &RamStore, page: u64, handle: Handle, bytes: &PageBytes) {
 #[test]
 fn the_ram_store_passes_the_conformance_kit_with_every_codec() {
     for codec in [Codec::Lz4, Codec::Zstd { level: 1 }, Codec::Zstd { level: -1 }] {
-        conformance::run(&|| {
+        conformance::run_near(&|| {
             let budget = Budget::new(Bytes(2 * MIB));
             Box::new(RamStore::create(options(&budget, codec)).expect("create").0)
         });
@@ -74,7 +74,7 @@ fn the_ram_store_passes_the_conformance_kit_with_every_codec() {
 fn memory_given_back_later_is_charged_until_then_used_again_first_and_gone_after_tidy() {
     let budget = Budget::new(Bytes(64 * MIB));
     let later = RamOptions { punch_later: true, ..options(&budget, Codec::Lz4) };
-    conformance::run(&|| {
+    conformance::run_near(&|| {
         let options = RamOptions { budget: Budget::new(Bytes(2 * MIB)), ..later.clone() };
         Box::new(RamStore::create(options).expect("create").0)
     });

@@ -13,7 +13,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_store::{Budget, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store};
+use ballast_store::{
+    Budget, GetOutcome, Handle, IoContext, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store,
+};
 use ballast_sys::{Mapping, memfd};
 use ballast_testkit::pages;
 
@@ -43,7 +45,7 @@ fn put(store: &RamStore, page: u64, seed: u64) -> Handle {
 
 fn must_hold(store: &RamStore, page: u64, handle: Handle, seed: u64) {
     let mut out = [0; PAGE_SIZE];
-    let outcome = store.get(key(page), handle, &mut out);
+    let outcome = store.get(key(page), handle, &mut out, IoContext::GUEST);
     assert!(outcome == GetOutcome::Found && out == pages::mixed(seed), "page {page}: {outcome:?}");
 }
 

@@ -20,8 +20,8 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Tls, lease, slot_of};
 use ballast_store::{
-    Budget, Codec, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore,
-    RegionKey, Store, blob,
+    Budget, Codec, FileOptions, FileStore, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome,
+    RamOptions, RamStore, RegionKey, SlowStore, Store, blob,
 };
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
@@ -65,10 +65,10 @@ fn key(page: usize) -> PageKey {
     REGION.page(PageIdx(page as u64))
 }
 
-fn handles(store: &dyn Store, outcomes: &[PutOutcome]) -> Result<Vec<Handle>> {
+fn handles(outcomes: &[PutOutcome], store: Option<&dyn SlowStore>) -> Result<Vec<Handle>> {
     let handle = |outcome: &PutOutcome| match outcome {
         PutOutcome::Stored(handle) => Ok(*handle),
-        other => Err(anyhow::anyhow!("a put came to {other:?}: {:?}", store.last_refusal())),
+        other => Err(anyhow::anyhow!("a put came to {other:?}: {:?}", store.and_then(SlowStore::last_refusal))),
     };
     outcomes.iter().map(handle).collect()
 }
@@ -86,10 +86,10 @@ struct UnderWay {
 
 /// Put pages into a store in RAM and move them on, as the spill worker does: while two runs are under way, the next one
 /// is read and the one before is freed. Returns their handles, and how many went per second.
-fn spilled(ram: &dyn Store, store: &Arc<dyn Store>, content: &[PageBytes]) -> Result<(Vec<Handle>, f64)> {
+fn spilled(ram: &dyn NearStore, store: &Arc<dyn SlowStore>, content: &[PageBytes]) -> Result<(Vec<Handle>, f64)> {
     let (mut near, mut far) = (Vec::new(), Vec::with_capacity(content.len()));
     ram.put_run(key(0), content, &mut near);
-    let near = handles(ram, &near)?;
+    let near = handles(&near, None)?;
     let chunk = |number: usize| (number * CHUNK..).map(key).zip(near.chunks(CHUNK).nth(number).unwrap_or_default());
     let mut spare = None;
     let mut under_way: VecDeque<UnderWay> = VecDeque::new();
@@ -122,21 +122,22 @@ fn spilled(ram: &dyn Store, store: &Arc<dyn Store>, content: &[PageBytes]) -> Re
     }
     let per_s = content.len() as f64 / begun.elapsed().as_secs_f64();
     ram.tidy();
-    Ok((handles(&**store, &far)?, per_s))
+    Ok((handles(&far, Some(&**store))?, per_s))
 }
 
 /// A store that is busy is asked again until this has passed; the time counts.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// Put all, from `ram` if there is one; read each in random order, read runs, and free all.
+/// Put all into `ram`, and on into `slow` if there is one; read each in random order, read runs, and free all.
 fn stored(
-    (ram, store): (Option<&dyn Store>, &Arc<dyn Store>),
+    (ram, slow): (&dyn NearStore, Option<&Arc<dyn SlowStore>>),
     content: &[PageBytes],
     seed: u64,
     series: &mut Series,
 ) -> Result<()> {
-    let handles = if let Some(ram) = ram {
-        let (handles, per_s) = spilled(ram, store, content)?;
+    let store: &dyn Store = if let Some(slow) = slow { &**slow } else { ram };
+    let handles = if let Some(slow) = slow {
+        let (handles, per_s) = spilled(ram, slow, content)?;
         series.out.push(per_s);
         handles
     } else {
@@ -145,7 +146,7 @@ fn stored(
             store.put_run(key(number * CHUNK), chunk, &mut outcomes);
         }
         series.out.push(content.len() as f64 / begun.elapsed().as_secs_f64());
-        handles(&**store, &outcomes)?
+        handles(&outcomes, None)?
     };
     let mut order: Vec<usize> = (0..content.len()).collect();
     shuffle(&mut order, seed);
@@ -153,7 +154,7 @@ fn stored(
     for page in order {
         let begun = Instant::now();
         let outcome = loop {
-            let outcome = store.get(key(page), handles[page], &mut bytes);
+            let outcome = store.get(key(page), handles[page], &mut bytes, IoContext::GUEST);
             if outcome != GetOutcome::Busy || begun.elapsed() > ANSWER {
                 break outcome;
             }
@@ -162,16 +163,16 @@ fn stored(
         ensure!(outcome == GetOutcome::Found && bytes == content[page], "WRONG DATA: page {page}, {outcome:?}");
     }
     series.single.push(Summary::of(&mut times));
-    let (mut taken, mut run, mut outcomes) = (Duration::ZERO, vec![[0; PAGE_SIZE]; RUN], Vec::new());
+    let (mut taken, mut run) = (Duration::ZERO, vec![[0; PAGE_SIZE]; RUN]);
     for (number, content) in content.chunks_exact(RUN).enumerate() {
-        let (first, begun) = (number * RUN, Instant::now());
-        loop {
-            outcomes.clear();
-            store.get_run(key(first), &handles[first..first + RUN], &mut run, &mut outcomes);
+        let first = number * RUN;
+        let (pages, begun) = (key(first).run(handles[first..first + RUN].iter().copied()), Instant::now());
+        let outcomes = loop {
+            let outcomes = store.get_run(&pages, &mut run, IoContext::GUEST);
             if !outcomes.contains(&GetOutcome::Busy) || begun.elapsed() > ANSWER {
-                break;
+                break outcomes;
             }
-        }
+        };
         taken += begun.elapsed();
         ensure!(outcomes.iter().all(|o| *o == GetOutcome::Found) && run == content, "WRONG DATA in the run at {first}");
     }
@@ -317,15 +318,14 @@ fn measure(bench: &mut Bench, valkey: &Valkey, data: Data, (count, rounds): (usi
     let (ram, _arena) = RamStore::create(RamOptions::new(budget.clone())).context("A store in RAM")?;
     let (file, _index, _data) =
         FileStore::create(&bench.options.dir, FileOptions::new(budget)).context("A store on the disk")?;
-    let (ram, file): (Arc<dyn Store>, Arc<dyn Store>) = (Arc::new(ram), Arc::new(file));
-    let remote = |vm: u8, tls| -> Result<Arc<dyn Store>> {
+    let file: Arc<dyn SlowStore> = Arc::new(file);
+    let remote = |vm: u8, tls| -> Result<Arc<dyn SlowStore>> {
         let budget = RemoteBudget::new(Bytes(GIB));
         let store = RemoteStore::new(VmId([vm; 16]), cluster(valkey, tls)?, budget, Codec::Lz4, lease::LEASE);
         Ok(Arc::new(store))
     };
     let (plain, tls) = (remote(0x42, false)?, remote(0x43, true)?);
-    let stores: [(Option<&dyn Store>, _); 4] =
-        [(None, &ram), (Some(&*ram), &file), (Some(&*ram), &plain), (Some(&*ram), &tls)];
+    let stores = [None, Some(&file), Some(&plain), Some(&tls)];
     let mut series: [Series; 5] = Default::default();
     let mut guests = Guests::default();
     for round in bench.progress.over("round", 0..=rounds) {
@@ -333,7 +333,7 @@ fn measure(bench: &mut Bench, valkey: &Valkey, data: Data, (count, rounds): (usi
         let mut warm_up: [Series; 5] = Default::default();
         let of = if round == 0 { &mut warm_up } else { &mut series };
         for (store, of) in stores.iter().zip(of.iter_mut()) {
-            stored(*store, &content, round, of)?;
+            stored((&ram, *store), &content, round, of)?;
         }
         bare(valkey, &content, round, &mut of[4])?;
         // Fails if a byte is wrong.

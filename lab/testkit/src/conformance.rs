@@ -6,20 +6,36 @@
 
 use std::os::fd::BorrowedFd;
 
-use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store};
+use ballast_base::store::{
+    DurableStore, Ends, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, RegionKey, SlowStore,
+    Store,
+};
 use ballast_base::wire::VmId;
 use ballast_base::{PAGE_SIZE, PageIdx};
 
 use crate::pages;
 
-/// Check every promise of the [`Store`] trait. `make` returns a new, empty store each time, with a budget of its own of
-/// 1 to 64 MiB (the check of `Full` fills it).
+/// Check every promise of a [`NearStore`]. `make` returns a new, empty store each time, with a budget of its own of 1
+/// to 64 MiB (the check of `Full` fills it).
 ///
 /// # Panics
 /// If the store breaks a promise.
-pub fn run(make: &dyn Fn() -> Box<dyn Store>) {
-    every_kind_of_page_comes_back_as_often_as_it_is_asked_for(&*make());
+pub fn run_near(make: &dyn Fn() -> Box<dyn NearStore>) {
+    run(&|| make());
+    a_page_is_known_by_its_form(&*make());
+}
+
+/// The same of a [`SlowStore`].
+///
+/// # Panics
+/// The same.
+pub fn run_slow(make: &dyn Fn() -> Box<dyn SlowStore>) {
+    run(&|| make());
     a_page_that_was_begun_comes_back_or_is_busy(&*make());
+}
+
+fn run(make: &dyn Fn() -> Box<dyn DurableStore>) {
+    every_kind_of_page_comes_back_as_often_as_it_is_asked_for(&*make());
     a_run_comes_back_as_a_run_and_page_by_page(&*make());
     another_key_never_gets_the_bytes(&*make());
     a_freed_handle_never_answers_with_another_pages_bytes(&*make());
@@ -50,7 +66,10 @@ const TRIES: usize = 100;
 /// The outcome, with the bytes if they were found; asked for again while the store is busy.
 fn ask(store: &dyn Store, key: PageKey, handle: Handle) -> Result<Box<PageBytes>, GetOutcome> {
     let mut out = Box::new([0x5a; PAGE_SIZE]);
-    match (0..TRIES).map(|_| store.get(key, handle, &mut out)).find(|outcome| *outcome != GetOutcome::Busy) {
+    match (0..TRIES)
+        .map(|_| store.get(key, handle, &mut out, IoContext::GUEST))
+        .find(|outcome| *outcome != GetOutcome::Busy)
+    {
         Some(GetOutcome::Found) => Ok(out),
         other => Err(other.unwrap_or(GetOutcome::Busy)),
     }
@@ -107,35 +126,45 @@ fn every_kind_of_page_comes_back_as_often_as_it_is_asked_for(store: &dyn Store) 
             must_hold(store, key(0, page), *handle, bytes);
         }
     }
-    let (mut out, mut blob) = ([0; PAGE_SIZE], b"left over".to_vec());
-    for ((page, bytes), handle) in (0u64..).zip(&samples).zip(&handles) {
-        let mut tries = (0..TRIES).map(|_| store.get_blob(key(0, page), *handle, &mut out, &mut blob));
-        assert_eq!(tries.find(|outcome| *outcome != GetOutcome::Busy), Some(GetOutcome::Found));
-        assert!(out == *bytes && store.still_has(key(0, page), *handle, &out, &blob), "page {page} is there");
-        let other = pages::half_compressible(1000 + page);
-        let replaced = stored(store, key(0, page), &other);
-        assert!(!store.still_has(key(0, page), replaced, &out, &blob), "page {page} has other bytes there");
-        store.free(key(0, page), replaced);
-    }
     for (page, handle) in (0u64..).zip(&handles) {
         store.free(key(0, page), *handle);
     }
     must_be_empty(store, bytes_when_new);
 }
 
-fn a_page_that_was_begun_comes_back_or_is_busy(store: &dyn Store) {
+fn a_page_is_known_by_its_form(store: &dyn NearStore) {
+    let bytes_when_new = bytes_held(store);
+    let (mut out, mut blob) = ([0; PAGE_SIZE], b"left over".to_vec());
+    for (page, bytes) in (0u64..).zip(&samples()) {
+        let handle = stored(store, key(0, page), bytes);
+        assert_eq!(store.get_blob(key(0, page), handle, &mut out, &mut blob), GetOutcome::Found);
+        assert!(out == *bytes && store.still_has(key(0, page), handle, &out, &blob), "page {page} is there");
+        let other = pages::half_compressible(1000 + page);
+        let replaced = stored(store, key(0, page), &other);
+        assert!(!store.still_has(key(0, page), replaced, &out, &blob), "page {page} has other bytes there");
+        store.free(key(0, page), handle);
+        store.free(key(0, page), replaced);
+    }
+    must_be_empty(store, bytes_when_new);
+}
+
+fn a_page_that_was_begun_comes_back_or_is_busy(store: &dyn SlowStore) {
+    let bytes_when_new = bytes_held(store);
     let samples = samples();
     let handles: Vec<Handle> = (0u64..).zip(&samples).map(|(page, bytes)| stored(store, key(0, page), bytes)).collect();
     let begun = |page: u64, handle| {
         let (watch, mut out) = (|_: BorrowedFd<'_>| (), [0x5a; PAGE_SIZE]);
-        match store.get_begun(key(0, page), handle, &mut out, &watch) {
+        match store.get(key(0, page), handle, &mut out, IoContext::GUEST.ended_by(Ends::AtOnce(&watch))) {
             GetOutcome::Found => Some(out),
             GetOutcome::Busy => None,
-            other => panic!("page {page}: what was begun is {other:?}"),
+            other => panic!("page {page}: a get at once is {other:?}"),
         }
     };
     for ((page, bytes), handle) in (0u64..).zip(&samples).zip(&handles) {
-        assert!(begun(page, *handle).is_none(), "page {page} came and was not begun");
+        assert!(
+            begun(page, *handle).is_none_or(|out| out == *bytes),
+            "page {page} came with other bytes than were put"
+        );
         if store.begin(key(0, page), *handle, &|_| ()) {
             let out = (0..TRIES).find_map(|_| begun(page, *handle));
             assert!(out.is_none_or(|out| out == *bytes), "page {page} came with other bytes than were put");
@@ -151,6 +180,7 @@ fn a_page_that_was_begun_comes_back_or_is_busy(store: &dyn Store) {
         must_hold(store, key(0, page), handle, &pages::mixed(page + 1000));
         store.free(key(0, page), handle);
     }
+    must_be_empty(store, bytes_when_new);
 }
 
 fn a_run_comes_back_as_a_run_and_page_by_page(store: &dyn Store) {
@@ -175,11 +205,8 @@ fn a_run_comes_back_as_a_run_and_page_by_page(store: &dyn Store) {
         store.free(key(2, 1000 + index as u64), handles[index]);
     }
     let mut out = vec![[0x5a; PAGE_SIZE]; content.len()];
-    let mut tries = (0..TRIES).map(|_| {
-        let mut outcomes = Vec::new();
-        store.get_run(key(2, 1000), &handles, &mut out, &mut outcomes);
-        outcomes
-    });
+    let mut tries =
+        (0..TRIES).map(|_| store.get_run(&key(2, 1000).run(handles.iter().copied()), &mut out, IoContext::GUEST));
     let outcomes = tries.find(|outcomes| !outcomes.contains(&GetOutcome::Busy)).expect("it is not busy for ever");
     drop(tries);
     assert_eq!(outcomes.len(), content.len(), "one outcome for each page");
@@ -288,7 +315,7 @@ fn full_keeps_nothing_and_ends_after_frees(store: &dyn Store) {
     must_be_empty(store, bytes_when_new);
 }
 
-fn what_no_word_names_is_swept_and_the_rest_stays(store: &dyn Store) {
+fn what_no_word_names_is_swept_and_the_rest_stays(store: &dyn DurableStore) {
     let bytes_when_new = bytes_held(store);
     let samples = samples();
     let put = |page: u64, bytes: &PageBytes| (key(5, page), stored(store, key(5, page), bytes));

@@ -11,7 +11,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_base::{Bytes, PAGE_SIZE};
 
-use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
+use ballast_base::store::{
+    DurableStore, GetOutcome, Handle, IoContext, NearStore, PageBytes, PageKey, PutOutcome, Recovered, SlowStore,
+    Store, StoreUsage,
+};
 
 /// A store that is a map. See the module's first lines.
 #[derive(Debug)]
@@ -49,7 +52,7 @@ impl Store for NullStore {
         PutOutcome::Stored(handle)
     }
 
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, _: IoContext<'_>) -> GetOutcome {
         match self.lock().objects.get(&handle) {
             None => GetOutcome::Absent,
             Some((of, _)) if *of != key => GetOutcome::Corrupt,
@@ -67,6 +70,13 @@ impl Store for NullStore {
         }
     }
 
+    fn usage(&self) -> StoreUsage {
+        let pages = self.lock().objects.len() as u64;
+        StoreUsage { pages, bytes: pages * PAGE_SIZE as u64, budget_bytes: self.budget.0 }
+    }
+}
+
+impl DurableStore for NullStore {
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         let live: HashMap<Handle, PageKey> = live.map(|(key, handle)| (handle, key)).collect();
         let mut inner = self.lock();
@@ -76,12 +86,19 @@ impl Store for NullStore {
         let (freed_slots, missing) = (before - kept_blobs, live.len() as u64 - kept_blobs);
         Ok(Recovered { kept_blobs, freed_slots, missing, ..Recovered::default() })
     }
+}
 
-    fn usage(&self) -> StoreUsage {
-        let pages = self.lock().objects.len() as u64;
-        StoreUsage { pages, bytes: pages * PAGE_SIZE as u64, budget_bytes: self.budget.0 }
+impl NearStore for NullStore {
+    fn takes_room(&self, _: Handle) -> bool {
+        true
+    }
+
+    fn is_short(&self) -> bool {
+        self.usage().is_short()
     }
 }
+
+impl SlowStore for NullStore {}
 
 #[cfg(test)]
 mod tests {
@@ -89,6 +106,7 @@ mod tests {
 
     #[test]
     fn the_null_store_passes_the_conformance_kit() {
-        crate::conformance::run(&|| Box::new(NullStore::new(Bytes(4 << 20))));
+        crate::conformance::run_near(&|| Box::new(NullStore::new(Bytes(4 << 20))));
+        crate::conformance::run_slow(&|| Box::new(NullStore::new(Bytes(4 << 20))));
     }
 }

@@ -223,7 +223,7 @@ mod tests {
     use ballast_base::store::RegionKey;
     use ballast_base::wire::VmId;
     use ballast_base::{Bytes, PageIdx};
-    use ballast_store::{Budget, GetOutcome, PageKey, PutOutcome, Store};
+    use ballast_store::{Budget, DurableStore, GetOutcome, IoContext, PageKey, PutOutcome, Store};
     use ballast_testkit::skip;
 
     use super::*;
@@ -259,14 +259,14 @@ mod tests {
             assert_eq!(over.recv(), Err(mpsc::RecvError), "the VM does not wait for the second try");
             assert_eq!(says.recv().as_deref(), Ok("spill-unavailable"));
             let mut bytes = [0; 4096];
-            assert_eq!(store.get(key, handle, &mut bytes), GetOutcome::Busy);
+            assert_eq!(store.get(key, handle, &mut bytes, IoContext::GUEST), GetOutcome::Busy);
             if closes {
                 shared.cancel();
             }
             file.set_len(size).expect("a disk");
             assert_eq!(says.recv().as_deref().ok(), (!closes).then_some("spill-back"));
             assert!(says.recv().is_err(), "the thread ends, and said all once");
-            let got = store.get(key, handle, &mut bytes);
+            let got = store.get(key, handle, &mut bytes, IoContext::GUEST);
             assert_eq!(got, if closes { GetOutcome::Busy } else { GetOutcome::Found });
             assert_eq!(shared.opened().is_some(), !closes);
         }
@@ -301,7 +301,7 @@ mod tests {
         // As if the disk did not respond.
         let hangs = shared.0.closed();
         let store = begins(&[(1, kept), (2, freed)]);
-        assert_eq!(store.get(key(1), kept, &mut bytes), GetOutcome::Busy);
+        assert_eq!(store.get(key(1), kept, &mut bytes, IoContext::GUEST), GetOutcome::Busy);
         store.free(key(2), freed);
         assert!(shared.opened().is_none() && shared.recovers().is_none(), "one thread recovers it");
         drop(hangs);
@@ -312,7 +312,7 @@ mod tests {
             }
         };
         let file = arrived();
-        assert_eq!(store.get(key(1), kept, &mut bytes), GetOutcome::Found);
+        assert_eq!(store.get(key(1), kept, &mut bytes, IoContext::GUEST), GetOutcome::Found);
         assert_eq!(file.usage_detail().block_pages, 1, "the others were freed, by name or because no word names them");
         // The VM is closed before it is recovered once more: another engine may have it now.
         let mut hangs = shared.0.closed();
@@ -323,7 +323,7 @@ mod tests {
         while Arc::strong_count(&file) > 2 {
             std::thread::yield_now();
         }
-        assert_eq!(again.get(key(1), kept, &mut bytes), GetOutcome::Busy);
+        assert_eq!(again.get(key(1), kept, &mut bytes, IoContext::GUEST), GetOutcome::Busy);
         assert_eq!(file.usage_detail().block_pages, 1);
     }
 }

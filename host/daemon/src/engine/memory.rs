@@ -19,7 +19,7 @@ use std::time::Instant;
 use anyhow::Context;
 use ballast_base::store::FILE_STORE;
 use ballast_handover::orders::Report;
-use ballast_pager::vm::far::stores::Tier;
+use ballast_pager::vm::far::stores::SlowTier;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::{Hold, Vm};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -116,7 +116,7 @@ impl Engine {
         // The disk may not respond.
         let (recovery, mut stores) = (last.file.recovers(), last.vm.stores.clone());
         if let Some(recovery) = &recovery {
-            stores = stores.with(Tier::slow(FILE_STORE, "file store", recovery.store.clone()));
+            stores = stores.with(SlowTier::new(FILE_STORE, "file store", recovery.store.clone()));
         }
         let vm = Vm::new(state, epoch, stores, last.vm.tuning, last.vm.reporter()).with_pins(self.host.pins.clone());
         let vm = Arc::new(vm);

@@ -9,9 +9,11 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use ballast_base::store::Recovered;
+use ballast_base::store::{Ends, IoContext, Recovered};
 use ballast_pager::vm::Reporter;
-use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_store::{
+    Attach, DurableStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, SlowStore, Store, StoreUsage,
+};
 
 /// How long a page is waited for at a time.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -53,19 +55,16 @@ impl Store for MissingStore {
         PutOutcome::Busy
     }
 
-    fn get(&self, _: PageKey, _: Handle, _: &mut PageBytes) -> GetOutcome {
-        std::thread::sleep(PAUSE);
+    fn get(&self, _: PageKey, _: Handle, _: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
+        if !matches!(context.ends, Ends::AtOnce(_)) {
+            std::thread::sleep(PAUSE);
+        }
         GetOutcome::Busy
     }
 
-    fn get_run(&self, _: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+    fn get_run(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], _: IoContext<'_>) -> Vec<GetOutcome> {
         std::thread::sleep(PAUSE);
-        outcomes.resize(outcomes.len() + handles.len().min(out.len()), GetOutcome::Busy);
-    }
-
-    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
-        std::thread::sleep(PAUSE);
-        outcomes.resize(outcomes.len() + pages.len().min(out.len()), GetOutcome::Busy);
+        vec![GetOutcome::Busy; pages.len().min(out.len())]
     }
 
     /// With `[remote]` again, the next engine sweeps what is there.
@@ -74,28 +73,36 @@ impl Store for MissingStore {
         let _ = self.pages.fetch_update(Relaxed, Relaxed, |pages| Some(pages.saturating_sub(1)));
     }
 
+    fn usage(&self) -> StoreUsage {
+        StoreUsage { pages: self.pages.load(Relaxed), bytes: 0, budget_bytes: 0 }
+    }
+}
+
+impl DurableStore for MissingStore {
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         self.has(live.count() as u64);
         Ok(Recovered::default())
     }
 
-    fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
-        self.has(live.count() as u64);
+    fn attach(&self) -> Option<&dyn Attach> {
+        Some(self)
     }
+}
 
-    fn is_told(&self) -> bool {
-        true
+impl SlowStore for MissingStore {
+    fn last_refusal(&self) -> Option<String> {
+        Some("the settings have no [remote]".into())
     }
 
     fn refuses(&self) -> bool {
         true
     }
+}
 
-    fn last_refusal(&self) -> Option<String> {
-        Some("the settings have no [remote]".into())
-    }
+impl Attach for MissingStore {
+    fn attach_shared(&self, _: &mut dyn Iterator<Item = (PageKey, Handle)>) {}
 
-    fn usage(&self) -> StoreUsage {
-        StoreUsage { pages: self.pages.load(Relaxed), bytes: 0, budget_bytes: 0 }
+    fn attach_exclusive(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        self.has(live.count() as u64);
     }
 }

@@ -20,7 +20,7 @@ use ballast_pager::vm::Reporter;
 use ballast_remote::check::{Finding, check};
 use ballast_remote::identity::{self, Kept, Tell};
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, Seal, Tls, lease, seal};
-use ballast_store::{Codec, Store};
+use ballast_store::{Codec, SlowStore, Store};
 
 use super::missing::MissingStore;
 use crate::events::Events;
@@ -176,7 +176,7 @@ pub fn store_of(
     beside: bool,
     codec: Codec,
     report: &Reporter,
-) -> anyhow::Result<Option<Arc<dyn Store>>> {
+) -> anyhow::Result<Option<Arc<dyn SlowStore>>> {
     Ok(match remote {
         Some(remote) => Some(remote.store(state, beside, codec)?),
         None if state.cluster() != 0 => Some(Arc::new(MissingStore::new(state.name(), report.clone()))),

@@ -115,7 +115,7 @@ impl Served {
     /// its arenas have been opened again, and nothing must be done then. A disk is not waited for: recovery finds what
     /// a file store has put off.
     pub fn settle(&self) {
-        self.vm.stores.tiers().iter().filter(|tier| !tier.is_slow()).for_each(|tier| tier.store.tidy());
+        self.vm.stores.near().iter().for_each(|tier| tier.store.tidy());
     }
 
     /// Only serve its faults from now on, from whatever store.
@@ -127,7 +127,7 @@ impl Served {
         if let Some(why) = self.unserved() {
             return Err(io::Error::other(why));
         }
-        let finished = || match stores.tiers().iter().find(|tier| tier.store.must_recover()) {
+        let finished = || match stores.slow().iter().find(|tier| tier.store.must_recover()) {
             Some(tier) => Err(io::Error::other(format!("something is under way in the {}", tier.name))),
             None => Ok(()),
         };

@@ -18,7 +18,7 @@ use ballast_base::wire::{self, StoreFiles, VmId};
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_pager::run::pool::blocking;
-use ballast_pager::vm::far::stores::{LateStore, Stores, Tier};
+use ballast_pager::vm::far::stores::{LateStore, NearTier, SlowTier, Stores};
 use ballast_pager::vm::ram::RamFile;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::stats::Counter;
@@ -252,14 +252,16 @@ impl Engine {
             tiers: self.settings().tier.map(Tiering::to_pager),
             ..Tuning::default()
         };
-        let mut tiers: Vec<_> =
-            group.iter().map(|group| Tier::near(GROUP_STORE, "group store", group.clone())).collect();
-        tiers.push(Tier::near(RAM_STORE, "RAM store", store.clone()));
-        tiers.extend(late.clone().map(|late| Tier::slow(FILE_STORE, "file store", late)));
+        let mut near: Vec<NearTier> = Vec::new();
+        near.extend(group.clone().map(|store| NearTier { number: GROUP_STORE, name: "group store", store }));
+        near.push(NearTier { number: RAM_STORE, name: "RAM store", store: store.clone() });
+        let mut slow: Vec<SlowTier> = Vec::new();
+        slow.extend(late.clone().map(|late| SlowTier::new(FILE_STORE, "file store", late)));
         let remote = super::remote::store_of(self.host.remote.as_ref(), &state, beside, codec, &report)?;
-        tiers.extend(remote.map(|remote| Tier::slow(REMOTE_STORE, "remote store", remote)));
+        slow.extend(remote.map(|remote| SlowTier::new(REMOTE_STORE, "remote store", remote)));
         std::mem::forget(listed);
-        let vm = Arc::new(Vm::new(state, epoch, Stores::new(tiers), tuning, report).with_pins(self.host.pins.clone()));
+        let vm = Vm::new(state, epoch, Stores::new(near, slow), tuning, report).with_pins(self.host.pins.clone());
+        let vm = Arc::new(vm);
         let _unlists = Unlists(&vm);
         vm.set_shares(operator::read(vm.state.settings()).effective_shares());
         let late_file = late::File::default();

@@ -6,10 +6,10 @@ use std::io;
 
 use ballast_base::fill::{FaultKind, FillOutcome};
 use ballast_base::store::{
-    GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RAM_STORE, Recovered, Store, StoreUsage,
+    GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RAM_STORE, Store, StoreUsage,
 };
 use ballast_base::{PageIdx, PageRange};
-use ballast_page::copies::StoreOf;
+use ballast_page::copies::{Source, StoreOf};
 use ballast_page::discard::discard;
 use ballast_page::evict::{LockedFrom, To, evict, quarantine, release};
 use ballast_page::fault::serve;
@@ -57,7 +57,7 @@ impl Store for Shelf {
         assert!(self.0.lock().unwrap().insert((key.page.0, 1), value_of(bytes)).is_none(), "one copy at a time");
         PutOutcome::Stored(Handle::new(1).expect("small"))
     }
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, _: IoContext<'_>) -> GetOutcome {
         let objects = self.0.lock().unwrap();
         let Some(value) = objects.get(&(key.page.0, handle.bits())) else { return GetOutcome::Absent };
         *out = page_of(*value);
@@ -66,18 +66,14 @@ impl Store for Shelf {
     fn free(&self, key: PageKey, handle: Handle) {
         assert!(self.0.lock().unwrap().remove(&(key.page.0, handle.bits())).is_some(), "freed twice");
     }
-    fn recover(&self, _: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
-        Ok(Recovered::default())
-    }
-
     fn usage(&self) -> StoreUsage {
         StoreUsage::default()
     }
 }
 
 impl StoreOf for Shelf {
-    fn store_of(&self, _: Word) -> Option<&dyn Store> {
-        Some(self)
+    fn store_of(&self, _: Word) -> Option<Source<'_>> {
+        Some(Source { store: self, context: IoContext::GUEST, watch: None })
     }
 }
 

@@ -72,7 +72,7 @@ impl Vm {
             view.peer().on_answer().connect_to(&mail.reclaim);
             view.wake_all()?;
         }
-        if !self.stores.has_slow() {
+        if self.stores.slow().is_empty() {
             return Ok(());
         }
         let run = |worker: &mut Option<SpillWorker>, now| worker.as_mut().map_or(Next::Done, |worker| worker.run(now));
@@ -91,7 +91,7 @@ impl Vm {
 
     /// Serves faults on pages of slow stores, unless that is done already.
     fn start_slow(self: &Arc<Self>) -> io::Result<()> {
-        if !self.stores.has_slow() || !self.life.begins_slow() {
+        if self.stores.slow().is_empty() || !self.life.begins_slow() {
             return Ok(());
         }
         for (number, notifier) in self.mail.slow.notifiers.iter().enumerate() {

@@ -61,7 +61,8 @@ pub(crate) fn bring_ahead(
             }
             _ => {
                 let buffer = &mut buffer[..most.min(credits) as usize];
-                let moves = restore_run(region.key(first), cells(first, most), memory, &vm.stores.near(), buffer)?;
+                let moves =
+                    restore_run(region.key(first), cells(first, most), memory, &vm.stores.reads_near(), buffer)?;
                 vm.ledger().prefetched(region, first, &moves);
                 credits -= moves.len() as u64;
                 moves

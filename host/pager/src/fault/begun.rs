@@ -8,19 +8,15 @@
 //! To hand the fault to another thread costs two wake-ups, on other CPUs, which take as long as a reply does.
 
 use std::collections::VecDeque;
-use std::fmt;
-use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::PageIdx;
-use ballast_base::store::{OnReply, Recovered};
-use ballast_page::copies::StoreOf;
+use ballast_base::store::{Ends, IoContext, OnReply};
 use ballast_page::outcome::Served;
-use ballast_page::page_state::{State, Word};
-use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_page::page_state::State;
 
 use crate::tier::slow;
 use crate::vm::Vm;
@@ -51,19 +47,18 @@ pub(crate) fn ends(
     memory: &RegionView<'_>,
     (times, watch): (&Times, OnReply<'_>),
 ) -> bool {
-    let word = region.word(page);
-    let Some(tier) = vm.stores.get(word.store()).filter(|_| word.state() == State::Far && region.is_slow(page)) else {
+    if region.word(page).state() != State::Far || !region.is_slow(page) {
         // Another thread has brought it back.
         pending.begun = None;
         return false;
-    };
+    }
     let is_awaited = AtomicBool::new(false);
     let watch = |fd: BorrowedFd<'_>| {
         is_awaited.store(true, Ordering::Relaxed);
         watch(fd);
     };
-    let store = Begun { number: tier.number, store: &*tier.store, watch: &watch };
-    if let Some((served, interval)) = resolve(vm, region, page, pending, memory, &store, times) {
+    let stores = vm.stores.reads(IoContext::GUEST.ended_by(Ends::AtOnce(&watch)));
+    if let Some((served, interval)) = resolve(vm, region, page, pending, memory, &stores, times) {
         if matches!(served, Served::Restored | Served::Filled { .. }) {
             vm.stats().add(Counter::FaultFile, 1);
         }
@@ -78,45 +73,4 @@ pub(crate) fn ends(
     pending.begun = None;
     vm.mail.slow.take(vm.stats(), view, *pending);
     true
-}
-
-/// A store whose pages were asked for: it returns those whose replies are there.
-struct Begun<'a> {
-    number: u8,
-    store: &'a dyn Store,
-    watch: OnReply<'a>,
-}
-
-impl fmt::Debug for Begun<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.store.fmt(f)
-    }
-}
-
-impl StoreOf for Begun<'_> {
-    fn store_of(&self, word: Word) -> Option<&dyn Store> {
-        (word.store() == self.number).then_some(self)
-    }
-}
-
-impl Store for Begun<'_> {
-    fn put(&self, _: PageKey, _: &PageBytes) -> PutOutcome {
-        PutOutcome::Busy
-    }
-
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        self.store.get_begun(key, handle, out, self.watch)
-    }
-
-    fn free(&self, key: PageKey, handle: Handle) {
-        self.store.free(key, handle);
-    }
-
-    fn recover(&self, _: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn usage(&self) -> StoreUsage {
-        self.store.usage()
-    }
 }

@@ -318,7 +318,7 @@ impl FaultServer {
         }
         // Only near stores are asked here. A page that leaves them at this moment is tried again, and then it is in a
         // slow store.
-        if vm.stores.has_slow() && region.is_slow(page) {
+        if !vm.stores.slow().is_empty() && region.is_slow(page) {
             let word = region.word(page);
             let is_one = is_missing && granule.pages() == 1 && word.state() == State::Far && !word.is_locked();
             let watch = |fd: BorrowedFd<'_>| drop(self.notify.watch(fd));
@@ -338,7 +338,7 @@ impl FaultServer {
             self.read_ahead(&region, page, pending.fault.kind);
         }
         let times = self.sampler.start();
-        let Some((served, _)) = resolve(vm, &region, page, pending, &memory, &vm.stores.near(), &times) else {
+        let Some((served, _)) = resolve(vm, &region, page, pending, &memory, &vm.stores.reads_near(), &times) else {
             return false;
         };
         if let Some((tracked, around)) = touch {

@@ -334,7 +334,6 @@ fn unmark(vm: &Vm, runs: &[(Accesses, ColdRun)], ticket: Ticket) {
 
 #[cfg(test)]
 mod tests {
-    use ballast_base::store::RAM_STORE;
     use ballast_base::wire::VmId;
     use ballast_base::{Bytes, Extents, PageCount};
     use ballast_handover::state_file::StateFile;
@@ -343,7 +342,7 @@ mod tests {
 
     use super::*;
     use crate::vm::Tuning;
-    use crate::vm::far::stores::{Stores, Tier};
+    use crate::vm::far::stores::Stores;
     use crate::vm::ram::RamFile;
     use crate::vm::region_table::LOST;
 
@@ -355,7 +354,7 @@ mod tests {
         state.add_region(&[ram.id], &Extents::one(Bytes(0), size).expect("good"), None).expect("region");
         let epoch = state.take_over(std::process::id(), 1, LOST).expect("no journal");
         let (store, _arena) = RamStore::create(RamOptions::new(Budget::new(Bytes(1 << 20)))).expect("store");
-        let stores = Stores::new(vec![Tier::near(RAM_STORE, "RAM store", Arc::new(store))]);
+        let stores = Stores::ram_only(Arc::new(store));
         let vm = Arc::new(Vm::new(state, epoch, stores, Tuning::default(), Arc::new(|_: &str, _| ())));
         vm.open_region(&[ram]).expect("region");
         vm

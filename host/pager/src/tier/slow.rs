@@ -21,15 +21,16 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ballast_base::store::IoContext;
 use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_store::PageBytes;
-use ballast_store::held::WithTime;
 use ballast_sys::uffd::FaultKind;
 
 use crate::run::pool::blocking;
 use crate::run::queue::Next;
 use crate::vm::Vm;
 use crate::vm::far::slow_queue::{Ahead, Caller, Work};
+use crate::vm::far::stores;
 use crate::vm::region::Region;
 use crate::vm::serve::resolve::{resolve, settle, target};
 use crate::vm::serve::stages::Times;
@@ -91,7 +92,6 @@ impl SlowWorker {
         if vm.is_over() {
             return Next::Done;
         }
-        let _held = vm.holding_slow();
         let (view, mut pending) = match vm.mail.slow.pop(self.number) {
             None => return Next::Idle,
             Some(Work::Fault(view, pending)) => (view, pending),
@@ -134,7 +134,8 @@ fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
             }
         }
     }
-    let resolved = resolve(vm, &region, page, pending, &memory, &vm.stores, &times);
+    let stores = vm.stores.reads(vm.life.reads_slow(IoContext::GUEST));
+    let resolved = resolve(vm, &region, page, pending, &memory, &stores, &times);
     if was_slow && matches!(resolved, Some((Served::Restored | Served::Filled { .. }, _))) {
         vm.stats().add(Counter::FaultFile, 1);
     }
@@ -209,7 +210,8 @@ fn came_with(
     memory: &RegionView<'_>,
 ) -> bool {
     let run = PageRange::new(page, with.end());
-    let moves = match restore_slow(region, run, &times.memory(memory), &times.stores(&vm.stores)) {
+    let stores = background(vm);
+    let moves = match restore_slow(region, run, &times.memory(memory), &times.stores(&stores)) {
         Ok(moves) => moves,
         Err(error) => {
             // The fault meets the same error and reports it.
@@ -243,7 +245,7 @@ fn read_ahead(vm: &Vm, ahead: &Ahead) {
         if ahead.is_guess && !vm.may_prefetch(run.count()).unwrap_or(false) {
             return;
         }
-        match restore_slow(&region, run, &memory, &vm.stores) {
+        match restore_slow(&region, run, &memory, &background(vm)) {
             Ok(moves) => {
                 book(vm, &region, &moves);
                 // The thread that wants a page that did not come will fault, and find out why.
@@ -265,6 +267,12 @@ fn book(vm: &Vm, region: &Region, moves: &[(PageIdx, Move)]) {
     }
 }
 
+/// The stores, for pages that no thread waits for, or that come with the page of one. A fault on a page that cannot be
+/// read asks for it alone.
+fn background(vm: &Vm) -> stores::Reads<'_> {
+    vm.stores.reads(vm.life.reads_slow(IoContext::BACKGROUND))
+}
+
 /// Restores the far pages among these of one unit by one request.
 fn restore_slow(
     region: &Region,
@@ -272,8 +280,6 @@ fn restore_slow(
     memory: &impl Mapped,
     stores: &impl StoreOf,
 ) -> io::Result<Vec<(PageIdx, Move)>> {
-    // No thread waits for most of these. A fault on one that cannot be read asks for it alone.
-    let _time = WithTime::begin();
     let cells = pages.iter().map(|page| (page, region.granule(page).cell()));
     BUFFER.with_borrow_mut(|buffer| {
         let count = pages.count().min(READ_AT_ONCE) as usize;

@@ -28,10 +28,9 @@ use ballast_store::{GetOutcome, PageBytes, PutOutcome};
 use crate::run::pool::blocking;
 use crate::run::queue::Next;
 use crate::vm::Vm;
-use crate::vm::far::stores::Tier;
+use crate::vm::far::stores::SlowTier;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
-use ballast_page::copies::StoreOf;
 use ballast_page::page_state::{State, Word};
 use ballast_page::shift;
 
@@ -102,7 +101,7 @@ pub(crate) struct SpillWorker {
 
 /// A slow store, in the order in which they are tried.
 struct Target {
-    tier: Tier,
+    tier: SlowTier,
     rest_until: Option<Instant>,
     /// Pages of the next run, at most. It is halved when the store was busy.
     run: usize,
@@ -139,8 +138,13 @@ impl Drop for SpillWorker {
 impl SpillWorker {
     /// The worker of this VM; `None` if the VM has no slow store.
     pub fn new(vm: Arc<Vm>) -> Option<Self> {
-        let targets =
-            vm.stores.slow().cloned().map(|tier| Target { tier, rest_until: None, run: RUN, taken: 0, said: false });
+        let targets = vm.stores.slow().iter().cloned().map(|tier| Target {
+            tier,
+            rest_until: None,
+            run: RUN,
+            taken: 0,
+            said: false,
+        });
         let (targets, after) = (targets.collect::<Vec<_>>(), vm.tuning.spill_after);
         if targets.is_empty() {
             return None;
@@ -317,8 +321,8 @@ impl SpillWorker {
             return false;
         }
         let word = if index == 0 { head } else { granule.word_of(index as usize) };
-        let near = self.vm.stores.near();
-        let near = near.store_of(word).filter(|store| word.state() == State::Far && store.takes_room(word.handle()));
+        let near = self.vm.stores.get_near(word.store());
+        let near = near.filter(|store| word.state() == State::Far && store.takes_room(word.handle()));
         if take == Take::Old && !head.is_marked() {
             // The mark of a granule stands for all its pages. If the exchange fails, the granule is not old.
             if index == 0 && (near.is_some() || granule.pages() > 1) {
@@ -404,7 +408,7 @@ impl SpillWorker {
 
     /// Changes the words of a run's pages that were stored. Returns how many.
     fn commit(&mut self, (Sent { region, mut run, target }, outcomes): (Sent, Vec<PutOutcome>)) -> u64 {
-        let (vm, Tier { number, store: slow, .. }) = (&self.vm, &self.targets[target].tier);
+        let (vm, SlowTier { number, store: slow, .. }) = (&self.vm, &self.targets[target].tier);
         let copies = run.bytes.iter().zip(run.blobs.iter().map(Vec::as_slice));
         let mut moved = 0;
         for (((page, from), copy), outcome) in (run.first..).zip(&run.words).zip(copies).zip(outcomes) {
@@ -415,7 +419,7 @@ impl SpillWorker {
             // The mark stands for a whole granule, whose other pages have yet to go.
             let to = if granule.pages() > 1 && from.is_marked() { to.marked() } else { to };
             let place = (granule, (page.0 - region.first_of(page).0) as usize);
-            let Some(near) = vm.stores.store_of(*from) else {
+            let Some(near) = vm.stores.get_near(from.store()) else {
                 slow.free(region.key(page), handle);
                 continue;
             };

@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use std::io;
 
 use ballast_base::PageIdx;
+use ballast_store::Attach;
 
 use super::Vm;
 use crate::vm::far::live::LiveCopies;
-use crate::vm::far::stores::Tier;
 use ballast_page::copies::live_handle;
 
 impl Vm {
@@ -21,7 +21,7 @@ impl Vm {
     /// # Errors
     /// Words could not be read.
     pub fn follow_stores(&self) -> io::Result<()> {
-        self.tell_stores(|tier, live| tier.store.follow(&mut live.iter()))
+        self.attach_stores(|store, live| store.attach_shared(&mut live.iter()))
     }
 
     /// That engine has closed the VM: the stores are this one's. Call it before [`Vm::start`], which may put pages into
@@ -30,7 +30,7 @@ impl Vm {
     /// # Errors
     /// Words could not be read.
     pub fn own_stores(&self) -> io::Result<()> {
-        self.tell_stores(|tier, live| tier.store.own(&mut live.iter()))?;
+        self.attach_stores(|store, live| store.attach_exclusive(&mut live.iter()))?;
         // Copies that the other engine has freed are not charged any more.
         for tier in self.stores.tiers() {
             tier.store.usage();
@@ -56,13 +56,13 @@ impl Vm {
         Ok(false)
     }
 
-    fn tell_stores(&self, tell: impl Fn(&Tier, &LiveCopies)) -> io::Result<()> {
-        let told: Vec<_> = self.stores.tiers().iter().filter(|tier| tier.store.is_told()).collect();
-        if told.is_empty() {
+    fn attach_stores(&self, attach: impl Fn(&dyn Attach, &LiveCopies)) -> io::Result<()> {
+        let to: Vec<_> = self.stores.tiers().filter_map(|tier| Some((tier.number, tier.store.attach()?))).collect();
+        if to.is_empty() {
             return Ok(());
         }
         let live = self.named()?;
-        told.into_iter().for_each(|tier| tell(tier, live.get(&tier.number).unwrap_or(&LiveCopies::new())));
+        to.into_iter().for_each(|(number, store)| attach(store, live.get(&number).unwrap_or(&LiveCopies::new())));
         Ok(())
     }
 

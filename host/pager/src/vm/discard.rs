@@ -10,6 +10,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ballast_base::store::IoContext;
 use ballast_base::wire;
 use ballast_base::{Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_sys::uffd::FillOutcome;
@@ -182,7 +183,8 @@ impl Vm {
                 Frees::Memory => region.punch(run).map(drop),
                 Frees::Copies => Ok(()),
             };
-            let done = discard(region.region_key(), run, granule_of, punch, &self.stores, wait, heal)?;
+            let stores = self.stores.reads(IoContext::BACKGROUND);
+            let done = discard(region.region_key(), run, granule_of, punch, &stores, wait, heal)?;
             region.take_back(run);
             self.ledger().discarded(&done);
             not_healed = done.not_healed.or(not_healed);

@@ -5,11 +5,11 @@
 //! Promise: a wait here is for visits that are under way, and for nothing else. One that a client can make as long as
 //! it likes is waited for for a second.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use ballast_store::held::{Holding, Wanted};
+use ballast_base::store::{Ends, IoContext};
 
 use crate::run::pool::Pool;
 use crate::run::queue::GroupId;
@@ -40,8 +40,8 @@ pub(crate) struct Lifecycle {
     is_stopping: AtomicBool,
     /// Faults are to be served no more.
     is_over: AtomicBool,
-    /// Then 1: slow workers are wanted, as if they held a lock.
-    slow_wanted: Wanted,
+    /// Then 1: ends the reads of slow workers, as if these had a lock.
+    slow_wanted: AtomicU32,
 }
 
 impl Lifecycle {
@@ -134,10 +134,10 @@ impl Lifecycle {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// A slow worker holds this while it reads. Until the reads of all have ended, nobody serves a VM that goes to
-    /// another engine: they are given up after a tenth of a second when the serving of faults ends.
-    pub fn holding_slow(&self) -> Holding {
-        Holding::of(&self.slow_wanted)
+    /// The context of a slow worker's read. Until the reads of all have ended, nobody serves a VM that goes to another
+    /// engine: they are given up after a tenth of a second when the serving of faults ends.
+    pub fn reads_slow<'a>(&'a self, context: IoContext<'a>) -> IoContext<'a> {
+        context.ended_by(Ends::Wanted(&self.slow_wanted))
     }
 
     /// Ends the serving of faults.

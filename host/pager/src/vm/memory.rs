@@ -4,14 +4,14 @@
 //! Threads: any. Promise: while the layout is held, regions and views stay; while a registration is held, the kernel's
 //! registrations and the flags of chunks do not change.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use std::collections::HashMap;
 use std::time::Instant;
 
+use ballast_base::store::{Ends, IoContext};
 use ballast_base::{Bytes, PageCount};
-use ballast_store::held::{Holding, Wanted};
 use ballast_sys::memfd::FileId;
 
 use super::region::Region;
@@ -27,18 +27,25 @@ pub(crate) struct Memory {
     /// Held shared by all threads that move pages, exclusively to add a view or to unplug.
     layout: RwLock<()>,
     /// How many threads want it exclusively.
-    wanted: Wanted,
+    wanted: AtomicU32,
     /// Held to register memory with userfaultfd or to unregister it.
     registering: Mutex<()>,
     /// Counts of files that others have a part of.
     counted: Mutex<HashMap<FileId, Counted>>,
 }
 
-/// The layout, held shared: a read that takes long is given up when it is wanted exclusively.
+/// The layout, held shared.
 #[derive(Debug)]
 pub(crate) struct Layout<'a> {
     _held: RwLockReadGuard<'a, ()>,
-    _holding: Holding,
+    wanted: &'a AtomicU32,
+}
+
+impl<'a> Layout<'a> {
+    /// The context of a read while it is held: one that takes long is given up when the layout is wanted exclusively.
+    pub fn reads(&self, context: IoContext<'a>) -> IoContext<'a> {
+        context.ended_by(Ends::Wanted(self.wanted))
+    }
 }
 
 /// A count of a file in part, and of all of it at that time.
@@ -135,13 +142,12 @@ impl Memory {
 
     /// Held shared while pages of any region are moved.
     pub fn layout(&self) -> Layout<'_> {
-        Layout { _held: self.layout.read().expect("no panic while held"), _holding: Holding::of(&self.wanted) }
+        Layout { _held: self.layout.read().expect("no panic while held"), wanted: &self.wanted }
     }
 
     /// The same, unless it is being changed or about to be.
     pub fn try_layout(&self) -> Option<Layout<'_>> {
-        let held = self.layout.try_read().ok()?;
-        Some(Layout { _held: held, _holding: Holding::of(&self.wanted) })
+        Some(Layout { _held: self.layout.try_read().ok()?, wanted: &self.wanted })
     }
 
     /// Held while the layout is changed: no pages are being moved.

@@ -68,7 +68,7 @@ impl Vm {
         let recovered = recover(&self.state, regions.iter().map(|region| &**region))?;
         for tier in self.stores.tiers() {
             let sweep = || tier.store.recover(&mut recovered.live_in(tier.number).iter());
-            let swept = if tier.is_slow() { self.state.beside(sweep) } else { sweep() };
+            let swept = if tier.slow.is_some() { self.state.beside(sweep) } else { sweep() };
             if let Err(error) = swept {
                 // The store works; objects left in it occupy space until the next try.
                 let text = format!("Freeing objects that no word names in the {}: {error}", tier.name);

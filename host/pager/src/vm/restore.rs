@@ -11,7 +11,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::store::PageBytes;
+use ballast_base::store::{IoContext, PageBytes};
 use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_sys::uffd::FaultKind;
 
@@ -22,7 +22,6 @@ use ballast_page::fault::{restore_some, serve};
 use ballast_page::outcome::{Outcome, Served};
 use ballast_page::page_state::{State, Word};
 use ballast_page::punch::punch_left;
-use ballast_store::held::WithTime;
 
 /// Pages restored before a thread that adds or removes RAM gets a turn.
 const BATCH: u64 = PAGES_PER_UNIT;
@@ -122,7 +121,6 @@ impl Vm {
         views: &dyn Fn() -> Vec<Arc<View>>,
         goes_on: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
-        let _time = WithTime::begin();
         let (mut done, mut missing) = (Ok(()), None);
         let most = (BATCH / region.granule_pages()).max(1) as usize;
         // Returns the first of these that is not available, and false if this is to end.
@@ -202,18 +200,16 @@ impl Vm {
                 return;
             }
             // Held as below.
-            let _layout = self.layout();
+            let layout = self.layout();
             let Some(memory) = views.iter().find_map(|view| view.of_region(region)) else { return };
             if region.is_removed() {
                 return;
             }
             buffer.resize(TOGETHER, [0; PAGE_SIZE]);
             let cells = run.iter().map(|page| (*page, region.granule(*page).cell()));
+            let (key, stores) = (region.region_key(), self.stores.reads(layout.reads(IoContext::BACKGROUND)));
             // A page that does not come is asked for alone, where it is found out why.
-            let Ok(moves) = restore_some(region.region_key(), cells, &memory, &self.stores, &mut buffer[..run.len()])
-            else {
-                return;
-            };
+            let Ok(moves) = restore_some(key, cells, &memory, &stores, &mut buffer[..run.len()]) else { return };
             for (page, moved) in &moves {
                 let outcome = Outcome { moved: Some(*moved), served: Ok(Served::Restored) };
                 self.ledger().brought_in(region, *page, &outcome);
@@ -241,6 +237,7 @@ impl Vm {
             pages.for_each(drop);
             return Ok(());
         }
+        let stores = self.stores.reads(layout.reads(IoContext::BACKGROUND));
         let mut done = Ok(());
         for page in pages {
             let (granule, key) = (region.granule(page), region.key(page));
@@ -259,7 +256,7 @@ impl Vm {
                 }
                 // As if it were in the file: then the file is checked first. A foreign mapper may be why we are here.
                 let kind = FaultKind::Minor;
-                let outcome = serve(granule, key, kind, &all[tried], region, &self.stores, |age| age);
+                let outcome = serve(granule, key, kind, &all[tried], region, &stores, |age| age);
                 self.ledger().brought_in(region, page, &outcome);
                 match outcome.served {
                     Ok(Served::Later) => {

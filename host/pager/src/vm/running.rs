@@ -3,8 +3,6 @@
 //! Before: workers run (`assemble`). After: a panic of one has been reported, and faults that it had read are raised
 //! again. Threads: any. Promise: a VM that no worker can serve is stopped.
 
-use ballast_store::held::Holding;
-
 use super::Vm;
 use crate::run::queue::GroupId;
 use crate::vm::view::View;
@@ -74,11 +72,6 @@ impl Vm {
     /// Are its faults to be served no more?
     pub(crate) fn is_over(&self) -> bool {
         self.life.is_over()
-    }
-
-    /// A slow worker has this while it reads.
-    pub(crate) fn holding_slow(&self) -> Holding {
-        self.life.holding_slow()
     }
 
     /// Faults of this view that were read here and not served are raised again, for the engine or worker that serves

@@ -10,13 +10,13 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::store::{DurableStore, FILE_STORE, IoContext, NearStore, RAM_STORE, SlowStore};
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, Span, VmId};
 use ballast_base::{Bytes, Extents, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_handover::state_file::StateFile;
 use ballast_heat::{PageMap, UnitId, Watch};
 use ballast_pager::vm::client_peer::ClientPeer;
-use ballast_pager::vm::far::stores::{Stores, Tier};
+use ballast_pager::vm::far::stores::{NearTier, SlowTier, Stores};
 use ballast_pager::vm::pinned::Pins;
 use ballast_pager::vm::ram::RamFile;
 use ballast_pager::vm::region_table::LOST;
@@ -59,7 +59,7 @@ struct Setup {
     ram: Bytes,
     store_budget: Bytes,
     quarantine: Duration,
-    spill: Option<(Vec<Tier>, Duration)>,
+    spill: Option<(Vec<SlowTier>, Duration)>,
     huge: bool,
     /// How many userfaultfds its process has.
     shards: usize,
@@ -76,8 +76,8 @@ struct Setup {
 /// What the files of RAM hold outside of its extents.
 pub const NOT_RAM: [u8; PAGE_SIZE] = [0xA5; PAGE_SIZE];
 
-fn file_tier(file: Arc<dyn Store>) -> Tier {
-    Tier::slow(FILE_STORE, "file store", file)
+fn file_tier(file: Arc<dyn SlowStore>) -> SlowTier {
+    SlowTier::new(FILE_STORE, "file store", file)
 }
 
 /// The pin check of this machine, for all rigs.
@@ -132,7 +132,7 @@ impl Rig {
     }
 
     /// The same with a file store, to which pages go after that time.
-    pub fn spilling_extents(extents: Extents, store_budget: Bytes, file: Arc<dyn Store>, after: Duration) -> Self {
+    pub fn spilling_extents(extents: Extents, store_budget: Bytes, file: Arc<dyn SlowStore>, after: Duration) -> Self {
         let setup = Setup::new(extents.pages().bytes(), store_budget, Duration::from_millis(20));
         let spill = Some((vec![file_tier(file)], after));
         let rig = Self::open(Setup { extents: Some(extents), spill, ..setup });
@@ -182,7 +182,7 @@ impl Rig {
         ram: Bytes,
         store_budget: Bytes,
         quarantine: Duration,
-        spill: Option<(Arc<dyn Store>, Duration)>,
+        spill: Option<(Arc<dyn SlowStore>, Duration)>,
     ) -> Option<Self> {
         Self::huge_sharded(ram, store_budget, quarantine, spill, 1)
     }
@@ -192,7 +192,7 @@ impl Rig {
         ram: Bytes,
         store_budget: Bytes,
         quarantine: Duration,
-        spill: Option<(Arc<dyn Store>, Duration)>,
+        spill: Option<(Arc<dyn SlowStore>, Duration)>,
         shards: usize,
     ) -> Option<Self> {
         let spill = spill.map(|(file, after)| (vec![file_tier(file)], after));
@@ -247,14 +247,14 @@ impl Rig {
         ram: Bytes,
         store_budget: Bytes,
         quarantine: Duration,
-        file: Arc<dyn Store>,
+        file: Arc<dyn SlowStore>,
         after: Duration,
     ) -> Self {
         Self::tiered(ram, store_budget, quarantine, vec![file_tier(file)], after)
     }
 
     /// With these slow stores, to which pages go after that time.
-    pub fn tiered(ram: Bytes, store_budget: Bytes, quarantine: Duration, slow: Vec<Tier>, after: Duration) -> Self {
+    pub fn tiered(ram: Bytes, store_budget: Bytes, quarantine: Duration, slow: Vec<SlowTier>, after: Duration) -> Self {
         let rig = Self::open(Setup { spill: Some((slow, after)), ..Setup::new(ram, store_budget, quarantine) });
         rig.add_view();
         rig
@@ -267,7 +267,7 @@ impl Rig {
 
     /// Its file store.
     pub fn file_store(&self) -> &dyn Store {
-        &*self.vm.stores.get(FILE_STORE).expect("a file store").store
+        self.vm.stores.get(FILE_STORE).expect("a file store").store
     }
 
     /// End the workers, as a killed engine's end, and have a successor serve the VM; it has these stores. Returns what
@@ -330,8 +330,8 @@ impl Rig {
             Arc::new(move |kind: &str, text| reports.lock().expect("report").push((kind.to_owned(), text)))
         };
         let (slow, spill_after) = spill.map_or((Vec::new(), None), |(slow, after)| (slow, Some(after)));
-        let ram_store = Tier::near(RAM_STORE, "RAM store", Arc::new(store));
-        let stores = Stores::new([ram_store].into_iter().chain(slow).collect());
+        let near = vec![NearTier { number: RAM_STORE, name: "RAM store", store: Arc::new(store) }];
+        let stores = Stores::new(near, slow);
         let coalesce_every = Duration::from_millis(5);
         // Nobody is tracked but where a test says so; then as often as it goes.
         let mut heat = ballast_heat::Settings {
@@ -527,24 +527,12 @@ impl<S: Store> Store for PanickyStore<S> {
         self.inner().put(key, bytes)
     }
 
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        self.inner().get(key, handle, out)
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
+        self.inner().get(key, handle, out, context)
     }
 
     fn free(&self, key: PageKey, handle: Handle) {
         self.inner().free(key, handle)
-    }
-
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
-        self.inner.recover(live)
-    }
-
-    fn takes_room(&self, handle: Handle) -> bool {
-        self.inner.takes_room(handle)
-    }
-
-    fn is_short(&self) -> bool {
-        self.inner.is_short()
     }
 
     fn tidy(&self) {
@@ -553,6 +541,22 @@ impl<S: Store> Store for PanickyStore<S> {
 
     fn usage(&self) -> StoreUsage {
         self.inner.usage()
+    }
+}
+
+impl<S: DurableStore> DurableStore for PanickyStore<S> {
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
+        self.inner.recover(live)
+    }
+}
+
+impl<S: NearStore> NearStore for PanickyStore<S> {
+    fn takes_room(&self, handle: Handle) -> bool {
+        self.inner.takes_room(handle)
+    }
+
+    fn is_short(&self) -> bool {
+        self.inner.is_short()
     }
 }
 

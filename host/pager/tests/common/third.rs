@@ -6,8 +6,11 @@ use std::io;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use ballast_base::{Bytes, PageIdx};
-use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
+use ballast_base::Bytes;
+use ballast_store::{
+    DurableStore, GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, Recovered, SlowStore, Store,
+    StoreUsage,
+};
 use ballast_testkit::NullStore;
 
 /// Its number.
@@ -55,34 +58,39 @@ impl Store for ThirdStore {
         self.inner.put(key, bytes)
     }
 
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
         self.requests.fetch_add(1, Ordering::AcqRel);
         if !self.asked(handle) || self.silent.load(Ordering::Acquire) {
             return GetOutcome::Busy;
         }
-        self.inner.get(key, handle, out)
+        self.inner.get(key, handle, out, context)
     }
 
-    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+    fn get_run(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], context: IoContext<'_>) -> Vec<GetOutcome> {
         self.requests.fetch_add(1, Ordering::AcqRel);
-        self.longest.fetch_max(handles.len() as u64, Ordering::AcqRel);
-        for ((page, handle), out) in (first.page.0..).zip(handles).zip(out) {
-            let key = PageKey { page: PageIdx(page), ..first };
+        self.longest.fetch_max(pages.len() as u64, Ordering::AcqRel);
+        let get = |((key, handle), out): (&(PageKey, Handle), &mut PageBytes)| {
             // Every tenth page is busy in a run, too.
-            let silent = self.silent.load(Ordering::Acquire) || page.is_multiple_of(10) && !self.asked(*handle);
-            outcomes.push(if silent { GetOutcome::Busy } else { self.inner.get(key, *handle, out) });
-        }
+            let is_tenth = key.page.0.is_multiple_of(10);
+            let silent = self.silent.load(Ordering::Acquire) || is_tenth && !self.asked(*handle);
+            if silent { GetOutcome::Busy } else { self.inner.get(*key, *handle, out, context) }
+        };
+        pages.iter().zip(out).map(get).collect()
     }
 
     fn free(&self, key: PageKey, handle: Handle) {
         self.inner.free(key, handle);
     }
 
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
-        self.inner.recover(live)
-    }
-
     fn usage(&self) -> StoreUsage {
         self.inner.usage()
     }
 }
+
+impl DurableStore for ThirdStore {
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        self.inner.recover(live)
+    }
+}
+
+impl SlowStore for ThirdStore {}

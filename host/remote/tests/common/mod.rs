@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ballast_base::PageIdx;
 use ballast_base::wire::VmId;
 use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteStore, Tls, lease, slot_of};
-use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store};
+use ballast_store::{GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, SlowStore, Store};
 use ballast_testkit::missing;
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
@@ -32,7 +32,7 @@ pub fn until<T, E: std::fmt::Debug>(mut ask: impl FnMut() -> Result<T, E>) -> T 
 
 /// Gets a page. Retries until the outcome is not `Busy`.
 pub fn get_at_last(store: &RemoteStore, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-    until(|| match store.get(key, handle, out) {
+    until(|| match store.get(key, handle, out, IoContext::GUEST) {
         GetOutcome::Busy => Err(store.last_refusal()),
         known => Ok(known),
     })

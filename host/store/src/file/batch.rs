@@ -16,7 +16,14 @@ use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
 use super::disk::{Disk, READ_TIMEOUT, Returned, TRIES, Transfers};
 use super::errors::FailedRead;
 use super::faults::Ordered;
-use crate::{PageBytes, held};
+use crate::{IoContext, PageBytes};
+
+/// How long a call waits for each of its reads, for whom, and the event that ends that.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wait<'a> {
+    pub timeout: Duration,
+    pub context: IoContext<'a>,
+}
 
 /// The state of a piece.
 #[derive(Debug)]
@@ -164,17 +171,17 @@ impl Batch {
         self.ring.take_if(|_| !self.pieces.iter().any(Piece::is_under_way))
     }
 
-    /// Waits for a piece. All are under way at once, so the waits do not add up. If the lock of this thread is wanted,
+    /// Waits for a piece. All are under way at once, so the waits do not add up. If the lock of the caller is wanted,
     /// it waits no longer than for a page at first.
-    pub fn wait_for(&mut self, disk: &Disk, index: usize, timeout: Duration) {
-        if !self.pieces[index].is_waited_for(timeout) {
+    pub fn wait_for(&mut self, disk: &Disk, index: usize, wait: Wait<'_>) {
+        if !self.pieces[index].is_waited_for(wait.timeout) {
             return;
         }
         while let (Some(ring), State::UnderWay { ticket, .. }) = (&mut self.ring, &self.pieces[index].state) {
-            let left = timeout.saturating_sub(self.begun.elapsed());
+            let left = wait.timeout.saturating_sub(self.begun.elapsed());
             ring.wait_until_over(ticket, left.min(READ_TIMEOUT));
             self.reap(Some(disk));
-            if left.is_zero() || held::is_wanted() && self.begun.elapsed() >= READ_TIMEOUT {
+            if left.is_zero() || wait.context.is_wanted() && self.begun.elapsed() >= READ_TIMEOUT {
                 return;
             }
         }

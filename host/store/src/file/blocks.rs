@@ -16,6 +16,7 @@ use ballast_base::PageIdx;
 use ballast_base::store::OnReply;
 use ballast_handover::arena::WORD_TODAY;
 
+use super::batch::Wait;
 use super::begun::BegunReads;
 use super::disk::{self, Disk, Moved, PIECE_BLOCKS};
 use super::layout::{AREA_BLOCKS, spare_block};
@@ -26,7 +27,7 @@ use super::unread::Unread;
 use crate::alloc::{Allocator, Place};
 use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};
 use crate::handle::{self, Named};
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, held};
+use crate::{GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, Reader};
 
 /// Pages of a long run get areas of their own, which single pages do not fragment.
 const CLASS_SINGLE: usize = 0;
@@ -150,13 +151,15 @@ impl Inner {
         self.count(Counter::BadBlocks);
     }
 
-    /// How long to wait for pieces that are read together. Who has time looks after others meanwhile: late reads go on.
-    fn read_timeout(&self, pieces: &[&[Wanted]]) -> Duration {
-        if held::has_time() {
-            return disk::READ_TIMEOUT;
-        }
+    /// How long to wait for pieces that are read together. A background reader looks after others before it asks again:
+    /// late reads go on.
+    fn read_timeout(&self, pieces: &[&[Wanted]], context: IoContext<'_>) -> Duration {
         let blocks = pieces.iter().flat_map(|piece| piece.iter().map(|wanted| wanted.block));
-        disk::read_timeout(self.unread.most_late(blocks))
+        let timeout = match context.reader {
+            Reader::Background => disk::READ_TIMEOUT,
+            Reader::Guest => disk::read_timeout(self.unread.most_late(blocks)),
+        };
+        context.until.map_or(timeout, |until| timeout.min(until.saturating_duration_since(Instant::now())))
     }
 
     /// The outcome of a put whose block was not written; decides what to do with the block.
@@ -283,6 +286,7 @@ impl Inner {
         handles: &[Handle],
         out: &mut [PageBytes],
         outcomes: &mut [GetOutcome],
+        context: IoContext<'_>,
     ) {
         let mut wanted: Vec<Wanted> = Vec::with_capacity(handles.len());
         for (index, handle) in handles.iter().enumerate() {
@@ -296,12 +300,13 @@ impl Inner {
             }
         }
         // The caller needs all, or asks for fewer: others are not read again and again while one rests.
-        if wanted.iter().any(|wanted| self.unread.is_to_rest(wanted.block)) {
+        if wanted.iter().any(|wanted| self.unread.is_to_rest(wanted.block, context.reader)) {
             return std::thread::sleep(PAUSE);
         }
         let bad = |wanted: &Wanted| self.unread.has_failed(wanted.block);
-        if held::has_time() && wanted.iter().any(bad) && !self.unread.was_read_just_now() {
-            self.is_there();
+        let is_background = context.reader == Reader::Background;
+        if is_background && wanted.iter().any(bad) && !self.unread.was_read_just_now() {
+            self.is_there(context);
         }
         // What is late or kept of earlier reads is taken in the pieces in which it was read.
         let known = self.reading.known(&self.disk);
@@ -311,7 +316,7 @@ impl Inner {
             is_next && (known.is_empty() || of(a) == of(b)) && !bad(a) && !bad(b)
         };
         let pieces: Vec<&[Wanted]> = wanted.chunk_by(follows).flat_map(|piece| piece.chunks(PIECE_BLOCKS)).collect();
-        for (piece, came) in pieces.iter().zip(self.read(first, &pieces, out, outcomes)) {
+        for (piece, came) in pieces.iter().zip(self.read(first, &pieces, out, outcomes, context)) {
             // One bad block must not cost the other pages of its piece, and a page may have been corrupted in transfer:
             // try once more.
             let again = |wanted: &&Wanted| match &came {
@@ -321,15 +326,15 @@ impl Inner {
             };
             let again: Vec<&[Wanted]> = piece.iter().filter(again).map(std::slice::from_ref).collect();
             if !again.is_empty() {
-                self.read(first, &again, out, outcomes);
+                self.read(first, &again, out, outcomes, context);
             }
         }
     }
 
     /// Does the device return bytes now? Reads another block.
-    fn is_there(&self) -> bool {
+    fn is_there(&self, context: IoContext<'_>) -> bool {
         let spare = spare_block(self.allocator.arena().slabs());
-        let is_there = self.probe.is_good(&self.disk, &self.reading, spare);
+        let is_there = self.probe.is_good(&self.disk, &self.reading, spare, context);
         if is_there {
             self.unread.read();
         }
@@ -343,11 +348,12 @@ impl Inner {
         pieces: &[&[Wanted]],
         out: &mut [PageBytes],
         outcomes: &mut [GetOutcome],
+        context: IoContext<'_>,
     ) -> Vec<Came> {
         let sizes: Vec<(u64, usize)> = pieces.iter().map(|piece| (piece[0].block, piece.len())).collect();
-        let (timeout, begun) = (self.read_timeout(pieces), Instant::now());
+        let (timeout, begun) = (self.read_timeout(pieces, context), Instant::now());
         let was_there = |at: Instant| self.unread.was_there(at);
-        let came = self.reading.read(&self.disk, &sizes, timeout, was_there, |number, pages| {
+        let came = self.reading.read(&self.disk, &sizes, Wait { timeout, context }, was_there, |number, pages| {
             let mut are_right = true;
             for (wanted, page) in pieces[number].iter().zip(pages) {
                 let found = codec::is_raw_page(page_after(first, wanted.index), wanted.header, page);
@@ -372,8 +378,8 @@ impl Inner {
                     Came::Done { .. } if is_late => {}
                     Came::Done { .. } => drop(self.unread.forget(wanted.block)),
                     Came::Failed(error, read) => {
-                        let probe = || self.is_there();
-                        outcomes[wanted.index] = self.unread.failed(wanted.block, error, *read, probe);
+                        let probe = || self.is_there(context);
+                        outcomes[wanted.index] = self.unread.failed(wanted.block, error, *read, context.reader, probe);
                     }
                     Came::Unsure | Came::Late | Came::Unbegun => outcomes[wanted.index] = GetOutcome::Busy,
                 }
@@ -390,7 +396,7 @@ impl Inner {
         may_begin && self.begun.begin(&self.disk, (key, handle), block_of(place), watch)
     }
 
-    /// See [`crate::Store::get_begun`].
+    /// See [`crate::Ends::AtOnce`].
     pub(super) fn get_begun(
         &self,
         key: PageKey,

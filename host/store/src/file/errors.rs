@@ -1,10 +1,10 @@
 //! Verdicts: when the errors of a block are those of its medium, so that its page is given up.
 //!
-//! Before: reads of a block failed, each at a time, for a guest's thread or for one that has time
-//! ([`WithTime`](crate::held::WithTime)). After: the block is asked for again, or its page is lost.
+//! Before: reads of a block failed, each at a time, for a guest's thread or in the background ([`crate::Reader`]).
+//! After: the block is asked for again, or its page is lost.
 //! Threads: none of its own; `unread` has the lock. Units: times.
-//! Promise: no error that was reported to one kind of caller counts for the other. A device that fails as a whole for a
-//! while costs no page of who has time.
+//! Promise: no error that was reported to one kind of reader counts for the other. A device that fails as a whole for a
+//! while costs no page that is read in the background.
 //!
 //! | Who asks | An error counts | The page is given up |
 //! |---|---|---|
@@ -27,8 +27,8 @@ const MOST_UNSEEN: Duration = Duration::from_secs(2);
 /// If nobody read a block for this long, what failed before says nothing about its next read. Who waits for blocks asks
 /// more often, also if there are many of them.
 const FORGOTTEN: Duration = Duration::from_secs(600);
-/// Reads of the device have failed for this long, and none went well: then it is not gone for a moment. Who has time
-/// need not give a page up before.
+/// Reads of the device have failed for this long, and none went well: then it is not gone for a moment. A background
+/// reader need not give a page up before.
 pub(super) const GONE: Duration = Duration::from_secs(120);
 /// A good read of another block that is no further from an error than this is one at the same time.
 pub(super) const BESIDE: Duration = Duration::from_millis(100);
@@ -96,8 +96,8 @@ impl Device {
 pub(super) struct Verdict {
     /// Reported to guests' threads.
     pub(super) guests: Errors,
-    /// Reported to who has time.
-    pub(super) with_time: Errors,
+    /// Reported to background readers.
+    pub(super) background: Errors,
     /// Those of them beside good reads of other blocks.
     pub(super) beside_good: Errors,
 }
@@ -109,17 +109,17 @@ impl Verdict {
         self.guests.are_final(lasts)
     }
 
-    /// The same for who has time.
-    pub(super) fn of_who_has_time(
+    /// The same for a background reader.
+    pub(super) fn of_background(
         &mut self,
         read: FailedRead,
         lasts: Duration,
         (is_beside_good, is_gone): (bool, bool),
     ) -> bool {
-        self.with_time.add(read);
+        self.background.add(read);
         if is_beside_good {
             self.beside_good.add(read);
         }
-        is_beside_good && self.beside_good.are_final(lasts) || is_gone && self.with_time.are_final(lasts)
+        is_beside_good && self.beside_good.are_final(lasts) || is_gone && self.background.are_final(lasts)
     }
 }

@@ -1,6 +1,6 @@
 //! Probe: whether the device returns bytes at this moment.
 //!
-//! Before: a read of a block failed, for a caller that has time. After: another block was read at the same time, or
+//! Before: a read of a block failed, in the background. After: another block was read at the same time, or
 //! could not be. Threads: any, one at a time; for others there is no answer.
 //! Units: the block is the spare one behind all areas, which holds a pattern.
 //! Promise: a hole is no answer: to return zeros, a file system asks no device. It waits for a tenth of a second for
@@ -12,10 +12,11 @@ use std::time::Instant;
 
 use ballast_base::PAGE_SIZE;
 
+use super::batch::Wait;
 use super::disk::{Disk, Moved};
 use super::errors::BESIDE;
 use super::reading::{Came, Reading};
-use crate::PageBytes;
+use crate::{IoContext, PageBytes};
 
 const PATTERN: PageBytes = [0xa5; PAGE_SIZE];
 
@@ -38,7 +39,7 @@ impl Drop for Written {
 
 impl Probe {
     /// Reads the spare block. Was that quick, and are its bytes right?
-    pub fn is_good(&self, disk: &Disk, reading: &Reading, spare: u64) -> bool {
+    pub fn is_good(&self, disk: &Disk, reading: &Reading, spare: u64, context: IoContext<'_>) -> bool {
         let Ok(_one) = self.one.try_lock() else { return false };
         let begun = Instant::now();
         // What was read before says nothing of now. If it is still under way, none is begun.
@@ -48,7 +49,7 @@ impl Probe {
         let read = || {
             let mut is_pattern = None;
             let take = |_, pages: &[PageBytes]| *is_pattern.insert(pages[0] == PATTERN);
-            let came = reading.read(disk, &[(spare, 1)], BESIDE, |_| true, take);
+            let came = reading.read(disk, &[(spare, 1)], Wait { timeout: BESIDE, context }, |_| true, take);
             is_pattern.filter(|_| matches!(came[..], [Came::Done { is_new: true }]))
         };
         match read() {

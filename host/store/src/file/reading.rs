@@ -25,20 +25,20 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::batch::{Batch, Piece, State};
+use super::batch::{Batch, Piece, State, Wait};
 use super::disk::{AT_ONCE, Disk, READ_TIMEOUT, Transfers};
 use super::errors::FailedRead;
-use crate::{PageBytes, held};
+use crate::{PageBytes, Reader};
 
-/// Most late reads of a store before none is begun for who has time, and for guests.
-const MOST_WITH_TIME: usize = 64;
+/// Most late reads of a store before none is begun in the background, and for guests.
+const MOST_BACKGROUND: usize = 64;
 const MOST: usize = 96;
 /// Late reads of all stores beyond which each may have 1 of this number of those: each has a ring, and so a descriptor.
 /// Stores whose disk answers need few.
 const MANY: usize = 2048;
 const FEWER: usize = 6;
 /// Most blocks for whose bytes buffers are kept for who asks next: 16 MiB. Who comes after that takes the room of
-/// others, but only that of those who did not come for a while if it has time.
+/// others, but a background reader only that of those who did not come for a while.
 const MOST_KEPT: usize = 4096;
 const A_WHILE: Duration = Duration::from_secs(10);
 /// What nobody asked for in this time is not kept.
@@ -91,8 +91,8 @@ pub(super) struct Reading {
 }
 
 /// Most late reads of a store before none is begun, if all stores have this many.
-fn most(has_time: bool, of_all: usize) -> usize {
-    let most = if has_time { MOST_WITH_TIME } else { MOST };
+fn most(reader: Reader, of_all: usize) -> usize {
+    let most = if reader == Reader::Guest { MOST } else { MOST_BACKGROUND };
     if of_all < MANY { most } else { most / FEWER }
 }
 
@@ -146,20 +146,21 @@ impl Reading {
     }
 
     /// May this number of reads begin?
-    fn may_begin(&self, disk: &Disk, more: usize) -> bool {
+    fn may_begin(&self, disk: &Disk, more: usize, reader: Reader) -> bool {
         let Some(mut batches) = self.lock() else { return true };
-        let (has_time, now) = (held::has_time(), Instant::now());
+        let now = Instant::now();
         let kept = |batch: &Batch| batch.pieces.iter().map(Piece::room).sum::<usize>();
         let mut all: usize = batches.iter().map(kept).sum();
         while all > MOST_KEPT {
             let oldest = batches.iter_mut().filter(|batch| kept(batch) > 0).min_by_key(|batch| batch.asked);
-            let is_spare = |batch: &&mut Batch| !has_time || now.saturating_duration_since(batch.asked) >= A_WHILE;
+            let is_spare =
+                |batch: &&mut Batch| reader == Reader::Guest || now.saturating_duration_since(batch.asked) >= A_WHILE;
             let Some(oldest) = oldest.filter(is_spare) else { return false };
             all -= kept(oldest);
             oldest.pieces.retain(Piece::is_under_way);
         }
         self.settle(&mut batches, Some(disk));
-        self.late.load(Ordering::Acquire) + more <= most(has_time, LATE_OF_ALL.load(Ordering::Acquire))
+        self.late.load(Ordering::Acquire) + more <= most(reader, LATE_OF_ALL.load(Ordering::Acquire))
     }
 
     /// Reads pieces, and waits for them. One outcome each, in order; for each `Done` piece, `take` was called with its
@@ -169,7 +170,7 @@ impl Reading {
         &self,
         disk: &Disk,
         pieces: &[(u64, usize)],
-        timeout: Duration,
+        wait: Wait<'_>,
         was_there: impl Fn(Instant) -> bool,
         mut take: impl FnMut(usize, &[PageBytes]) -> bool,
     ) -> Vec<Came> {
@@ -184,7 +185,7 @@ impl Reading {
             if is_late {
                 break;
             }
-            if !self.may_begin(disk, group.len()) {
+            if !self.may_begin(disk, group.len(), wait.context.reader) {
                 std::thread::sleep(PAUSE);
                 is_late = true;
                 break;
@@ -200,7 +201,7 @@ impl Reading {
                 Ok(mut batch) => {
                     for (index, at) in group.iter().enumerate() {
                         // One is copied and checked while the device works on the others.
-                        batch.wait_for(disk, index, timeout);
+                        batch.wait_for(disk, index, wait);
                         let (piece, read) = ((*at, pieces[*at]), (true, batch.read()));
                         came[*at] = Self::came(&mut batch.pieces[index], piece, read, &mut take);
                         is_late |= matches!(came[*at], Came::Late);
@@ -218,7 +219,8 @@ impl Reading {
         }
         if !known.is_empty() {
             let known: Vec<_> = known.iter().map(|at| (*at, pieces[*at])).collect();
-            is_late |= self.take_known(disk, &known, timeout.saturating_sub(since.elapsed()), &mut came, &mut take);
+            let wait = Wait { timeout: wait.timeout.saturating_sub(since.elapsed()), ..wait };
+            is_late |= self.take_known(disk, &known, wait, &mut came, &mut take);
         }
         if is_late {
             self.keep(disk, batches);
@@ -290,7 +292,7 @@ impl Reading {
         &self,
         disk: &Disk,
         pieces: &[(usize, (u64, usize))],
-        timeout: Duration,
+        wait: Wait<'_>,
         came: &mut [Came],
         take: &mut impl FnMut(usize, &[PageBytes]) -> bool,
     ) -> bool {
@@ -303,7 +305,7 @@ impl Reading {
             for (_, blocks) in pieces {
                 let Some((batch, at)) = find(&mut batches, *blocks) else { continue };
                 batch.asked = since;
-                let may_be_over = !is_first || batch.pieces[at].is_waited_for(timeout);
+                let may_be_over = !is_first || batch.pieces[at].is_waited_for(wait.timeout);
                 batch.reap(Some(disk));
                 let is_ordered = batch.pieces[at].lasts();
                 if may_be_over && !is_ordered && batch.pieces[at].is_under_way() {
@@ -311,8 +313,8 @@ impl Reading {
                     watch = watch.or_else(|| batch.ring.as_ref()?.watch().ok());
                 }
             }
-            let left = timeout.saturating_sub(since.elapsed());
-            if !is_under_way || left.is_zero() || !is_first && held::is_wanted() {
+            let left = wait.timeout.saturating_sub(since.elapsed());
+            if !is_under_way || left.is_zero() || !is_first && wait.context.is_wanted() {
                 break batches;
             }
             is_first = false;

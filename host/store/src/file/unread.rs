@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::errors::{BESIDE, Device, Errors, FailedRead, QUICK, Verdict};
 use super::limits;
-use crate::{GetOutcome, held};
+use crate::{GetOutcome, Reader};
 
 /// Time between reads of a block that has failed often.
 const REST: Duration = Duration::from_millis(100);
@@ -65,9 +65,16 @@ impl Unread {
         self.note(block, |of| of.late = of.late.saturating_add(1));
     }
 
-    /// The outcome of a get whose read failed. For who has time, `probe` reads another block, and says whether that
-    /// went well and quickly.
-    pub fn failed(&self, block: u64, error: &io::Error, read: FailedRead, probe: impl FnOnce() -> bool) -> GetOutcome {
+    /// The outcome of a get whose read failed. For a background reader, `probe` reads another block, and says whether
+    /// that went well and quickly.
+    pub fn failed(
+        &self,
+        block: u64,
+        error: &io::Error,
+        read: FailedRead,
+        reader: Reader,
+        probe: impl FnOnce() -> bool,
+    ) -> GetOutcome {
         if !limits::is_of_the_medium(error) {
             return GetOutcome::Busy;
         }
@@ -82,14 +89,15 @@ impl Unread {
             device.errors.add(read);
             device.is_gone()
         };
-        let is_lost = if held::has_time() {
-            // It must be noted that the block fails before another one is read.
-            self.note(block, |_| ());
-            let is_beside_good = probe() && is_new && read.began_beside_good;
-            let sure = (is_beside_good, is_gone);
-            self.note(block, |of| of.verdict.of_who_has_time(read, self.lasts, sure))
-        } else {
-            self.note(block, |of| of.verdict.of_guest(read, self.lasts))
+        let is_lost = match reader {
+            Reader::Background => {
+                // It must be noted that the block fails before another one is read.
+                self.note(block, |_| ());
+                let is_beside_good = probe() && is_new && read.began_beside_good;
+                let sure = (is_beside_good, is_gone);
+                self.note(block, |of| of.verdict.of_background(read, self.lasts, sure))
+            }
+            Reader::Guest => self.note(block, |of| of.verdict.of_guest(read, self.lasts)),
         };
         if !is_lost {
             return GetOutcome::Busy;
@@ -99,10 +107,10 @@ impl Unread {
     }
 
     /// Must this block not be read now, because it failed often and a moment ago?
-    pub fn is_to_rest(&self, block: u64) -> bool {
+    pub fn is_to_rest(&self, block: u64, reader: Reader) -> bool {
         let verdict = self.blocks().and_then(|blocks| Some(blocks.get(&block)?.verdict));
         verdict.is_some_and(|of| {
-            let errors = if held::has_time() { of.with_time } else { of.guests };
+            let errors = if reader == Reader::Guest { of.guests } else { of.background };
             errors.count >= QUICK && errors.last.is_some_and(|last| last.elapsed() < REST)
         })
     }
@@ -110,7 +118,7 @@ impl Unread {
     /// Has a read of this block failed?
     pub fn has_failed(&self, block: u64) -> bool {
         let verdict = self.blocks().and_then(|blocks| Some(blocks.get(&block)?.verdict));
-        verdict.is_some_and(|of| of.guests.count > 0 || of.with_time.count > 0)
+        verdict.is_some_and(|of| of.guests.count > 0 || of.background.count > 0)
     }
 
     /// Could other blocks be read just before this time? While every block can be read, nobody looks.
@@ -153,8 +161,12 @@ mod tests {
 
     const LASTS: Duration = Duration::from_secs(10);
 
-    /// Reads that begin now and fail at once, beside one of another block that goes well or not.
+    /// Background reads that begin now and fail at once, beside one of another block that goes well or not.
     fn fail_beside(unread: &Unread, times: u8, is_good: bool) -> GetOutcome {
+        fail_for(unread, times, (Reader::Background, is_good))
+    }
+
+    fn fail_for(unread: &Unread, times: u8, (reader, is_good): (Reader, bool)) -> GetOutcome {
         let eio = io::Error::from_raw_os_error(5);
         let probe = || {
             if is_good {
@@ -166,11 +178,12 @@ mod tests {
             let now = Instant::now();
             FailedRead { begun: now, over: now, began_beside_good: unread.was_there(now) }
         };
-        (0..times).map(|_| unread.failed(1, &eio, read(), probe)).last().expect("some")
+        (0..times).map(|_| unread.failed(1, &eio, read(), reader, probe)).last().expect("some")
     }
 
+    /// The same for a guest's thread, beside none.
     fn fail(unread: &Unread, times: u8) -> GetOutcome {
-        fail_beside(unread, times, false)
+        fail_for(unread, times, (Reader::Guest, false))
     }
 
     fn with(unread: &Unread, change: impl FnOnce(&mut Verdict)) {
@@ -188,7 +201,7 @@ mod tests {
                 *errors = Errors { lasted, last: long_ago(unseen), ..*errors };
             }
         };
-        with(unread, |of| [&mut of.guests, &mut of.with_time, &mut of.beside_good].into_iter().for_each(set));
+        with(unread, |of| [&mut of.guests, &mut of.background, &mut of.beside_good].into_iter().for_each(set));
     }
 
     #[test]
@@ -204,28 +217,30 @@ mod tests {
     }
 
     #[test]
-    fn who_has_time_gives_up_no_block_of_a_device_that_is_gone_for_a_while_and_one_of_a_device_that_works() {
+    fn in_the_background_a_block_is_given_up_if_its_device_works_and_not_if_it_is_gone() {
         let unread = Unread::new(LASTS);
-        let _time = held::WithTime::begin();
-        fail(&unread, QUICK);
+        fail_beside(&unread, QUICK, false);
         set(&unread, LASTS, REST);
-        assert_eq!(fail(&unread, QUICK), GetOutcome::Busy);
+        assert_eq!(fail_beside(&unread, QUICK, false), GetOutcome::Busy);
         unread.read();
-        assert_eq!(fail(&unread, QUICK), GetOutcome::Busy, "another block could be read before, and not since");
+        assert_eq!(
+            fail_beside(&unread, QUICK, false),
+            GetOutcome::Busy,
+            "another block could be read before, and not since"
+        );
         assert_eq!(fail_beside(&unread, QUICK + 1, true), GetOutcome::Busy, "they have not lasted");
         set(&unread, LASTS, REST);
         assert_eq!(fail_beside(&unread, 1, true), GetOutcome::Corrupt, "another could be read before and after");
         let unread = Unread::new(LASTS);
-        fail(&unread, QUICK);
+        fail_beside(&unread, QUICK, false);
         set(&unread, LASTS, REST);
         unread.device().errors.lasted = GONE;
-        assert_eq!(fail(&unread, 1), GetOutcome::Corrupt, "nothing could be read for long");
+        assert_eq!(fail_beside(&unread, 1, false), GetOutcome::Corrupt, "nothing could be read for long");
     }
 
     #[test]
-    fn an_error_before_which_no_other_block_could_be_read_does_not_count_for_who_has_time() {
+    fn in_the_background_no_error_counts_that_no_good_read_came_before() {
         let unread = Unread::new(Duration::ZERO);
-        let _time = held::WithTime::begin();
         for _ in 0..3 * QUICK {
             assert_eq!(fail_beside(&unread, 1, true), GetOutcome::Busy, "the device has come back just now");
             unread.device().read = long_ago(2 * BESIDE);
@@ -237,34 +252,31 @@ mod tests {
     #[test]
     fn an_outage_and_another_one_after_a_time_in_which_nobody_read_are_no_device_that_is_gone_for_long() {
         let unread = Unread::new(Duration::ZERO);
-        let _time = held::WithTime::begin();
         for _ in 0..20 {
-            assert_eq!(fail(&unread, QUICK), GetOutcome::Busy);
+            assert_eq!(fail_beside(&unread, QUICK, false), GetOutcome::Busy);
             unread.device().errors.last = long_ago(2 * GONE);
         }
         unread.device().errors.lasted = GONE;
-        assert_eq!(fail(&unread, 1), GetOutcome::Corrupt, "nothing could be read in 2 minutes of tries");
+        assert_eq!(fail_beside(&unread, 1, false), GetOutcome::Corrupt, "nothing could be read in 2 minutes of tries");
     }
 
     #[test]
-    fn an_error_that_was_kept_while_the_device_came_back_does_not_count_for_who_has_time() {
+    fn in_the_background_no_error_counts_that_was_kept_while_the_device_came_back() {
         let unread = Unread::new(Duration::ZERO);
-        let _time = held::WithTime::begin();
         let over = long_ago(2 * BESIDE).expect("a time");
         let kept = FailedRead { begun: over, over, began_beside_good: true };
         let eio = || io::Error::from_raw_os_error(5);
         for _ in 0..3 * QUICK {
-            assert_eq!(unread.failed(1, &eio(), kept, || true), GetOutcome::Busy);
+            assert_eq!(unread.failed(1, &eio(), kept, Reader::Background, || true), GetOutcome::Busy);
         }
         unread.read();
         assert_eq!(fail_beside(&unread, QUICK, true), GetOutcome::Corrupt);
     }
 
     #[test]
-    fn errors_that_were_reported_to_who_has_time_are_none_of_the_guests_and_the_reverse() {
+    fn errors_of_background_readers_are_none_of_the_guests_and_the_reverse() {
         let unread = Unread::new(Duration::ZERO);
         let restore = |times| {
-            let _time = held::WithTime::begin();
             unread.read();
             fail_beside(&unread, times, true)
         };

@@ -21,7 +21,7 @@ use super::index::{Index, Pages, number_of};
 use crate::arena::{self, Arena};
 use crate::codec;
 use crate::ram::{RamOptions, RamStore};
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store};
+use crate::{GetOutcome, Handle, IoContext, PageBytes, PageKey, PutOutcome, RegionKey, Store};
 
 /// Time between checks which of the missing members are gone.
 const ASK_EVERY: Duration = Duration::from_secs(1);
@@ -189,7 +189,7 @@ impl Group {
         if let Some(handle) = known {
             self.references.fetch_add(1, Relaxed);
             let mut kept: PageBytes = [0; PAGE_SIZE];
-            if self.ram.get(self.key, handle, &mut kept) == GetOutcome::Found && kept == *bytes {
+            if self.ram.get(self.key, handle, &mut kept, IoContext::BACKGROUND) == GetOutcome::Found && kept == *bytes {
                 self.equal_puts.fetch_add(1, Relaxed);
                 return PutOutcome::Stored(handle);
             }

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use ballast_base::Bytes;
-use ballast_base::store::{FILE_STORE, RAM_STORE, REMOTE_STORE};
+use ballast_base::store::{FILE_STORE, RAM_STORE, REMOTE_STORE, SlowStore};
 use ballast_pager::vm::{Hold, Vm};
 use ballast_policy::Settings;
 use ballast_pool::{Far, Overcommitted};
@@ -87,7 +87,7 @@ pub fn far(host: &Host, with: Option<(&Served, Settings)>) -> Far {
         let elsewhere = vm.size().bytes().0.saturating_sub(ours);
         for tier in vm.stores.tiers() {
             let at = [RAM_STORE, FILE_STORE, REMOTE_STORE].iter().position(|number| *number == tier.number);
-            let can_go = if tier.store.refuses() { 0 } else { goes };
+            let can_go = if tier.slow.is_some_and(SlowStore::refuses) { 0 } else { goes };
             if let Some(uses) = at.and_then(|at| uses.get_mut(at)) {
                 uses.push(Use { can_go, stored: tier.store.usage().bytes, elsewhere });
             }

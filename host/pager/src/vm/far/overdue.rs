@@ -1,17 +1,16 @@
 //! Overdue: notices when a slow store does not return a page in time, and tells operators.
 //!
-//! Before: a worker asks a slow store for a page. After: it has the page, or the outcome is `Busy`. When a worker has
-//! waited for a page as long as the store's deadline, an event says so, and another one says when that is over.
+//! Before: a worker asked a slow store for a page ([`ballast_page::copies::Source`]). After: when a worker has waited
+//! for a page as long as the store's deadline, an event says so, and another one says when that is over.
 //! Threads: any. Promise: silence is not loss. The wait goes on until the store returns the page or reports that it has
 //! lost it.
 
 use std::collections::HashMap;
-use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_base::store::{Ending, OnReply, Recovered};
-use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_page::copies::Watch;
+use ballast_store::{GetOutcome, Handle, PageKey, SlowStore};
 
 /// Tells operators something: a kind of event, and a sentence.
 pub(crate) type Tell = Arc<dyn Fn(&str, String) + Send + Sync>;
@@ -21,7 +20,7 @@ const FORGOTTEN_AFTER: Duration = Duration::from_secs(10);
 
 /// A slow store, and the pages that workers wait for.
 pub(crate) struct Overdue {
-    store: Arc<dyn Store>,
+    store: Arc<dyn SlowStore>,
     name: &'static str,
     deadline: Duration,
     waiting: Mutex<Waiting>,
@@ -44,7 +43,7 @@ impl std::fmt::Debug for Overdue {
 
 impl Overdue {
     /// Operators are told when a page was waited for this long.
-    pub fn new(store: Arc<dyn Store>, name: &'static str, deadline: Duration) -> Self {
+    pub fn new(store: Arc<dyn SlowStore>, name: &'static str, deadline: Duration) -> Self {
         Self { store, name, deadline, waiting: Mutex::default(), tell: OnceLock::new() }
     }
 
@@ -57,7 +56,30 @@ impl Overdue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A worker asked for this page, with this outcome.
+    /// The page is there, or no worker waits for it any more: tells operators, if they were told of the wait.
+    fn settle(&self, mut waiting: MutexGuard<'_, Waiting>, now: Instant) {
+        if waiting.said.is_none() {
+            return;
+        }
+        let deadline = self.deadline;
+        waiting.pages.retain(|_, (_, asked)| now - *asked < FORGOTTEN_AFTER);
+        if waiting.pages.values().any(|(since, _)| now - *since >= deadline) {
+            return;
+        }
+        let Some(since) = waiting.said.take() else { return };
+        drop(waiting);
+        let text = format!("the {} returns pages again, after {:.1} s", self.name, (now - since).as_secs_f64());
+        self.say("store-back", text);
+    }
+
+    fn say(&self, kind: &str, text: String) {
+        if let Some(tell) = self.tell.get() {
+            tell(kind, text);
+        }
+    }
+}
+
+impl Watch for Overdue {
     fn was_asked(&self, key: PageKey, handle: Handle, outcome: GetOutcome) {
         let (mut waiting, now) = (self.waiting(), Instant::now());
         if outcome == GetOutcome::Busy {
@@ -85,142 +107,23 @@ impl Overdue {
         self.settle(waiting, now);
     }
 
-    /// The page is there, or no worker waits for it any more: tells operators, if they were told of the wait.
-    fn settle(&self, mut waiting: MutexGuard<'_, Waiting>, now: Instant) {
-        if waiting.said.is_none() {
-            return;
-        }
-        let deadline = self.deadline;
-        waiting.pages.retain(|_, (_, asked)| now - *asked < FORGOTTEN_AFTER);
-        if waiting.pages.values().any(|(since, _)| now - *since >= deadline) {
-            return;
-        }
-        let Some(since) = waiting.said.take() else { return };
-        drop(waiting);
-        let text = format!("the {} returns pages again, after {:.1} s", self.name, (now - since).as_secs_f64());
-        self.say("store-back", text);
-    }
-
-    fn say(&self, kind: &str, text: String) {
-        if let Some(tell) = self.tell.get() {
-            tell(kind, text);
-        }
-    }
-}
-
-impl Store for Overdue {
-    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
-        self.store.put(key, bytes)
-    }
-
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        let outcome = self.store.get(key, handle, out);
-        self.was_asked(key, handle, outcome);
-        outcome
-    }
-
-    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
-        self.store.begin(key, handle, watch)
-    }
-
-    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
-        let outcome = self.store.get_begun(key, handle, out, watch);
-        if outcome == GetOutcome::Found {
-            self.was_asked(key, handle, outcome);
-        }
-        outcome
-    }
-
-    fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
-        self.store.put_run(first, pages, outcomes);
-    }
-
-    fn put_blobs(&self, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>], outcomes: &mut Vec<PutOutcome>) {
-        self.store.put_blobs(first, pages, blobs, outcomes);
-    }
-
-    fn begin_put(self: Arc<Self>, first: PageKey, pages: &[PageBytes], blobs: &[Vec<u8>]) -> Ending {
-        self.store.clone().begin_put(first, pages, blobs)
-    }
-
-    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
-        let before = outcomes.len();
-        self.store.get_run(first, handles, out, outcomes);
-        // A worker that asks for a run waits for all of it.
-        let worst = outcomes[before..].iter().find(|outcome| **outcome == GetOutcome::Busy);
-        if let (Some(handle), Some(outcome)) = (handles.first(), worst.or(outcomes.get(before))) {
-            self.was_asked(first, *handle, *outcome);
-        }
-    }
-
-    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
-        let before = outcomes.len();
-        self.store.get_some(pages, out, outcomes);
+    fn were_asked(&self, pages: &[(PageKey, Handle)], outcomes: &[GetOutcome]) {
         if self.waiting().pages.is_empty() {
             return;
         }
-        // Some of the pages are read ahead, and nobody waits for these: a fault on one that is busy asks for it alone.
-        for ((key, handle), outcome) in pages.iter().zip(&outcomes[before..]) {
-            if *outcome != GetOutcome::Busy || self.waiting().pages.contains_key(&(*key, *handle)) {
-                self.was_asked(*key, *handle, *outcome);
+        // Nobody waits for a page that is read ahead: a fault on one that is busy asks for it alone.
+        for (page, outcome) in pages.iter().zip(outcomes) {
+            if *outcome != GetOutcome::Busy || self.waiting().pages.contains_key(page) {
+                self.was_asked(page.0, page.1, *outcome);
             }
         }
     }
 
-    fn free(&self, key: PageKey, handle: Handle) {
-        self.store.free(key, handle);
+    fn was_freed(&self, key: PageKey, handle: Handle) {
         let mut waiting = self.waiting();
         if waiting.pages.remove(&(key, handle)).is_some() {
             self.settle(waiting, Instant::now());
         }
-    }
-
-    fn tidy(&self) {
-        self.store.tidy();
-    }
-
-    fn is_untidy(&self) -> bool {
-        self.store.is_untidy()
-    }
-
-    fn takes_room(&self, handle: Handle) -> bool {
-        self.store.takes_room(handle)
-    }
-
-    fn is_short(&self) -> bool {
-        self.store.is_short()
-    }
-
-    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
-        self.store.recover(live)
-    }
-
-    fn follow(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
-        self.store.follow(live);
-    }
-
-    fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
-        self.store.own(live);
-    }
-
-    fn is_told(&self) -> bool {
-        self.store.is_told()
-    }
-
-    fn must_recover(&self) -> bool {
-        self.store.must_recover()
-    }
-
-    fn refuses(&self) -> bool {
-        self.store.refuses()
-    }
-
-    fn last_refusal(&self) -> Option<String> {
-        self.store.last_refusal()
-    }
-
-    fn usage(&self) -> StoreUsage {
-        self.store.usage()
     }
 }
 
@@ -229,24 +132,22 @@ mod tests {
     use super::*;
     use ballast_base::store::RegionKey;
     use ballast_base::wire::VmId;
-    use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-    use ballast_testkit::{FaultyStore, NullStore};
+    use ballast_base::{Bytes, PageIdx};
+    use ballast_testkit::NullStore;
 
     #[test]
     fn a_page_that_is_read_ahead_is_not_waited_for_until_a_fault_asks_for_it() {
-        let (store, faults) = FaultyStore::new(NullStore::new(Bytes(1 << 20)));
-        let overdue = Overdue::new(Arc::new(store), "test", Duration::from_secs(5));
+        let overdue = Overdue::new(Arc::new(NullStore::new(Bytes(1 << 20))), "test", Duration::from_secs(5));
         let key = RegionKey { vm: VmId([1; 16]), number: 0 }.page(PageIdx(3));
-        let PutOutcome::Stored(handle) = overdue.put(key, &[7; PAGE_SIZE]) else { panic!("full") };
+        let page = (key, Handle::new(1).expect("40 bits"));
         let waited_for = || overdue.waiting().pages.len();
-        let (mut out, mut outcomes) = ([[0; PAGE_SIZE]], Vec::new());
-        faults.busy_gets(3);
-        overdue.get_some(&[(key, handle)], &mut out, &mut outcomes);
-        assert_eq!((outcomes[0], waited_for()), (GetOutcome::Busy, 0));
-        assert_eq!((overdue.get(key, handle, &mut out[0]), waited_for()), (GetOutcome::Busy, 1));
-        overdue.get_some(&[(key, handle)], &mut out, &mut outcomes);
-        assert_eq!((outcomes[1], waited_for()), (GetOutcome::Busy, 1));
-        overdue.get_some(&[(key, handle)], &mut out, &mut outcomes);
-        assert_eq!((outcomes[2], waited_for()), (GetOutcome::Found, 0));
+        overdue.were_asked(&[page], &[GetOutcome::Busy]);
+        assert_eq!(waited_for(), 0);
+        overdue.was_asked(page.0, page.1, GetOutcome::Busy);
+        assert_eq!(waited_for(), 1);
+        overdue.were_asked(&[page], &[GetOutcome::Busy]);
+        assert_eq!(waited_for(), 1);
+        overdue.were_asked(&[page], &[GetOutcome::Found]);
+        assert_eq!(waited_for(), 0);
     }
 }

@@ -31,7 +31,7 @@ impl SpillRequest {
     /// Reclaim has put pages into the first of these stores. If that is short of space now, notifies the worker, once
     /// until it has taken that up.
     pub(crate) fn check(&self, stores: &Stores) {
-        let is_short = stores.has_slow() && stores.first().store.is_short();
+        let is_short = !stores.slow().is_empty() && stores.first().store.is_short();
         if is_short && !self.short.load(Ordering::Acquire) && !self.short.swap(true, Ordering::AcqRel) {
             self.notifier.notify();
         }

@@ -4,146 +4,199 @@
 //! and faults restore them from any. Threads: any.
 //! Promise: a store that cannot be opened loses nothing: its pages wait.
 
+use std::collections::HashSet;
 use std::io;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use ballast_base::store::{OnReply, RAM_STORE, Recovered, StoreSet};
-use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_base::store::{IoContext, OnReply, RAM_STORE, Recovered, StoreSet};
+use ballast_store::{
+    DurableStore, GetOutcome, Handle, NearStore, PageBytes, PageKey, PutOutcome, SlowStore, Store, StoreUsage,
+};
 
 use crate::vm::far::overdue::{Overdue, Tell};
-use ballast_page::copies::StoreOf;
+use ballast_page::copies::{Source, StoreOf};
 use ballast_page::page_state::Word;
 
-/// One store of a VM.
+/// A store in this host's memory.
 #[derive(Clone, Debug)]
-pub struct Tier {
+pub struct NearTier {
     /// Its number in words.
     pub number: u8,
     /// Its name in messages.
     pub name: &'static str,
     /// The store.
-    pub store: Arc<dyn Store>,
-    /// The same store, if it may wait for a disk or a network: then slow workers and spill ask it. A fault worker only
-    /// begins to ask it.
-    overdue: Option<Arc<Overdue>>,
+    pub store: Arc<dyn NearStore>,
+}
+
+/// A store that may wait for a disk or a network: slow workers and spill ask it. A fault worker only begins to ask it.
+#[derive(Clone, Debug)]
+pub struct SlowTier {
+    /// Its number in words.
+    pub number: u8,
+    /// Its name in messages.
+    pub name: &'static str,
+    /// The store.
+    pub store: Arc<dyn SlowStore>,
+    /// Its pages that are waited for.
+    overdue: Arc<Overdue>,
+}
+
+/// Any store of a VM.
+#[derive(Clone, Copy, Debug)]
+pub struct Tier<'a> {
+    /// Its number in words.
+    pub number: u8,
+    /// Its name in messages.
+    pub name: &'static str,
+    /// The store.
+    pub store: &'a dyn DurableStore,
+    /// The same, if it may wait.
+    pub slow: Option<&'a dyn SlowStore>,
 }
 
 /// How long a page of a slow store is waited for before operators are told. The wait goes on.
 pub const DEADLINE: Duration = Duration::from_secs(5);
 
-impl Tier {
-    /// A store that returns at once.
-    pub fn near(number: u8, name: &'static str, store: Arc<dyn Store>) -> Self {
-        Self { number, name, store, overdue: None }
-    }
-
-    /// A store that may wait. If it does not return a page within [`DEADLINE`], that is an event.
-    pub fn slow(number: u8, name: &'static str, store: Arc<dyn Store>) -> Self {
-        Self::slow_within(DEADLINE, number, name, store)
+impl SlowTier {
+    /// If the store does not return a page within [`DEADLINE`], that is an event.
+    pub fn new(number: u8, name: &'static str, store: Arc<dyn SlowStore>) -> Self {
+        Self::within(DEADLINE, number, name, store)
     }
 
     /// The same with another deadline.
-    pub fn slow_within(deadline: Duration, number: u8, name: &'static str, store: Arc<dyn Store>) -> Self {
-        let overdue = Arc::new(Overdue::new(store, name, deadline));
-        Self { number, name, store: overdue.clone(), overdue: Some(overdue) }
-    }
-
-    /// May it wait? A store that does not returns at once.
-    pub fn is_slow(&self) -> bool {
-        self.overdue.is_some()
+    pub fn within(deadline: Duration, number: u8, name: &'static str, store: Arc<dyn SlowStore>) -> Self {
+        let overdue = Arc::new(Overdue::new(store.clone(), name, deadline));
+        Self { number, name, store, overdue }
     }
 }
 
 /// The stores of one VM.
 #[derive(Clone, Debug)]
-pub struct Stores(Vec<Tier>);
+pub struct Stores {
+    near: Vec<NearTier>,
+    slow: Vec<SlowTier>,
+}
 
 impl Stores {
-    /// These stores, in the order in which pages go to them. Evicted pages go to the first, pages that have been far
-    /// for long to the first slow one that takes them.
+    /// These stores, in the order in which pages go to them. Evicted pages go to the first near one, pages that have
+    /// been far for long to the first slow one that takes them.
     ///
     /// # Panics
-    /// If there is none, the first may wait, or two have the same number.
-    pub fn new(tiers: Vec<Tier>) -> Self {
-        assert!(tiers.first().is_some_and(|tier| !tier.is_slow()), "evicted pages go to a store that waits");
-        let is_again = |(at, tier): (usize, &Tier)| tiers[..at].iter().any(|before| before.number == tier.number);
-        assert!(!tiers.iter().enumerate().any(is_again), "two stores have one number: {tiers:?}");
-        Self(tiers)
+    /// If there is no near one, or two have the same number.
+    pub fn new(near: Vec<NearTier>, slow: Vec<SlowTier>) -> Self {
+        assert!(!near.is_empty(), "evicted pages go nowhere");
+        let stores = Self { near, slow };
+        let mut numbers = HashSet::new();
+        assert!(stores.tiers().all(|tier| numbers.insert(tier.number)), "two stores have one number: {stores:?}");
+        stores
     }
 
     /// Sets who is told when a store is overdue.
     pub(crate) fn tell(&self, tell: &Tell) {
-        self.0.iter().filter_map(|tier| tier.overdue.as_ref()).for_each(|overdue| overdue.tell(tell));
+        self.slow.iter().for_each(|tier| tier.overdue.tell(tell));
     }
 
     /// The RAM store alone.
-    pub fn ram_only(ram: Arc<dyn Store>) -> Self {
-        Self::new(vec![Tier::near(RAM_STORE, "RAM store", ram)])
+    pub fn ram_only(store: Arc<dyn NearStore>) -> Self {
+        Self::new(vec![NearTier { number: RAM_STORE, name: "RAM store", store }], Vec::new())
     }
 
     /// The same with this one in the place of the one of its number.
     #[must_use]
-    pub fn with(mut self, tier: Tier) -> Self {
-        self.0.iter_mut().filter(|old| old.number == tier.number).for_each(|old| *old = tier.clone());
+    pub fn with(mut self, tier: SlowTier) -> Self {
+        self.slow.iter_mut().filter(|old| old.number == tier.number).for_each(|old| *old = tier.clone());
         self
     }
 
-    /// All of them.
-    pub fn tiers(&self) -> &[Tier] {
-        &self.0
+    /// All of them, the near ones first.
+    pub fn tiers<'a>(&'a self) -> impl Iterator<Item = Tier<'a>> {
+        let near = |tier: &'a NearTier| Tier { number: tier.number, name: tier.name, store: &*tier.store, slow: None };
+        let slow = |tier: &'a SlowTier| Tier {
+            number: tier.number,
+            name: tier.name,
+            store: &*tier.store,
+            slow: Some(&*tier.store),
+        };
+        self.near.iter().map(near).chain(self.slow.iter().map(slow))
     }
 
     /// Where evicted pages go.
-    pub fn first(&self) -> &Tier {
-        &self.0[0]
+    pub fn first(&self) -> &NearTier {
+        &self.near[0]
+    }
+
+    /// Those that return at once.
+    pub fn near(&self) -> &[NearTier] {
+        &self.near
     }
 
     /// Those that may wait.
-    pub fn slow(&self) -> impl Iterator<Item = &Tier> {
-        self.0.iter().filter(|tier| tier.is_slow())
-    }
-
-    /// Is there one that may wait?
-    pub fn has_slow(&self) -> bool {
-        self.slow().next().is_some()
+    pub fn slow(&self) -> &[SlowTier] {
+        &self.slow
     }
 
     /// The store with this number.
-    pub fn get(&self, number: u8) -> Option<&Tier> {
-        self.0.iter().find(|tier| tier.number == number)
+    pub fn get(&self, number: u8) -> Option<Tier<'_>> {
+        self.tiers().find(|tier| tier.number == number)
     }
 
-    /// The page of this word, which is far, is about to be got: see [`Store::begin`].
+    /// The near store with this number.
+    pub fn get_near(&self, number: u8) -> Option<&dyn NearStore> {
+        self.near.iter().find(|tier| tier.number == number).map(|tier| &*tier.store)
+    }
+
+    fn get_slow(&self, number: u8) -> Option<&SlowTier> {
+        self.slow.iter().find(|tier| tier.number == number)
+    }
+
+    /// The page of this word, which is far, is about to be got: see [`SlowStore::begin`].
     pub fn begin(&self, key: PageKey, word: Word, watch: OnReply<'_>) -> bool {
-        self.get(word.store()).is_some_and(|tier| tier.store.begin(key, word.handle(), watch))
+        self.get_slow(word.store()).is_some_and(|tier| tier.store.begin(key, word.handle(), watch))
     }
 
-    /// Only stores that return at once: for workers that must not wait.
-    pub fn near(&self) -> Near<'_> {
-        Near(self)
+    /// All of them, for reads in this context.
+    pub const fn reads<'a>(&'a self, context: IoContext<'a>) -> Reads<'a> {
+        Reads { stores: self, context }
     }
 
-    /// Numbers of all other stores, known or not: a page of one is not available at once.
+    /// Only stores that return at once, for reads of workers that must not wait.
+    pub const fn reads_near(&self) -> ReadsNear<'_> {
+        ReadsNear(self)
+    }
+
+    /// Numbers of all other stores than the near ones, known or not: a page of one is not available at once.
     pub fn not_near(&self) -> StoreSet {
-        let near = self.0.iter().filter(|tier| !tier.is_slow());
-        near.fold(StoreSet::ALL, |set, tier| set.without(tier.number))
+        self.near.iter().fold(StoreSet::ALL, |set, tier| set.without(tier.number))
     }
 }
 
-impl StoreOf for Stores {
-    fn store_of(&self, word: Word) -> Option<&dyn Store> {
-        self.get(word.store()).map(|tier| &*tier.store)
-    }
-}
-
-/// See [`Stores::near`].
+/// See [`Stores::reads`].
 #[derive(Clone, Copy, Debug)]
-pub struct Near<'a>(&'a Stores);
+pub struct Reads<'a> {
+    stores: &'a Stores,
+    context: IoContext<'a>,
+}
 
-impl StoreOf for Near<'_> {
-    fn store_of(&self, word: Word) -> Option<&dyn Store> {
-        self.0.get(word.store()).filter(|tier| !tier.is_slow()).map(|tier| &*tier.store)
+impl StoreOf for Reads<'_> {
+    fn store_of(&self, word: Word) -> Option<Source<'_>> {
+        let context = self.context;
+        if let Some(store) = self.stores.get_near(word.store()) {
+            return Some(Source { store, context, watch: None });
+        }
+        let tier = self.stores.get_slow(word.store())?;
+        Some(Source { store: &*tier.store, context, watch: Some(&*tier.overdue) })
+    }
+}
+
+/// See [`Stores::reads_near`].
+#[derive(Clone, Copy, Debug)]
+pub struct ReadsNear<'a>(&'a Stores);
+
+impl StoreOf for ReadsNear<'_> {
+    fn store_of(&self, word: Word) -> Option<Source<'_>> {
+        let store = self.0.get_near(word.store())?;
+        Some(Source { store, context: IoContext::GUEST, watch: None })
     }
 }
 
@@ -151,7 +204,7 @@ impl StoreOf for Near<'_> {
 /// and nothing is lost.
 #[derive(Debug, Default)]
 pub struct LateStore {
-    store: OnceLock<Arc<dyn Store>>,
+    store: OnceLock<Arc<dyn SlowStore>>,
     /// Pages that were freed before it was there.
     freed: Mutex<Vec<(PageKey, Handle)>>,
     live: Mutex<Option<Vec<Handle>>>,
@@ -164,7 +217,7 @@ impl LateStore {
     }
 
     /// The store is there. It contains all pages that the words named when this one was made.
-    pub fn arrive(&self, store: Arc<dyn Store>) {
+    pub fn arrive(&self, store: Arc<dyn SlowStore>) {
         let mut freed = self.freed.lock().unwrap_or_else(PoisonError::into_inner);
         for (key, handle) in std::mem::take(&mut *freed) {
             store.free(key, handle);
@@ -178,7 +231,7 @@ impl LateStore {
         self.live.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    fn store(&self) -> Option<&dyn Store> {
+    fn store(&self) -> Option<&dyn SlowStore> {
         self.store.get().map(|store| &**store)
     }
 }
@@ -188,16 +241,8 @@ impl Store for LateStore {
         self.store().map_or(PutOutcome::Busy, |store| store.put(key, bytes))
     }
 
-    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        self.store().map_or(GetOutcome::Busy, |store| store.get(key, handle, out))
-    }
-
-    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
-        self.store().is_some_and(|store| store.begin(key, handle, watch))
-    }
-
-    fn get_begun(&self, key: PageKey, handle: Handle, out: &mut PageBytes, watch: OnReply<'_>) -> GetOutcome {
-        self.store().map_or(GetOutcome::Busy, |store| store.get_begun(key, handle, out, watch))
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes, context: IoContext<'_>) -> GetOutcome {
+        self.store().map_or(GetOutcome::Busy, |store| store.get(key, handle, out, context))
     }
 
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
@@ -207,17 +252,10 @@ impl Store for LateStore {
         }
     }
 
-    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+    fn get_run(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], context: IoContext<'_>) -> Vec<GetOutcome> {
         match self.store() {
-            Some(store) => store.get_run(first, handles, out, outcomes),
-            None => outcomes.resize(outcomes.len() + handles.len().min(out.len()), GetOutcome::Busy),
-        }
-    }
-
-    fn get_some(&self, pages: &[(PageKey, Handle)], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
-        match self.store() {
-            Some(store) => store.get_some(pages, out, outcomes),
-            None => outcomes.resize(outcomes.len() + pages.len().min(out.len()), GetOutcome::Busy),
+            Some(store) => store.get_run(pages, out, context),
+            None => vec![GetOutcome::Busy; pages.len().min(out.len())],
         }
     }
 
@@ -232,6 +270,18 @@ impl Store for LateStore {
         }
     }
 
+    fn tidy(&self) {
+        if let Some(store) = self.store() {
+            store.tidy();
+        }
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.store().map_or_else(StoreUsage::default, |store| store.usage())
+    }
+}
+
+impl DurableStore for LateStore {
     /// Before the store is there, these are for the code that opens it: see [`LateStore::take_live`].
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         if let Some(store) = self.store() {
@@ -241,23 +291,15 @@ impl Store for LateStore {
         *self.live.lock().unwrap_or_else(PoisonError::into_inner) = Some(live);
         Ok(Recovered::default())
     }
+}
 
-    fn tidy(&self) {
-        if let Some(store) = self.store() {
-            store.tidy();
-        }
+impl SlowStore for LateStore {
+    fn begin(&self, key: PageKey, handle: Handle, watch: OnReply<'_>) -> bool {
+        self.store().is_some_and(|store| store.begin(key, handle, watch))
     }
 
     fn is_untidy(&self) -> bool {
         self.store().is_some_and(|store| store.is_untidy())
-    }
-
-    fn takes_room(&self, handle: Handle) -> bool {
-        self.store().is_none_or(|store| store.takes_room(handle))
-    }
-
-    fn is_short(&self) -> bool {
-        self.store().is_some_and(|store| store.is_short())
     }
 
     /// Before the store is there it may be swept, for pages that words named when this one was made.
@@ -271,9 +313,5 @@ impl Store for LateStore {
 
     fn last_refusal(&self) -> Option<String> {
         self.store().map_or_else(|| Some("its disk does not answer".into()), |store| store.last_refusal())
-    }
-
-    fn usage(&self) -> StoreUsage {
-        self.store().map_or_else(StoreUsage::default, |store| store.usage())
     }
 }

@@ -13,11 +13,11 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use ballast_base::PageIdx;
-use ballast_store::{PageBytes, Store};
+use ballast_store::PageBytes;
 use ballast_sys::uffd::FillOutcome;
 
 use crate::vm::stats::{Stage, Stats};
-use ballast_page::copies::StoreOf;
+use ballast_page::copies::{Source, StoreOf};
 use ballast_page::memory::Mapped;
 use ballast_page::page_state::Word;
 
@@ -92,7 +92,7 @@ pub(crate) struct TimedStores<'a, S> {
 }
 
 impl<S: StoreOf> StoreOf for TimedStores<'_, S> {
-    fn store_of(&self, word: Word) -> Option<&dyn Store> {
+    fn store_of(&self, word: Word) -> Option<Source<'_>> {
         self.times.pass(&self.times.found);
         self.stores.store_of(word)
     }
@@ -135,17 +135,14 @@ impl<M: Mapped> Mapped for TimedMemory<'_, M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vm::far::stores::LateStore;
     use ballast_base::wire::VmId;
     use ballast_handover::state_file::StateFile;
-
-    static LATE: LateStore = LateStore::new();
 
     struct Anywhere;
 
     impl StoreOf for Anywhere {
-        fn store_of(&self, _: Word) -> Option<&dyn Store> {
-            Some(&LATE)
+        fn store_of(&self, _: Word) -> Option<Source<'_>> {
+            None
         }
     }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::super::faults::{DiskFault, DiskFaults};
 use super::*;
+use crate::IoContext;
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_sys::memfd;
 use ballast_sys::ring::{Buffer, Ring};
@@ -39,7 +40,8 @@ fn late_reads_of_all_stores_are_counted_also_of_closed_ones_and_many_leave_some_
     }
     let (stores, disk) = ([Reading::default(), Reading::default()], disk());
     let of_all = || LATE_OF_ALL.load(Ordering::Acquire);
-    let read = |reading: &Reading, block| reading.read(&disk, &[(block, 1)], Duration::ZERO, |_| true, |_, _| true);
+    let wait = Wait { timeout: Duration::ZERO, context: IoContext::GUEST };
+    let read = |reading: &Reading, block| reading.read(&disk, &[(block, 1)], wait, |_| true, |_, _| true);
     let before = of_all();
     for (count, block) in (1..).zip(0..8) {
         if let Some(faults) = &disk.faults {
@@ -62,8 +64,7 @@ fn late_reads_of_all_stores_are_counted_also_of_closed_ones_and_many_leave_some_
     }
     drop(stores);
     falls_to(0);
-    assert_eq!([false, true].map(|has_time| most(has_time, MANY - 1)), [MOST, MOST_WITH_TIME]);
-    for has_time in [false, true] {
-        assert!((AT_ONCE..MOST_WITH_TIME).contains(&most(has_time, MANY)));
-    }
+    let readers = [Reader::Guest, Reader::Background];
+    assert_eq!(readers.map(|reader| most(reader, MANY - 1)), [MOST, MOST_BACKGROUND]);
+    assert!(readers.into_iter().all(|reader| (AT_ONCE..MOST_BACKGROUND).contains(&most(reader, MANY))));
 }

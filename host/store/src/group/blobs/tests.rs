@@ -1,7 +1,7 @@
 //! Tests of what members and sweeps of a group keep each other from.
 
 use super::*;
-use crate::{Budget, GroupMember};
+use crate::{Attach, Budget, DurableStore, GroupMember};
 use ballast_base::Bytes;
 use ballast_testkit::pages;
 
@@ -25,8 +25,8 @@ fn a_member_that_moves_while_others_are_missing_waits_for_no_put_and_keeps_none_
     let put = group.using();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            moves.follow(&mut std::iter::empty());
-            moves.own(&mut std::iter::empty());
+            moves.attach_shared(&mut std::iter::empty());
+            moves.attach_exclusive(&mut std::iter::empty());
             moves.recover(&mut std::iter::empty()).expect("recovered");
         });
     });
@@ -46,7 +46,7 @@ fn a_thread_that_is_to_have_the_arena_alone_has_its_turn_while_a_member_with_man
         let has_turn = || turns.set(turns.get() + u32::from(group.using.try_write().is_ok()));
         (0..3 * PIECE as u64).map(|page| (region.page(PageIdx(page)), handle)).inspect(move |_| has_turn())
     };
-    member.follow(&mut live());
+    member.attach_shared(&mut live());
     assert_eq!(turns.replace(0), 3);
     member.recover(&mut live()).expect("recovered");
     assert_eq!(turns.get(), 3);
