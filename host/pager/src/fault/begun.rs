@@ -13,19 +13,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ballast_base::PageIdx;
 use ballast_base::store::{Ends, IoContext, OnReply};
 use ballast_page::outcome::Served;
 use ballast_page::page_state::State;
 
 use crate::tier::slow;
 use crate::vm::Vm;
-use crate::vm::region::Region;
-use crate::vm::serve::resolve::resolve;
+use crate::vm::serve::resolve::{Target, resolve};
 use crate::vm::serve::stages::Times;
 use crate::vm::serve::stall::PendingFault;
 use crate::vm::stats::Counter;
-use crate::vm::view::{RegionView, View};
+use crate::vm::view::View;
 
 /// How long a fault worker keeps such a fault. A slower store gains nothing by it, and has slow workers wait side by
 /// side.
@@ -42,12 +40,13 @@ pub(crate) fn due(pending: &VecDeque<PendingFault>) -> Option<Instant> {
 pub(crate) fn ends(
     vm: &Vm,
     view: &Arc<View>,
-    (region, page): (&Arc<Region>, PageIdx),
+    target: &Target<'_>,
     pending: &mut PendingFault,
-    memory: &RegionView<'_>,
-    (times, watch): (&Times, OnReply<'_>),
+    times: &Times,
+    watch: OnReply<'_>,
 ) -> bool {
-    if region.word(page).state() != State::Far || !region.is_slow(page) {
+    let Target { region, page, .. } = target;
+    if region.word(*page).state() != State::Far || !region.is_slow(*page) {
         // Another thread has brought it back.
         pending.begun = None;
         return false;
@@ -58,12 +57,12 @@ pub(crate) fn ends(
         watch(fd);
     };
     let stores = vm.stores.reads(IoContext::GUEST.ended_by(Ends::AtOnce(&watch)));
-    if let Some((served, interval)) = resolve(vm, region, page, pending, memory, &stores, times) {
+    if let Some((served, interval)) = resolve(vm, target, pending, &stores, times) {
         if matches!(served, Served::Restored | Served::Filled { .. }) {
             vm.stats().add(Counter::FaultFile, 1);
         }
         if served == Served::Restored {
-            slow::restored_one(vm, view, region, page, interval);
+            slow::restored_one(vm, view, region, *page, interval);
         }
         return true;
     }

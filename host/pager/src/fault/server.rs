@@ -286,20 +286,19 @@ impl FaultServer {
         let vm = &*self.vm.clone();
         let view = self.view.clone();
         let _serving = view.serving();
-        let Some((region, page, memory)) = target(vm, &view, pending) else { return true };
+        let Some(target) = target(vm, &view, pending) else { return true };
+        let (region, page) = (&*target.region, target.page);
         if let Some(begun) = pending.begun {
             let times = Times::begun(begun);
             let watch = |fd: BorrowedFd<'_>| drop(self.notify.watch(fd));
-            return begun::ends(vm, &view, (&region, page), pending, &memory, (&times, &watch));
+            return begun::ends(vm, &view, &target, pending, &times, &watch);
         }
         let mut touch = None;
         if let Some(unit) = region.units().of(page).filter(|unit| !unit.is_quiet()) {
-            match touched(vm, &view, &region, page, unit, pending) {
+            match touched(vm, &view, &target, unit, pending) {
                 // The kernel may be copying the unit into a huge page; no other fault may wait for that.
-                Touch::Aside => {
-                    return settle(vm, &region, page, pending, Served::Later.into()).is_some();
-                }
-                Touch::Mapped => return settle(vm, &region, page, pending, Served::Mapped.into()).is_some(),
+                Touch::Aside => return settle(vm, &target, pending, Served::Later.into()).is_some(),
+                Touch::Mapped => return settle(vm, &target, pending, Served::Mapped.into()).is_some(),
                 Touch::Serve { tracked, around } => touch = Some((tracked, around)),
             }
         }
@@ -335,15 +334,15 @@ impl FaultServer {
             return true;
         }
         if granule.pages() == 1 && touch.is_none() {
-            self.read_ahead(&region, page, pending.fault.kind);
+            self.read_ahead(region, page, pending.fault.kind);
         }
         let times = self.sampler.start();
-        let Some((served, _)) = resolve(vm, &region, page, pending, &memory, &vm.stores.reads_near(), &times) else {
+        let Some((served, _)) = resolve(vm, &target, pending, &vm.stores.reads_near(), &times) else {
             return false;
         };
         if let Some((tracked, around)) = touch {
             let around = around && served == Served::Mapped;
-            touch::served(vm, &region, &memory, page, pending, (tracked, around));
+            touch::served(vm, &target, pending, tracked, around);
         }
         true
     }

@@ -14,6 +14,7 @@ use ballast_sys::uffd::FaultKind;
 use crate::vm::Vm;
 use crate::vm::huge::unit_addr;
 use crate::vm::region::Region;
+use crate::vm::serve::resolve::Target;
 use crate::vm::serve::stall::PendingFault;
 use crate::vm::units::UnitState;
 use crate::vm::view::{RegionView, View};
@@ -42,14 +43,8 @@ pub(crate) enum Touch {
 }
 
 /// A page of the unit was touched.
-pub(crate) fn touched(
-    vm: &Vm,
-    view: &View,
-    region: &Region,
-    page: PageIdx,
-    unit: &UnitState,
-    pending: &PendingFault,
-) -> Touch {
+pub(crate) fn touched(vm: &Vm, view: &View, target: &Target<'_>, unit: &UnitState, pending: &PendingFault) -> Touch {
+    let Target { region, page, .. } = target;
     if unit.as_whole().is_mapping() {
         return Touch::Aside;
     }
@@ -57,13 +52,13 @@ pub(crate) fn touched(
     let (mut fine, mut tracked) = (false, unit.is_tracked());
     if tracked {
         // Before the unit is mapped: from then on touches are not seen.
-        fine = vm.mail.touches.mark(id, page);
+        fine = vm.mail.touches.mark(id, *page);
         if !fine {
-            unit.touch(page);
+            unit.touch(*page);
         }
         // A page that reclaim took or was about to take would have faulted without the scan, too. If its cost counted,
         // a VM that misses much would seem costly to track, and would not be tracked when it needs that most.
-        tracked = pending.fault.kind == FaultKind::Minor && region.word(page).state() == State::Resident;
+        tracked = pending.fault.kind == FaultKind::Minor && region.word(*page).state() == State::Resident;
         vm.mail.touches.count_fault(tracked);
     }
     if pending.fault.kind == FaultKind::Minor
@@ -79,15 +74,9 @@ pub(crate) fn touched(
 }
 
 /// The page is served.
-pub(crate) fn served(
-    vm: &Vm,
-    region: &Region,
-    memory: &RegionView<'_>,
-    page: PageIdx,
-    pending: &PendingFault,
-    (tracked, around): (bool, bool),
-) {
-    if around && let Err(error) = map_around(region, memory, page) {
+pub(crate) fn served(vm: &Vm, target: &Target<'_>, pending: &PendingFault, tracked: bool, around: bool) {
+    let Target { region, page, memory } = target;
+    if around && let Err(error) = map_around(region, memory, *page) {
         // A thread that wants the pages will fault, and that fault reports the error.
         tracing::debug!(vm = vm.state.name(), "Mapping pages around page {page}: {error}");
     }

@@ -32,11 +32,11 @@ use crate::vm::Vm;
 use crate::vm::far::slow_queue::{Ahead, Caller, Work};
 use crate::vm::far::stores;
 use crate::vm::region::Region;
-use crate::vm::serve::resolve::{resolve, settle, target};
+use crate::vm::serve::resolve::{Target, resolve, settle, target};
 use crate::vm::serve::stages::Times;
 use crate::vm::serve::stall::PendingFault;
 use crate::vm::stats::Counter;
-use crate::vm::view::{RegionView, View};
+use crate::vm::view::View;
 use ballast_page::copies::StoreOf;
 use ballast_page::fault::restore_some;
 use ballast_page::memory::Mapped;
@@ -122,20 +122,21 @@ fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
     // The disk takes much longer than reading the clock, so each restore is timed.
     let times = Times::start();
     let _serving = view.serving_from_disk();
-    let Some((region, page, memory)) = target(vm, view, pending) else { return true };
+    let Some(target) = target(vm, view, pending) else { return true };
+    let (region, page) = (&*target.region, target.page);
     let was_slow = region.is_slow(page);
     if was_slow && pending.fault.kind == FaultKind::Missing && region.granule_pages() == 1 {
-        let with = request_ahead(vm, view, &region, page, Caller::Slow);
+        let with = request_ahead(vm, view, region, page, Caller::Slow);
         if !with.is_empty() {
-            read_in_order(vm, &region, page, Caller::Slow);
-            if came_with(vm, &region, page, with, pending, &times, &memory) {
+            read_in_order(vm, region, page, Caller::Slow);
+            if came_with(vm, &target, with, pending, &times) {
                 vm.stats().add(Counter::FaultFile, 1);
                 return true;
             }
         }
     }
     let stores = vm.stores.reads(vm.life.reads_slow(IoContext::GUEST));
-    let resolved = resolve(vm, &region, page, pending, &memory, &stores, &times);
+    let resolved = resolve(vm, &target, pending, &stores, &times);
     if was_slow && matches!(resolved, Some((Served::Restored | Served::Filled { .. }, _))) {
         vm.stats().add(Counter::FaultFile, 1);
     }
@@ -143,7 +144,7 @@ fn serve_one(vm: &Vm, view: &Arc<View>, pending: &PendingFault) -> bool {
         && was_slow
         && region.granule_pages() == 1
     {
-        request_beside(vm, view, &region, page, interval, Caller::Slow);
+        request_beside(vm, view, region, page, interval, Caller::Slow);
     }
     resolved.is_some()
 }
@@ -200,18 +201,11 @@ fn request_ahead(vm: &Vm, view: &Arc<View>, region: &Region, page: PageIdx, call
 }
 
 /// Restores the page of a fault, and those of `with`, by one request. Returns whether that page came.
-fn came_with(
-    vm: &Vm,
-    region: &Region,
-    page: PageIdx,
-    with: PageRange,
-    pending: &PendingFault,
-    times: &Times,
-    memory: &RegionView<'_>,
-) -> bool {
+fn came_with(vm: &Vm, target: &Target<'_>, with: PageRange, pending: &PendingFault, times: &Times) -> bool {
+    let (region, page) = (&*target.region, target.page);
     let run = PageRange::new(page, with.end());
     let stores = background(vm);
-    let moves = match restore_slow(region, run, &times.memory(memory), &times.stores(&stores)) {
+    let moves = match restore_slow(region, run, &times.memory(&target.memory), &times.stores(&stores)) {
         Ok(moves) => moves,
         Err(error) => {
             // The fault meets the same error and reports it.
@@ -225,7 +219,7 @@ fn came_with(
         return false;
     }
     times.restored(vm.stats(), pending.since);
-    settle(vm, region, page, pending, Outcome { moved: Some(*first), served: Ok(Served::Restored) });
+    settle(vm, target, pending, Outcome { moved: Some(*first), served: Ok(Served::Restored) });
     book(vm, region, others);
     true
 }
