@@ -162,7 +162,7 @@ a_later_package_follows_under_the_domain() {
 memory_on_a_disk_outlives_engine_and_keeper() {
     printf '[spill]\ndir = "/var/lib/ballast"\nbudget = "1G"\nafter_s = 1\n' >>/etc/ballast/ballastd.toml
     systemctl restart ballastd
-    domain nodes 160 "$EMULATOR" dimms
+    domain nodes 192 "$EMULATOR" dimms
     virsh -q start nodes
     until_is 300 more_rounds_than nodes 0
     ballast vm limit nodes 64M
@@ -175,7 +175,7 @@ memory_on_a_disk_outlives_engine_and_keeper() {
 a_plugged_in_dimm_works_and_is_said_to_be_unmanaged() {
     both_die
     plug_dimm nodes
-    until_is 60 is nodes ".unmanaged_bytes == $((128 << 20)) or .size_bytes == $((288 << 20))"
+    until_is 60 is nodes ".unmanaged_bytes == $((128 << 20)) or .size_bytes == $((320 << 20))"
     echo "= $(of nodes '"\(.size_bytes) managed, \(.unmanaged_bytes) not"')"
     right nodes
     virsh -q destroy nodes
