@@ -405,6 +405,11 @@ impl VmStat {
     /// The beginning of the warning of a VM whose last change is not kept for its next attach.
     pub const NOT_KEPT: &str = "the change ends with the VM";
 
+    /// The limit that holds, in bytes: the lower one of the operator's and the policy's.
+    pub fn lower_limit(&self) -> Option<u64> {
+        self.limit_bytes.into_iter().chain(self.target_bytes).min()
+    }
+
     /// Whether it is blocked for that reason.
     pub fn waits_for_scan(&self) -> bool {
         self.status_reason.as_deref() == Some(Self::UNCHECKED)

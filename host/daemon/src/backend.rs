@@ -139,7 +139,7 @@ impl Shown {
             state: brief.state,
             store_bytes: self.host.budget.used().0,
             store_budget_bytes: self.host.budget.limit().0,
-            troubles: why::troubles(self.host.events.list(), now),
+            troubles: self.host.events.read(|events| why::troubles(events, now)),
         }
     }
 

@@ -106,6 +106,11 @@ impl Events {
         Ok(())
     }
 
+    /// Reads all of them, oldest first, without a copy. Nothing is told until this returns.
+    pub fn read<T>(&self, by: impl FnOnce(&VecDeque<Event>) -> T) -> T {
+        by(&self.lock().events)
+    }
+
     /// All of them, oldest first.
     pub fn list(&self) -> Vec<Event> {
         self.after(0, false)

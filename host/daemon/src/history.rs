@@ -139,7 +139,7 @@ impl Past {
             };
             let (stall_permille, restores_per_s) = rates(before.get(&vm.id), now);
             (worst, restores) = (worst.max(stall_permille), restores.saturating_add(restores_per_s.into()));
-            let limit = vm.limit_bytes.into_iter().chain(vm.target_bytes).min();
+            let limit = vm.lower_limit();
             let sample = Sample {
                 at_unix_s,
                 size: pages(vm.size_bytes),

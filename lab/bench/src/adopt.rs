@@ -204,9 +204,9 @@ fn scans(bench: &Bench, vmm: &Path, each: &mut dyn FnMut(Row) -> Result<()>) -> 
     Ok(())
 }
 
-/// Give a VM to the daemon. Returns its name there.
-pub(crate) fn adopt(bench: &Bench, worker: &Worker) -> Result<String> {
-    let request = AdoptRequest { pid: Some(worker.pid()), ..AdoptRequest::default() };
+/// Gives this process to the daemon as a VM. Returns its name there.
+pub(crate) fn adopt(bench: &Bench, pid: u32) -> Result<String> {
+    let request = AdoptRequest { pid: Some(pid), ..AdoptRequest::default() };
     let result = bench.daemon.api().adopt(&request)?;
     result.adopted.into_iter().next().map(|vm| vm.name).context("it was not adopted")
 }
@@ -216,7 +216,7 @@ fn over_limit(bench: &Bench, vmm: &Path, ram: u64, each: &mut dyn FnMut(Row) -> 
     let mut row = bench.row("a VM that wants more than its limit");
     let mut worker = start(vmm, ram)?;
     worker.ask(&Order::Fill)?;
-    let (name, api, limit) = (adopt(bench, &worker)?, bench.daemon.api(), ram * 3 / 4);
+    let (name, api, limit) = (adopt(bench, worker.pid())?, bench.daemon.api(), ram * 3 / 4);
     let resident = || -> Result<u64> { Ok(api.vm(&name)?.resident_bytes) };
     api.set_limit(&name, Some(limit))?;
     let begun = Instant::now();
@@ -249,7 +249,7 @@ fn idle(bench: &Bench, vmm: &Path, each: &mut dyn FnMut(Row) -> Result<()>) -> R
     for _ in 0..count {
         let mut worker = start(vmm, IDLE_RAM)?;
         worker.ask(&Order::MapHuge { percent: 100 })?;
-        let name = adopt(bench, &worker)?;
+        let name = adopt(bench, worker.pid())?;
         bench.daemon.api().set_limit(&name, Some(IDLE_LIMIT))?;
         workers.push(worker);
     }

@@ -13,9 +13,9 @@
 use std::cell::Cell;
 use std::ffi::{c_int, c_ulong, c_void};
 
-use crate::{decide, next};
+use crate::decide::{self, KVM_RUN};
+use crate::next;
 
-const KVM_RUN: c_ulong = 0xAE80;
 const KVM_GET_SREGS: c_ulong = 0x8138_AE83;
 const KVM_SET_MSRS: c_ulong = 0x4008_AE89;
 const MSR_KVM_ASYNC_PF_EN: u32 = 0x4B56_4D02;

@@ -349,9 +349,11 @@ pub fn touches_ram(addr: *mut c_void, len: usize) -> bool {
     client().is_some_and(|client| !client.overlap(Hva(addr as u64), len as u64).is_empty())
 }
 
+/// The `ioctl` that lets a vCPU run.
+pub const KVM_RUN: libc::c_ulong = 0xAE80;
+
 /// Does this `ioctl` let a vCPU run, and has nothing been attached yet?
 pub fn runs_a_vcpu(request: libc::c_ulong) -> bool {
-    const KVM_RUN: libc::c_ulong = 0xAE80;
     request & 0xFFFF_FFFF == KVM_RUN && MODE.load(Ordering::Relaxed) == WAITING
 }
 

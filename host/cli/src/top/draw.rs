@@ -10,7 +10,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span, Text};
 use ratatui::widgets::{Cell, Paragraph, Row, Sparkline, StatefulWidget, Table, TableState, Widget, Wrap};
 
-use super::screen::{Pane, Screen, lower_limit, why};
+use super::screen::{Pane, Screen, why};
 use crate::args::Sort;
 use crate::show;
 
@@ -63,7 +63,7 @@ static COLUMNS: [Column; 12] = [
     column("NAME", Some(Sort::Name), 0, 6, |vm, _| name_of(vm)),
     column("STATUS", None, 6, 10, |vm, _| vm.status.to_string()),
     column("SIZE", Some(Sort::Size), 7, 10, |vm, _| show::size(vm.size_bytes)),
-    column("LIMIT", Some(Sort::Limit), 3, 10, |vm, _| show::limit(lower_limit(vm))),
+    column("LIMIT", Some(Sort::Limit), 3, 10, |vm, _| show::limit(vm.lower_limit())),
     column("RESIDENT", Some(Sort::Resident), 2, 10, |vm, _| show::size(vm.resident_bytes)),
     column("QUARANTINE", None, 9, 10, |vm, _| show::size(vm.quarantine_bytes)),
     column("FAR", Some(Sort::Far), 4, 10, |vm, _| show::size(vm.far_bytes)),
@@ -294,7 +294,7 @@ impl Screen {
         };
         let held = format!(
             "HELD AT {}: operator {}, policy {}",
-            show::limit(lower_limit(vm)),
+            show::limit(vm.lower_limit()),
             show::limit(vm.limit_bytes),
             show::limit(vm.target_bytes)
         );

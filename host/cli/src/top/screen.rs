@@ -29,18 +29,13 @@ impl Sort {
             Self::Name => Ordering::Equal,
             Self::Size => b.size_bytes.cmp(&a.size_bytes),
             Self::Resident => b.resident_bytes.cmp(&a.resident_bytes),
-            Self::Limit => lower_limit(b).cmp(&lower_limit(a)),
+            Self::Limit => b.lower_limit().cmp(&a.lower_limit()),
             Self::Far => b.far_bytes.cmp(&a.far_bytes),
             Self::Stall => b.stall.some.avg10.total_cmp(&a.stall.some.avg10),
             Self::Fault => b.fault_latency.p99_us.total_cmp(&a.fault_latency.p99_us),
         };
         order.then_with(|| a.name.cmp(&b.name))
     }
-}
-
-/// The limit that holds: the operator's or the policy's.
-pub fn lower_limit(vm: &VmStat) -> Option<u64> {
-    vm.limit_bytes.into_iter().chain(vm.target_bytes).min()
 }
 
 /// Why a VM waits or keeps its memory; a recording may lack it.

@@ -31,14 +31,14 @@ pub(super) struct Facts {
 }
 
 /// The last trouble of each VM that has one, from events, oldest first.
-pub(super) fn troubles(events: Vec<Event>, now_unix_ms: u64) -> HashMap<String, String> {
+pub(super) fn troubles<'a>(events: impl IntoIterator<Item = &'a Event>, now_unix_ms: u64) -> HashMap<String, String> {
     let mut last = HashMap::new();
     for event in events {
-        let Some(vm) = event.vm else { continue };
+        let Some(vm) = &event.vm else { continue };
         if OVER.contains(&event.kind.as_str()) {
-            last.remove(&vm);
+            last.remove(vm);
         } else if TROUBLES.contains(&event.kind.as_str()) && event.at_unix_ms + TROUBLE_LASTS_MS > now_unix_ms {
-            last.insert(vm, event.message);
+            last.insert(vm.clone(), event.message.clone());
         }
     }
     last
@@ -52,12 +52,8 @@ fn is_full(used: u64, budget: u64) -> bool {
 
 /// Whether the store refused pages of a VM that has more than it may have.
 fn is_refused(vm: &VmStat, store_bytes: u64, store_budget_bytes: u64) -> bool {
-    let is_above = lower_limit(vm).is_some_and(|limit| vm.resident_bytes > limit + limit / 50);
+    let is_above = vm.lower_limit().is_some_and(|limit| vm.resident_bytes > limit + limit / 50);
     is_above && vm.reclaim.store_full_events > 0 && is_full(store_bytes, store_budget_bytes)
-}
-
-fn lower_limit(vm: &VmStat) -> Option<u64> {
-    vm.limit_bytes.into_iter().chain(vm.target_bytes).min()
 }
 
 fn is_short(state: Option<HostState>) -> bool {
@@ -78,7 +74,7 @@ pub(super) fn of_vm(vm: &VmStat, facts: &Facts) -> Option<String> {
         (_, Some(why)) if vm.class == VmClass::Pinned => said.push(format!("Nothing is taken from it: {why}.")),
         _ => {}
     }
-    let limit = lower_limit(vm);
+    let limit = vm.lower_limit();
     if vm.stall.some.avg10 > WAITS_PERCENT {
         said.push(waits(vm, limit, facts));
         said.extend(facts.troubles.get(&vm.name).map(|text| format!("{text}.")));
@@ -230,7 +226,7 @@ mod tests {
             event(700_001, "db", "store-back"),
             event(700_002, "web", "limit"),
         ];
-        let troubles = troubles(events, 700_100);
+        let troubles = troubles(&events, 700_100);
         assert_eq!(troubles, HashMap::from([("web".to_owned(), "store-late of web".to_owned())]));
         let text = of_vm(&vm(None, None, 5, 90.0), &Facts { troubles, ..facts() }).expect("it waits");
         assert!(text.ends_with(" store-late of web."), "{text}");

@@ -137,7 +137,7 @@ impl Cast {
             };
             let ram = File::open(&ram).with_context(|| format!("Opening {}", ram.display()))?;
             if side == Side::Adopted {
-                name = adopt::adopt(bench, &worker)?;
+                name = adopt::adopt(bench, worker.pid())?;
                 let size = bench.daemon.api().vm(&name)?.size_bytes;
                 ensure!(size == spec.ram.0, "{size} bytes of a VM are adopted, which has {}", spec.ram);
             }

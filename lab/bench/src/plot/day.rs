@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use super::course::{Curves, picture, series};
 use super::ranges::{KERNEL, OURS, PLAIN};
+use crate::stats::median;
 
 const HOURS: f64 = 24.0;
 /// Seconds over which a curve of latencies is smoothed, by their median.
@@ -28,11 +29,10 @@ pub(super) fn draw(row: &Value) -> Result<(String, String)> {
                 continue;
             }
             let values: Vec<f64> = series(row, &format!("{key}{end}"))?.into_iter().flatten().collect();
-            let points = values.chunks(smooth).enumerate().map(|(at, part)| {
-                let mut part = part.to_vec();
-                part.sort_unstable_by(f64::total_cmp);
-                ((at * smooth) as f64 * HOURS / day, part[part.len() / 2] / unit)
-            });
+            let points = values
+                .chunks(smooth)
+                .enumerate()
+                .filter_map(|(at, part)| Some(((at * smooth) as f64 * HOURS / day, median(part)? / unit)));
             curves.push((name, colour, vec![points.collect()]));
         }
         Ok(curves)

@@ -8,21 +8,22 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ballast_api::{AdoptRequest, PolicyPatch};
-use ballast_base::MIB;
+use ballast_api::PolicyPatch;
 use ballast_policy::Kind;
 use ballast_realmem::keys::Sequence;
 use ballast_realmem::load::Load;
 use ballast_realmem::protocol::Protocol;
 use ballast_realmem::server::{self, Server};
+use ballast_sys::meminfo;
 use ballast_testkit::random::Random;
 use serde_json::json;
 
-use super::running::memory_of;
+use super::running::{memory_of, vm_of};
 use super::turn::SEED;
 use crate::options::RealSide as Side;
 use crate::report::Row;
 use crate::rig::Bench;
+use crate::stats::{mean, percentile};
 
 /// A second of the bench is two and a half minutes of the day.
 const DAY_S: u64 = 576;
@@ -103,15 +104,15 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         // The kernel alone has no limit to hold, so it is the host without Ballast.
         let end = if side == Side::Kernel { "_without" } else { side.end_of_keys() };
         let used: Vec<f64> = found.used.iter().map(|bytes| *bytes as f64).collect();
-        row.figure(&format!("day_used_bytes_mean{end}"), &[used.iter().sum::<f64>() / used.len().max(1) as f64]);
+        row.figure(&format!("day_used_bytes_mean{end}"), &[mean(&used)]);
         row.figure(&format!("day_used_bytes_most{end}"), &[used.iter().copied().fold(0.0, f64::max)]);
         let mut all = found.all_us;
         all.sort_unstable_by(f64::total_cmp);
-        let at = |part: f64| all.get((all.len() as f64 * part) as usize).copied().unwrap_or_default();
+        let at = |part| percentile(&all, part).unwrap_or_default();
         for (key, part) in [("p50", 0.5), ("p95", 0.95), ("p99", 0.99)] {
             row.figure(&format!("day_us_of_16_{key}{end}"), &[at(part)]);
         }
-        row.figure(&format!("day_worst_ms_of_16{end}"), &[all.last().copied().unwrap_or_default() / 1e3]);
+        row.figure(&format!("day_worst_ms_of_16{end}"), &[at(1.0) / 1e3]);
         row.figure(&format!("day_requests{end}"), &[found.asked as f64]);
         row.figure(&format!("day_ended_servers{end}"), &[f64::from(found.ended)]);
         row.figure(&format!("day_wrong_bytes{end}"), &[found.wrong as f64]);
@@ -163,7 +164,7 @@ fn live(bench: &mut Bench, lives: &[Life], day: u64, side: Side) -> Result<Day> 
         }
         found.used.push(free as i64 - available()? as i64);
         took.sort_unstable_by(f64::total_cmp);
-        found.p99_us.push(took.get(took.len() * 99 / 100).copied().unwrap_or_default());
+        found.p99_us.push(percentile(&took, 0.99).unwrap_or_default());
         found.all_us.append(&mut took);
         // A second that had more to do than it has is longer.
         std::thread::sleep((begun + Duration::from_secs(second + 1)).saturating_duration_since(Instant::now()));
@@ -184,11 +185,7 @@ fn begin(bench: &mut Bench, side: Side, life: &Life, seed: u64) -> Result<Here> 
     let server = Server::start(Protocol::Redis, &memory, |_| Ok(()))?;
     bench.guard.end_process(server.pid())?;
     let load = Load::begin(&server, Protocol::Redis, Sequence::Random, life.keys, seed)?;
-    if side == Side::Adopted {
-        let request = AdoptRequest { pid: Some(server.pid()), name: Some(name.clone()), ..AdoptRequest::default() };
-        bench.daemon.api().adopt(&request)?;
-    }
-    let vm = (side != Side::Kernel).then_some(name);
+    let vm = vm_of(bench, side, name, server.pid())?;
     Ok(Here { load, server, vm })
 }
 
@@ -199,10 +196,7 @@ fn end(bench: &Bench, one: Here) -> Result<()> {
 
 /// Memory that the kernel calls available, in bytes.
 fn available() -> Result<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").context("Reading /proc/meminfo")?;
-    let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.split_whitespace().next()?.parse().ok());
-    let kib: u64 = kib.context("/proc/meminfo has no MemAvailable")?;
-    Ok(kib * (MIB >> 10))
+    meminfo::bytes("MemAvailable").context("/proc/meminfo has no MemAvailable")
 }
 
 #[cfg(test)]

@@ -43,6 +43,9 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     if let Some(why) = why {
         bail!("{why}");
     }
+    if options.part == Some(Part::Five) {
+        return five::run(bench, program, each);
+    }
     let orders = match (options.real.order, options.quick) {
         (Some(order), _) => vec![order],
         _ if matches!(runs(program), Runs::Batch(_)) => vec![Order::Repeat],
@@ -54,9 +57,6 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         (true, true) => vec![80],
         (true, false) => LEVELS.to_vec(),
     };
-    if options.part == Some(Part::Five) {
-        return five::run(bench, program, each);
-    }
     let sides = options.real.side.map_or_else(|| vec![Side::Ballast, Side::Kernel], |side| vec![side]);
     for order in orders {
         for level in &levels {

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use ballast_api::{AdoptRequest, VmStat};
+use ballast_api::VmStat;
 use ballast_base::MIB;
 use ballast_realmem::batch::{self, Batch};
 use ballast_realmem::keys::Sequence;
@@ -18,9 +18,9 @@ use ballast_realmem::protocol::Protocol;
 use ballast_realmem::server::{Memory, Server};
 
 use super::turn::{LIMITED_QUICK, SETTLE_QUICK, Turn};
-use crate::cgroup;
 use crate::options::{RealProgram as Program, RealSide as Side};
 use crate::rig::Bench;
+use crate::{adopt, cgroup};
 
 /// Keys of 1 KiB values.
 const KEYS: u32 = 1_000_000;
@@ -36,11 +36,11 @@ pub(super) struct Running {
     cgroup: Option<PathBuf>,
     work: Work,
     /// Its speed without a limit.
-    pub(super) free: Window,
+    free: Window,
     /// The memory that it had then, in bytes.
-    pub(super) held: u64,
+    held: u64,
     /// Values that were wrong so far.
-    pub(super) wrong: f64,
+    wrong: f64,
 }
 
 impl Running {
@@ -79,15 +79,7 @@ impl Running {
                 (Work::Batch(batch), pid)
             }
         };
-        let vm = match side {
-            Side::Ballast => Some(name),
-            Side::Adopted => {
-                let request = AdoptRequest { pid: Some(pid), name: Some(name.clone()), ..AdoptRequest::default() };
-                bench.daemon.api().adopt(&request)?;
-                Some(name)
-            }
-            Side::Kernel | Side::Shared => None,
-        };
+        let vm = vm_of(bench, side, name, pid)?;
         let warm = work.run(if quick { SETTLE_QUICK } else { WARM })?;
         let free = work.run(if quick { LIMITED_QUICK } else { FREE })?;
         let held = match (&cgroup, &vm) {
@@ -258,6 +250,15 @@ pub(super) fn memory_of(bench: &Bench, side: Side, name: &str) -> Result<Memory>
         Side::Kernel => Memory::Private,
         Side::Shared => Memory::Shared,
     })
+}
+
+/// The name of the VM that a process is, if this side has VMs. One that is to be adopted is adopted now.
+pub(super) fn vm_of(bench: &Bench, side: Side, name: String, pid: u32) -> Result<Option<String>> {
+    match side {
+        Side::Ballast => Ok(Some(name)),
+        Side::Adopted => adopt::adopt(bench, pid).map(Some),
+        Side::Kernel | Side::Shared => Ok(None),
+    }
 }
 
 /// The client library, beside this program or among what it was built from.
